@@ -1082,6 +1082,56 @@ def test_cards(change: dict[str, Any], said: str) -> None:
             found.ends[0][0].meet(cards[1:])
 
 
+def end_of(model: Any, name: str = "e") -> reshard.Endpoint:
+    pool = Pool.allocate(kvbm.load("nhd"), reshard.vllm(MODEL).shape(0), 2)
+    return reshard.Endpoint(name, reshard.vllm(MODEL), 0, pool, wire=wire.memory(name), model=model, ring_bytes=1 << 26)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ("a", "b", "model: 'a' here and 'b' on the other side"),
+        ({"weights": "1", "dtype": "f"}, {"weights": "2", "dtype": "f"}, "model: weights: '1' here and '2' on the other side;"),
+        ({"rope": {"theta": 10000.0}}, {"rope": {"theta": 5e5}}, "rope.theta: '10000' here and '500000'"),
+        ({"window": None}, {"window": 64}, "window: 'null' here and '64'"),
+        ({"a": 1}, {"a": 1, "b": []}, "b: nothing here and '\\[\\]'"),
+        ({"a": 1}, "a", "a: '1' here and nothing"),
+        ({"a": "x" * 5000}, {"a": "x" * 4999 + "y"}, "a: 'xxx.*sha256:"),
+        ({f"f{n}": n for n in range(2000)}, {f"f{n}": n % 1999 for n in range(2000)}, "others: 'sha256:"),
+        ({f"f{n}": 0 for n in range(9)}, {f"f{n}": 1 for n in range(9)}, "5 more"),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_models_that_differ_are_refused_by_field(ours: Any, theirs: Any, said: str) -> None:
+    """A card has them, and stays small."""
+    with end_of(ours, "one") as one, end_of(theirs, "other") as other:
+        with pytest.raises(BindError, match=said):
+            one.meet([other.card()])
+        with pytest.raises(BindError, match="expected the same model"):
+            other.meet([one.card()])
+        assert len(other.card()) < 80_000
+
+
+def test_models_that_are_the_same_meet() -> None:
+    """Numbers that are equal are the same, and the order of fields does not count."""
+    for ours, theirs in (("a", "a"), ({"a": 1e4, "b": {"c": [1.0]}}, {"b": {"c": (1,)}, "a": 10000}), ("a", {"model": "a"})):
+        with end_of(ours, "one") as one, end_of(theirs, "other") as other:
+            one.meet([other.card()])
+
+
+@pytest.mark.parametrize(
+    "held",
+    [None, 5, ["a"], {"a": 1}, {"a": "x" * 97}, {"x" * 97: "a"}, {str(n): "" for n in range(257)}],
+    ids=lambda held: str(held)[:12],
+)
+def test_models_in_cards_that_are_none(held: Any) -> None:
+    with end_of("a", "one") as one, end_of("a", "other") as other, pytest.raises(BindError, match="card: 'model': expected"):
+        one.meet([json.dumps({**json.loads(other.card()), "model": held}).encode()])
+    for wrong in (5, None, b"a", {5.5: 1}):
+        with pytest.raises(BindError, match="model: expected"):
+            end_of(wrong)
+
+
 NOTES = [
     notes.Offer(1, 2, b"k" * 16, 0, range(3, 5), range(7, 9), 6, True, 0.25),
     notes.Want(1, 2, 3, range(4, 6), 4, 9, tuple(notes.Grant(k, k, k) for k in range(5))),

@@ -7,14 +7,25 @@ import binascii
 import contextlib
 import functools
 import json
+import os
 import queue
+import re
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-from ..errors import BindError, KvbmError, PlanError, SpecError, TransferError, TransferTimeoutError
+from ..errors import (
+    AuthenticationError,
+    BindError,
+    KvbmError,
+    PlanError,
+    SpecError,
+    TransferError,
+    TransferTimeoutError,
+)
 from ..machine import sleep_exactly
 from ..pool import Pool
 from ..shapes import load_shape
@@ -24,9 +35,12 @@ from .link import Link
 from .local import cuts_of, require_pool
 from .messages import Resharding, plan
 from .messages import gather as in_two_steps
+from .model import differences, named
+from .model import read as read_model
 from .notes import read
 from .placement import Placement, whole
 from .ring import Ring
+from .secret import Notes, Secret
 
 __all__ = ["Endpoint"]
 
@@ -65,8 +79,9 @@ class Endpoint:
         The rank's pool; only with a single placement.
     wire : Wire
         A wire of this process.  The endpoint registers its ring with it; nothing else may use it.
-    model : str
-        A text that identifies the model: name, revision, adapter.  It must be the same on both sides.
+    model : str or mapping of str to object
+        What identifies the model: a text (name, revision, adapter), or fields with names, such as a hash of the weights and the
+        configuration.  It must be the same on both sides.  Of fields, the error names those that differ.
     incarnation : str
         A text that identifies this start of the engine, such as a job number.  It must be the same on all ranks of the engine.
     chunk_bytes : int
@@ -77,11 +92,15 @@ class Endpoint:
         Number of slots in each direction.  Default: as many as `ring_bytes` has room for.
     max_sms : int, optional
         Multiprocessors that kernels may use.
+    secret_file : path, optional
+        A file with a secret that all engines share.  Then only cards that were made with this secret are accepted, and every note
+        has a code of it.  The data of chunks have none.
 
     Raises
     ------
     BindError
-        Pools do not fit or lie on several devices, or the ring has no room for one chunk in each direction.
+        Pools do not fit or lie on several devices, the ring has no room for one chunk in each direction, or others can read the
+        file of the secret.
 
     Examples
     --------
@@ -98,12 +117,13 @@ class Endpoint:
         pool: Pool | None = None,
         *,
         wire: Wire,
-        model: str = "",
+        model: str | Mapping[str, Any] = "",
         incarnation: str = "",
         chunk_bytes: int = MOST,
         ring_bytes: int = 256 << 20,
         slots: int | None = None,
         max_sms: int | None = None,
+        secret_file: str | os.PathLike[str] | Secret | None = None,
     ) -> None:
         if isinstance(placement, Placement):
             if not isinstance(pool, Pool):
@@ -125,6 +145,11 @@ class Endpoint:
             )
         self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
         [self._world], [device] = worlds, devices
+        self._model = named(model)
+        is_read = secret_file is None or isinstance(secret_file, Secret)
+        self.secret: Secret | None = secret_file if is_read else Secret.read(secret_file)  # type: ignore[assignment, arg-type]
+        self._nonce = secrets.token_bytes(32)  # its notes have other codes than those of other endpoints
+        self._codes: dict[str, tuple[Notes, Notes]] = {}  # peer → notes to it, notes from it
         self.max_sms = max_sms
         self.stream: Any = None if device == "cpu" else 2  # the stream of the thread
         self.incarnation = incarnation
@@ -175,10 +200,12 @@ class Endpoint:
         }
         held = {
             "kvbm-link": _VERSION, "engine": self.engine, "incarnation": self.incarnation, "rank": self.rank, "world": self._world,
-            "model": self.model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
+            "model": self._model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
             "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
+            "nonce": self._nonce.hex(),
         }  # fmt: skip
-        return json.dumps(held).encode()
+        card = json.dumps(held).encode()
+        return card if self.secret is None else self.secret.sign(card)
 
     def join(self, cards: Iterable[bytes]) -> Link:
         """Connect to the ranks of this engine that hold the same as this one.  Call it before `meet(…, gather=True)`.
@@ -201,7 +228,7 @@ class Endpoint:
         title = f"{self.engine} rank {self.rank}: join"
         found = self._read(cards, title)
         _require_alike(found, title)
-        if _Card(self._card).wire not in [one.wire for one in found]:
+        if _Card(self._card, self.secret).wire not in [one.wire for one in found]:
             raise BindError(f"{title}: expected the cards of this engine, including this rank's, got those of {found[0].engine}")
         if self.siblings is not None:
             raise BindError(f"{title}: expected one call, got a second one; use the link that the first call returned")
@@ -243,8 +270,8 @@ class Endpoint:
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {first.engine}"
         _require_alike(found, title)
-        if first.model != self.model:
-            raise BindError(f"{title}: model: {self.model!r} here and {first.model!r} on the other side; expected the same")
+        if differ := differences(self._model, first.model):
+            raise BindError(f"{title}: model: {differ}; expected the same model on both sides")
         if set(first.groups) != set(self.groups):
             raise BindError(
                 f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} on the other side; expected the same"
@@ -274,11 +301,10 @@ class Endpoint:
                 raise outgoing[name]  # type: ignore[misc]
         return self.call(lambda: self._connect(found, outgoing, incoming, gathered))  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _read(cards: Any, where: str) -> list[_Card]:
+    def _read(self, cards: Any, where: str) -> list[_Card]:
         if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got a {type(cards).__name__}")
-        found = [_Card(card) for card in cards]
+        found = [_Card(card, self.secret) for card in cards]
         if not found:
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got none")
         return found
@@ -311,9 +337,16 @@ class Endpoint:
                     )
                 link.peers[peer] = card.rank
                 link.rings[peer] = (card.sends, card.takes, card.slot_bytes)
+                if self.secret is not None:
+                    nonces = self._nonce, card.nonce
+                    self._codes[peer] = Notes.between(self.secret, *nonces), Notes.between(self.secret, *nonces[::-1])
         self._by_peer.update(dict.fromkeys(link.peers, link))
         self._links.append(link)
         return link
+
+    def closed(self, peer: str, note: bytes) -> bytes:
+        """A note as it is sent to a peer: with its code, if there is a secret."""
+        return note if self.secret is None else self._codes[peer][0].closed(note)
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -406,8 +439,8 @@ class Endpoint:
                 continue
             busy = True
             try:
-                note = read(data)
-            except BindError:
+                note = read(self._codes[peer][1].opened(data) if self.secret is not None else data)
+            except (BindError, AuthenticationError):
                 link.count("notes_wrong")
             else:
                 link.heard(peer, note)
@@ -504,9 +537,10 @@ class Endpoint:
 class _Card:
     """A card of another rank.  All of it is checked."""
 
-    def __init__(self, card: Any) -> None:
+    def __init__(self, card: Any, secret: Secret | None) -> None:
         if not isinstance(card, bytes) or len(card) > _MOST_CARD:
             _refuse(f"at most {_MOST_CARD} bytes", repr(card)[:60])
+        card = Secret.opened(card, secret)
         try:
             held = json.loads(card.decode())
         except (ValueError, RecursionError):
@@ -514,13 +548,16 @@ class _Card:
         if not isinstance(held, dict) or held.get("kvbm-link") != _VERSION:
             _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
         kinds = {
-            "engine": str, "incarnation": str, "rank": int, "world": int, "model": str, "groups": dict, "sends": int, "takes": int,
-            "slot_bytes": int, "chunk_bytes": int, "wire": str,
+            "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,
+            "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str,
         }  # fmt: skip
         for key, kind in kinds.items():
             if type(held.get(key)) is not kind:
                 _refuse(f"{key!r} to be of {kind.__name__}", repr(held.get(key))[:60])
-        self.engine, self.incarnation, self.model = held["engine"], held["incarnation"], held["model"]
+        self.engine, self.incarnation, self.model = held["engine"], held["incarnation"], read_model(held.get("model"))
+        if not re.fullmatch(r"[0-9a-f]{64}", held["nonce"], re.ASCII):
+            _refuse("'nonce' of 32 bytes in hexadecimal digits", repr(held["nonce"])[:60])
+        self.nonce = bytes.fromhex(held["nonce"])
         self.rank, self.world = held["rank"], held["world"]
         self.sends, self.takes = held["sends"], held["takes"]
         self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]

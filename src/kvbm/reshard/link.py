@@ -515,12 +515,13 @@ class Link:
     # ---- methods for flows -----------------------------------------------------------------------------------------
 
     def say(self, peer: str, note: Note) -> None:
-        self._guarded(peer, lambda: self.endpoint.wire.note(peer, write(note)))
+        self._guarded(peer, lambda: self.endpoint.wire.note(peer, self.endpoint.closed(peer, write(note))))
 
     def put(self, peer: str, local: Slice, slot: int, note: Put) -> Op | None:
         """Write to a slot that the peer has granted.  None if the peer is lost."""
+        wire, closed = self.endpoint.wire, self.endpoint.closed
         return self._guarded(
-            peer, lambda: self.endpoint.wire.put(peer, local, self._far(peer, slot, local), write(note))
+            peer, lambda: wire.put(peer, local, self._far(peer, slot, local), closed(peer, write(note)))
         )
 
     def borrow(self, peer: str, slot: int, nbytes: int) -> Array | None:

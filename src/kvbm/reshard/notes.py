@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import BindError
 from ..wire import NOTE_BYTES
+from .secret import NOTE
 
 __all__ = ["Done", "Grant", "Note", "Offer", "Put", "Stop", "Stopped", "Want", "read", "write"]
 
@@ -132,8 +133,8 @@ class Want:
 
 _GRANT = struct.Struct("<III")
 
-#: Most grants of a note.
-MOST_GRANTS = (NOTE_BYTES - _HEAD.size - Want.LAYOUT.size) // _GRANT.size
+#: Most grants of a note.  With a secret it has its code in addition.
+MOST_GRANTS = (NOTE_BYTES - NOTE - _HEAD.size - Want.LAYOUT.size) // _GRANT.size
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ...errors import KvbmError
 from ...reshard import Endpoint, Link, Span
 from .caches import Caches
 from .holding import Holds
+from .identity import model_of
 from .meetings import Door, Links, Visit, Want
 from .metrics import COUNTERS, ConnectorStats, PromMetrics
 from .scheduling import HOLD_SECONDS, Load, Scheduler, Source, Told, count_of, host_of, port_of, seconds_of
@@ -56,9 +57,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ``kv_transfer_params`` for the decode engine.  Accept these parameters only from the router: they name the host to connect to.
 
     ``kv_connector_extra_config``: ``host``, address of this machine for the other engine (``127.0.0.1``); ``hold_seconds`` (120),
-    how long blocks are held for the decode engine; ``load_seconds`` (30), time limit of a load; ``model``, the same name on both
-    sides (default: its path); ``push_layers`` (a quarter of all), layers that are sent at a time while a prompt is computed;
-    ``push_tokens`` (2048), tokens per part of a prompt; ``chunk_bytes``, ``ring_bytes``, ``max_sms`` as for `Endpoint`.
+    how long blocks are held for the decode engine; ``load_seconds`` (30), time limit of a load; ``model``, a name of the weights,
+    the same on both sides (default: a hash of their files); ``secret_file``, a file with a secret that all engines share;
+    ``insecure`` (false), listen at a public address without a secret; ``push_layers`` (a quarter of all), layers that are sent at
+    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``chunk_bytes``, ``ring_bytes``,
+    ``max_sms`` as for `Endpoint`.
 
     If the router names a request (``"transfer_id"``), it may call both engines at once: the prompt's KV cache is sent while it is
     computed.
@@ -200,7 +203,7 @@ class _Worker:
         self._endpoint = Endpoint(
             str(self._transfer.engine_id), self._caches.groups, rank,
             wire=wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}"),  # a new name after a restart
-            model=str(self._extra("model", self._config.model_config.model)), **options,
+            model=model_of(self._config, self._extra("model", None)), secret_file=self._extra("secret_file", None), **options,
         )  # fmt: skip
         self._links = Links(self._endpoint)
         count = max(place.model.nl for place, _ in self._caches.groups.values())
