@@ -1097,6 +1097,7 @@ def end_of(model: Any, name: str = "e") -> reshard.Endpoint:
         ({"a": 1}, {"a": 1, "b": []}, "b: nothing here and '\\[\\]'"),
         ({"a": 1}, "a", "a: '1' here and nothing"),
         ({"a": "x" * 5000}, {"a": "x" * 4999 + "y"}, "a: 'xxx.*sha256:"),
+        ({f"\u20ac\"{n}" * 50: "\u20ac" * n for n in range(300)}, {f"\u20ac\"{n}" * 50: "" for n in range(300)}, "more"),
         ({f"f{n}": n for n in range(2000)}, {f"f{n}": n % 1999 for n in range(2000)}, "others: 'sha256:"),
         ({f"f{n}": 0 for n in range(9)}, {f"f{n}": 1 for n in range(9)}, "5 more"),
     ],
@@ -1109,7 +1110,7 @@ def test_models_that_differ_are_refused_by_field(ours: Any, theirs: Any, said: s
             one.meet([other.card()])
         with pytest.raises(BindError, match="expected the same model"):
             other.meet([one.card()])
-        assert len(other.card()) < 80_000
+        assert len(one.card()) < 60_000 and len(other.card()) < 60_000
 
 
 def test_models_that_are_the_same_meet() -> None:
@@ -1121,7 +1122,7 @@ def test_models_that_are_the_same_meet() -> None:
 
 @pytest.mark.parametrize(
     "held",
-    [None, 5, ["a"], {"a": 1}, {"a": "x" * 97}, {"x" * 97: "a"}, {str(n): "" for n in range(257)}],
+    [None, 5, ["a"], {"a": 1}, {"a": "x" * 97}, {"x" * 97: "a"}, {str(n): "" for n in range(193)}],
     ids=lambda held: str(held)[:12],
 )
 def test_models_in_cards_that_are_none(held: Any) -> None:

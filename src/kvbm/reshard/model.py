@@ -14,8 +14,8 @@ from ..errors import BindError
 
 __all__ = ["differences", "named", "read"]
 
-#: Most fields of a model, and most characters of a name and of a text.
-_MOST: Final = 256
+#: Most fields of a model, and most characters of a name and of a text, as JSON writes them.
+_MOST: Final = 192
 _MOST_TEXT: Final = 96
 
 #: Differences that an error lists.
@@ -105,10 +105,11 @@ def _plain(value: Any) -> Any:
 
 
 def _short(text: str) -> str:
-    """The text, or its beginning and its hash."""
-    if len(text) <= _MOST_TEXT:
+    """The text, or its beginning and its hash.  JSON writes no more characters than `_MOST_TEXT`."""
+    if len(json.dumps(text)) <= _MOST_TEXT + 2:
         return text
-    return f"{text[: _MOST_TEXT - 41]}… {_hash(text)}"
+    begins = "".join(letter if letter.isascii() and letter.isprintable() and letter not in '"\\' else "?" for letter in text[:52])
+    return f"{begins}... {_hash(text)}"
 
 
 def _hash(text: str) -> str:
