@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib.util import find_spec
@@ -396,6 +397,9 @@ def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
         (framed(b"{"), BindError, "expected JSON"),
         (framed(b"\xff"), BindError, "expected JSON"),
         (framed(b"[" * 100_000), BindError, "expected JSON"),
+        (framed(b"[" * 4000), BindError, "expected JSON"),
+        (framed(b'{"it": NaN}'), BindError, "expected JSON"),
+        (framed(b'{"error": "KvbmError", "message": "\\u001b[2Jred\\nline"}'), KvbmError, r"says: \\x1b\[2Jred\\nline$"),
         (framed(b"[1]"), BindError, "expected an object of JSON, got a list"),
         (framed(b'{"a": 1}'), BindError, "expected a message with it, got a"),
         (framed(b"{}", 100), PeerLostError, "has gone"),
@@ -408,7 +412,7 @@ def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
         (framed(b'{"error": ["x"]}'), KvbmError, "says: "),
     ],
     ids=[
-        "http", "long", "cut", "bytes", "deep", "list", "missing", "short",
+        "http", "long", "cut", "bytes", "deep", "deeper", "number", "escape", "list", "missing", "short",
         "head", "end", "late", "plan", "unknown", "no error", "odd",
     ],
 )  # fmt: skip
@@ -436,24 +440,88 @@ def test_who_is_silent_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
 
 
 class Slow:
-    """A socket whose other end sends a byte at a time."""
+    """A socket whose other end sends a byte at a time: there is always one, and never a second."""
 
-    def settimeout(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, text: bytes) -> None:
+        self.left, self.calls, self.pipe = list(text), 0, os.pipe()
+        os.write(self.pipe[1], b"x")
+
+    def fileno(self) -> int:
+        return self.pipe[0]  # which can always be read
 
     def recv(self, _: int) -> bytes:
-        if self.seconds == 0:
-            raise BlockingIOError
-        time.sleep(min(self.seconds, 0.002))
-        return b"x"
+        self.calls += 1
+        return bytes([self.left.pop(0)])
+
+    def shutdown(self, _: int) -> None: ...
+
+    def close(self) -> None:
+        for end in self.pipe:
+            os.close(end)
 
 
 def test_who_sends_a_byte_at_a_time_is_not(ends: tuple[talk.Talk, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is not looked at for each byte: 100,000 of them would cost a second of processor time."""
     mine, _ = ends
-    mine.timeout = 0.05
-    monkeypatch.setattr(mine, "_socket", Slow())
-    with pytest.raises(TransferTimeoutError, match=r"no complete message within 0\.05 s"):
-        mine._take(2000)
+    slow = Slow(framed(b"x" * 100_000))
+    for seconds in (0.05, 0.3):
+        mine.timeout = seconds
+        with monkeypatch.context() as patch:
+            patch.setattr(mine, "_socket", slow)
+            with pytest.raises(TransferTimeoutError, match=rf"no complete message within {seconds:g} s"):
+                mine.wait()
+        assert slow.calls < 40
+    slow.close()
+
+
+def test_who_is_busy_for_ever_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
+    """The caller's limit holds, and somebody who says nothing else all the time is refused."""
+    mine, other = ends
+    other.sendall(framed(b'{"busy": true}') * 9)
+    for within in (0.0, 0.01):
+        with pytest.raises(TransferTimeoutError, match=rf"no complete message within {within:g} s, only that it is busy"):
+            mine.hear("it", within=within)
+        other.sendall(framed(b'{"busy": true}'))
+    other.sendall(framed(b'{"busy": true}') * 999)
+    with pytest.raises(BindError, match="times that it is busy"):
+        mine.hear("it")
+
+
+def test_a_part_of_a_message_is_not_waited_for_when_looking(ends: tuple[talk.Talk, socket.socket]) -> None:
+    """`look` and `news` return at once, and the part has its own time limit."""
+    mine, other = ends
+    data = framed(b'{"it": 1}')
+    for cut in range(len(data)):
+        other.sendall(data[:cut])
+        until(lambda most=cut: [mine.look(), len(mine._data) >= most][1], "a part is there", LIMIT)
+        assert mine.news() is None
+        other.sendall(data[cut:])
+        assert until(mine.news, "the rest is there", LIMIT) == {"it": 1}
+    other.sendall(b"k")
+    mine.timeout = 0.0
+    with pytest.raises(TransferTimeoutError, match="no complete message"):
+        until(mine.look, "it is too late", LIMIT)
+
+
+def test_no_message_takes_more_than_1_mib(ends: tuple[talk.Talk, socket.socket]) -> None:
+    """Whatever JSON it is: what Python allocates for it, and for refusing it."""
+    mine, _ = ends
+    most = talk.MOST
+    texts = [
+        b"[" * most, b"[]," * (most // 3), b"[" + b"{}," * (talk._MOST_VALUES // 3) + b"{}]", b'[' + b'{"":0},' * 1364 + b"0]",
+        b'{"a":"' + b"x" * (most - 20) + b'\\ud83d\\ude00"}', b'{"a":"' + b"\\u1234" * (most // 6 - 9) + b'"}',
+        b'{"a":' + b"9" * (most - 9) + b"}", b'{"a":' + b"9" * 4000 + b"}", b'{"a":NaN}', b'{"a":1' + b"0" * 400 + b".0e999}",
+        b'{"error":"' + b"x" * (most - 60) + b'","message":"' + b"y" * 30 + b'"}', b"\xff" * most, b" " * most,
+        b"[" + b"1," * (talk._MOST_VALUES - 9) + b"1]", b"{" + b",".join(b'"%x":1' % n for n in range(2000)) + b"}",
+    ]  # fmt: skip
+    for text in texts:
+        tracemalloc.start()
+        mine._data = bytearray(framed(text[:most]))
+        with contextlib.suppress(KvbmError):
+            mine._unframed()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20, (text[:20], peak)
 
 
 def test_who_reads_slowly_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
@@ -480,10 +548,9 @@ def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
     """`look` keeps messages that arrived meanwhile."""
     near, far = ends
     for number in range(3):
-        text = json.dumps({"busy": True} if number == 1 else {"word": number}).encode()
-        far.sendall(struct.pack(">4sI", b"kvb1", len(text)) + text)
+        far.sendall(framed(b'{"busy": true}') + framed(b'{"word": %d}' % number))
         until(lambda most=number: near.look() or len(near._kept) > most, "its note is kept", LIMIT)
-    assert [near.hear("word")["word"] for _ in range(2)] == [0, 2]
+    assert [near.hear("word")["word"] for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_bare_wire_is_lost_while_its_answer_is_awaited(ends: tuple[talk.Talk, socket.socket]) -> None:

@@ -1,4 +1,4 @@
-"""Every exception of kvbm, and the exit code of the command line for it.
+"""Every exception of kvbm, and the exit code of the command line for it; `printable` for texts of others in messages.
 
 A message says where the error is, what was expected, what was found, and what to do next.  The class gives the kind of error.
 Each class is also a subclass of a built-in exception, so callers can catch it without importing kvbm.
@@ -194,3 +194,9 @@ class DeviceNotFoundError(KvbmError, LookupError):
     """There is no GPU of the given number."""
 
     exit_code = 34
+
+
+def printable(text: str, most: int = 200) -> str:
+    """A text of another program, as it may stand in a message or a log: control characters, line breaks and marks of direction as escapes, at most `most` characters."""  # noqa: E501
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"

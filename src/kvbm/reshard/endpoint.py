@@ -22,9 +22,9 @@ from ..errors import (
     BindError,
     KvbmError,
     PlanError,
-    SpecError,
     TransferError,
     TransferTimeoutError,
+    printable,
 )
 from ..machine import sleep_exactly
 from ..pool import Pool
@@ -45,7 +45,12 @@ from .secret import Notes, Secret
 __all__ = ["Endpoint"]
 
 _VERSION = 1
-_MOST_CARD = 1 << 20
+
+#: Most bytes of a card, and most values in it.
+_MOST_CARD, _MOST_VALUES = 80 << 10, 1 << 13
+
+#: The model in a card: all its sizes.
+_SIZES = re.compile(r"[a-z0-9_,=]{1,200}", re.ASCII)
 
 #: Seconds that the thread sleeps: while transfers run, and while none does or nothing has happened for many rounds.
 _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
@@ -229,7 +234,9 @@ class Endpoint:
         found = self._read(cards, title)
         _require_alike(found, title)
         if _Card(self._card, self.secret).wire not in [one.wire for one in found]:
-            raise BindError(f"{title}: expected the cards of this engine, including this rank's, got those of {found[0].engine}")
+            raise BindError(
+                f"{title}: expected the cards of this engine, including this rank's, got those of {printable(found[0].engine)}"
+            )
         if self.siblings is not None:
             raise BindError(f"{title}: expected one call, got a second one; use the link that the first call returned")
         among: dict[str, Resharding | KvbmError] = {}
@@ -268,22 +275,19 @@ class Endpoint:
         """
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
-        title = f"{self.engine} rank {self.rank} ↔ {first.engine}"
+        title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
         _require_alike(found, title)
-        if differ := differences(self._model, first.model):
-            raise BindError(f"{title}: model: {differ}; expected the same model on both sides")
-        if set(first.groups) != set(self.groups):
-            raise BindError(
-                f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} on the other side; expected the same"
-            )
+        first.require_names(self._model, self.groups, title)
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            theirs, planes, cuts = first.groups[name]
+            theirs, planes, cuts = first.group(name)
             ours = cuts_of([pool])
             if planes != _planes(pool):
-                raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} on the other side; expected the same")
+                raise BindError(
+                    f"{title}: planes: {_planes(pool)} here and {printable(planes)} on the other side; expected the same"
+                )
             for plans, ends, where in (
                 (outgoing, (mine, theirs), (ours, cuts)),
                 (incoming, (theirs, mine), (cuts, ours)),
@@ -301,6 +305,14 @@ class Endpoint:
                 raise outgoing[name]  # type: ignore[misc]
         return self.call(lambda: self._connect(found, outgoing, incoming, gathered))  # type: ignore[no-any-return]
 
+    def require_alike(self, card: bytes) -> None:
+        """Raise `BindError` for a card that `meet` would refuse at once: malformed, of another model, or of other groups.
+
+        Raises `AuthenticationError` for a card that was made without this side's secret.
+        """
+        found = _Card(card, self.secret)
+        found.require_names(self._model, self.groups, f"{self.engine} rank {self.rank} ↔ {printable(found.engine)}")
+
     def _read(self, cards: Any, where: str) -> list[_Card]:
         if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got a {type(cards).__name__}")
@@ -317,7 +329,7 @@ class Endpoint:
         gathered: Iterable[str] = (),
     ) -> Link:
         most = min(self._chunk_bytes, *(card.chunk_bytes for card in cards))
-        link = Link(self, cards[0].engine, outgoing, incoming, most, gathered)
+        link = Link(self, printable(cards[0].engine), outgoing, incoming, most, gathered)
         needed = {
             rank
             for plans, mine, far in ((outgoing, "src", "dst"), (incoming, "dst", "src"))
@@ -535,12 +547,14 @@ class Endpoint:
 
 
 class _Card:
-    """A card of another rank.  All of it is checked."""
+    """A card of another rank.  All of it is checked.  Its groups are read when they are needed: names are compared before."""
 
     def __init__(self, card: Any, secret: Secret | None) -> None:
         if not isinstance(card, bytes) or len(card) > _MOST_CARD:
-            _refuse(f"at most {_MOST_CARD} bytes", repr(card)[:60])
+            _refuse(f"at most {_MOST_CARD} bytes", repr(card[:40] if isinstance(card, bytes) else card)[:60])
         card = Secret.opened(card, secret)
+        if (count := sum(map(card.count, (b",", b":", b"[", b"{")))) > _MOST_VALUES:
+            _refuse(f"at most {_MOST_VALUES} values", f"{count} of them")
         try:
             held = json.loads(card.decode())
         except (ValueError, RecursionError):
@@ -562,39 +576,53 @@ class _Card:
         self.sends, self.takes = held["sends"], held["takes"]
         self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]
         if not 0 <= self.rank < self.world <= 1 << 16:
-            _refuse("a rank of a world of at most 65,536", f"{self.rank} of {self.world}")
+            _refuse("a rank of a world of at most 65,536", f"{self.rank!r:.40} of {self.world!r:.40}")
         if not (
-            0 < self.chunk_bytes <= self.slot_bytes - TRAILER and 0 < self.sends < 1 << 32 and 0 < self.takes < 1 << 32
+            0 < self.chunk_bytes <= self.slot_bytes - TRAILER < 1 << 32
+            and 0 < self.sends < 1 << 32
+            and 0 < self.takes < 1 << 32
         ):
             _refuse(
-                "slots that hold a chunk", f"{self.takes} of {self.slot_bytes} bytes for chunks of {self.chunk_bytes}"
+                "slots that hold a chunk",
+                f"{self.takes!r:.40} of {self.slot_bytes!r:.40} bytes for chunks of {self.chunk_bytes!r:.40}",
             )
         try:
             self.wire = base64.b64decode(held["wire"], validate=True)
         except (binascii.Error, ValueError):
             _refuse("'wire' in base64", repr(held["wire"])[:60])
-        self.groups: dict[str, tuple[Placement, str, tuple[int, ...]]] = {}
-        for name, group in held["groups"].items():
-            texts: list[Any] = (
-                [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
+        self._groups: dict[str, Any] = held["groups"]
+        self.groups_text = json.dumps(self._groups, sort_keys=True)
+
+    def require_names(self, model: Mapping[str, str], groups: Iterable[str], title: str) -> None:
+        """Raise `BindError` unless the card is of a model and has groups of these names."""
+        if differ := differences(model, self.model):
+            raise BindError(f"{title}: model: {differ}; expected the same model on both sides")
+        if set(self._groups) != set(groups):
+            raise BindError(
+                f"{title}: groups: {sorted(groups)!s:.400} here and {sorted(self._groups)!r:.400} on the other side; expected the "
+                "same"
             )
-            if not all(isinstance(text, str) and len(text) < 1 << 19 for text in texts):
-                _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
-            try:
-                place = _placement(texts[0], texts[1], self.engine)
-            except (SpecError, KvbmError) as error:
-                raise BindError(f"card of {self.engine}: {error}") from None
-            if place.world != self.world:
-                _refuse(f"a placement of {self.world} ranks", str(place.world))
-            cuts = group.get("cuts")
-            if (
-                not isinstance(cuts, list)
-                or len(cuts) > 64
-                or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
-            ):
-                _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
-            self.groups[name] = (place, texts[2], tuple(cuts))
-        self.groups_text = json.dumps(held["groups"], sort_keys=True)
+
+    def group(self, name: str) -> tuple[Placement, str, tuple[int, ...]]:
+        """Placement, planes and cuts of a group."""
+        group = self._groups[name]
+        texts: list[Any] = (
+            [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
+        )
+        if not all(isinstance(text, str) and len(text) <= _MOST_CARD for text in texts):
+            _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
+        cuts = group.get("cuts")
+        if (
+            not isinstance(cuts, list)
+            or len(cuts) > 64
+            or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
+        ):
+            _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
+        try:
+            place = _placement(texts[0], texts[1], self.engine, self.world)
+        except KvbmError as error:
+            raise BindError(f"card of {printable(self.engine)}: {error}") from None
+        return place, texts[2], tuple(cuts)
 
 
 def _require_alike(cards: list[_Card], title: str) -> None:
@@ -607,21 +635,43 @@ def _require_alike(cards: list[_Card], title: str) -> None:
                     f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {getattr(first, name)!r:.200} and "
                     f"{getattr(one, name)!r:.200}"
                 )
-    ranks = sorted(one.rank for one in cards)
-    if ranks != list(range(first.world)):
-        missing, twice = (
-            sorted(set(range(first.world)) - set(ranks)),
-            sorted({one for one in ranks if ranks.count(one) > 1}),
-        )
+    counts = Counter(one.rank for one in cards)
+    if len(cards) != first.world or len(counts) != first.world:
+        missing = [rank for rank in range(first.world) if rank not in counts]
+        twice = sorted(rank for rank, count in counts.items() if count > 1)
         raise BindError(
-            f"{title}: expected one card of each of {first.world} ranks; missing {missing}, twice {twice}"
+            f"{title}: expected one card of each of {first.world} ranks; missing {missing!s:.200}, twice {twice!s:.200}"
         )
 
 
 @functools.lru_cache(64)
-def _placement(text: str, model: str, engine: str) -> Placement:
-    """The placement in a card.  All cards of an engine contain the same."""
-    return Placement.parse(text, load_shape(model), file=f"card of {engine}", name=engine)
+def _placement(text: str, model: str, engine: str, world: int) -> Placement:
+    """The placement in a card, as `Placement.text` wrote it.  All cards of an engine contain the same."""
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError):
+        _refuse("a placement in JSON", repr(text[:40]))
+    layers = held.get("layers") if isinstance(held, dict) else None
+    if (
+        not isinstance(held, dict)
+        or not {"mesh", "nt", "shard"} <= set(held) <= {"mesh", "nt", "shard", "layers"}
+        or type(held["mesh"]) is not str
+        or not (layers is None or (isinstance(layers, list) and all(_is_layer(layer) for layer in layers)))
+    ):
+        _refuse("a placement with mesh, nt, shard and layers", repr(held)[:200])
+    if not _SIZES.fullmatch(model):  # all sizes: never the name of a file of this machine
+        _refuse("all sizes of a model", repr(model)[:200])
+    shape, name = load_shape(model), printable(engine)
+    found = Placement(held["mesh"], model=shape, name=name)  # without shares, which cost time for each rank
+    if found.world != world:
+        _refuse(f"a placement of {world} ranks", str(found.world))
+    return Placement(
+        held["mesh"], shard=held["shard"], model=shape, nt=held["nt"], layers=layers and [int(layer) for layer in layers], name=name
+    )
+
+
+def _is_layer(text: Any) -> bool:
+    return isinstance(text, str) and bool(re.fullmatch("[0-9]{1,9}", text, re.ASCII))
 
 
 def _refuse(expected: str, got: str) -> NoReturn:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..errors import BindError
+from ..errors import BindError, printable
 
 __all__ = ["differences", "named", "read"]
 
@@ -73,7 +73,7 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     if here == there:
         return ""
     names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-    shown = [f"{name}: {_said(here, name)} here and {_said(there, name)} on the other side" for name in names[:_SHOWN]]
+    shown = [f"{printable(name)}: {_said(here, name)} here and {_said(there, name)} on the other side" for name in names[:_SHOWN]]
     more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
     return "; ".join(shown + more)
 

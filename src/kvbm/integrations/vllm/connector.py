@@ -6,9 +6,9 @@ import contextlib
 import secrets
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from ... import wire
-from ...errors import KvbmError
+from ...errors import KvbmError, printable
 from ...reshard import Endpoint, Link, Span
 from .caches import Caches
 from .holding import Holds
 from .identity import model_of
-from .meetings import Door, Links, Visit, Want
+from .meetings import MOST_PARTS, Door, Links, Visit, Want
 from .metrics import COUNTERS, ConnectorStats, PromMetrics
 from .scheduling import HOLD_SECONDS, Load, Scheduler, Source, Told, count_of, host_of, port_of, seconds_of
 
@@ -40,9 +40,6 @@ _PUSH_TOKENS, _TURNS = 2048, 4
 
 #: Most engines that are remembered although connecting failed.
 _MOST_VISITS = 256
-
-#: Most loads that begin at the same time: each may wait for an engine that does not answer.
-_LOADS = 16
 
 
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -187,7 +184,6 @@ class _Worker:
         self._asking: dict[str, bool] = {}  # loads without arrivals yet → True if given up
         self._visits: dict[tuple[str, int, int], Visit] = {}
         self._over: KVConnectorTransferResults = KVConnectorTransferResults()
-        self._loading = ThreadPoolExecutor(_LOADS, "kvbm load")
         self._start = ""
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()  # last reported counters of these and of the links
@@ -218,8 +214,8 @@ class _Worker:
         self._door = Door(self._links, host_of(self._transfer), port_of(self._config) + rank, self.holds.asked)
 
     def _tell(self, link: Link, name: str, why: str) -> None:
-        assert self._door is not None
-        self._loading.submit(self._door.tell, link, name, why)
+        if self._door is not None:  # else it is being opened, and nobody has asked
+            self._door.tell(link, name, why)
 
     def stop(self, told: KVConnectorMetadata) -> None:
         """Before a step: stop reading blocks that the step uses for other requests."""
@@ -242,8 +238,12 @@ class _Worker:
         wait = self._queued()
         with self._known:
             self._asking.update(dict.fromkeys(told.loads, False))
+        end = time.monotonic() + self._seconds
         for request, load in told.loads.items():
-            self._loading.submit(self._load, request, load, wait)
+            try:
+                self._visit(load.source).submit(self._load, request, load, wait, end)
+            except KvbmError as error:
+                self._loaded(request, load, _Coming(load.source, []), error)
 
     def _queued(self) -> Any:
         """An event after the GPU's queued work on the blocks; None on the CPU."""
@@ -263,33 +263,44 @@ class _Worker:
             at = source.host, source.port, source.workers
             if at not in self._visits:
                 if len(self._visits) >= _MOST_VISITS:  # most of them could not be reached
-                    self._visits = {key: visit for key, visit in self._visits.items() if visit.is_met}
+                    for key, visit in list(self._visits.items()):
+                        if not visit.is_met:
+                            self._visits.pop(key).leave()
                 self._visits[at] = Visit(self._links, self._start, world, *at)
             return self._visits[at]
 
-    def _load(self, request: str, load: Load, wait: Any) -> None:
+    def _load(self, request: str, load: Load, wait: Any, end: float) -> None:
+        """Ask for a request, on the thread of its engine.  Everything has come at `end`, or the load has failed."""
         source = load.source
-        coming = _Coming(source, [])
+        coming, why = _Coming(source, []), None
         try:
             visit = self._visit(source)
             want = Want(source.request, is_given_up=True)
             if load.first < load.last:
-                link, seconds = visit.link(), self._seconds
-                want = Want(source.request)
+                link = visit.link(end)
+                until, want = end, Want(source.request)
                 if source.is_early:  # it must be computed first
                     groups = tuple(sorted(self._caches.whole))
-                    want = Want(source.request, False, load.first, load.last, self._push_tokens, groups)
-                    seconds += self._hold_seconds
+                    each = max(self._push_tokens, -(-(load.last - load.first) // (MOST_PARTS - 1)))
+                    want = Want(source.request, False, load.first, load.last, each, groups)
+                    until += self._hold_seconds
+                seconds = max(until - time.monotonic(), 0.0)
                 for group, span in self._caches.spans(load.blocks, load.last, load.first, load.begins).items():
                     parts = want.parts() if group in want.groups else [(source.request, span.tokens)]
                     for key, tokens in parts:
                         part = Span(span.table, tokens)
                         coming.arrivals.append(link.receive(key, part, group=group, wait=wait, timeout=seconds))
-            visit.want(want)
+            visit.want(want, end)
         except Exception as error:
-            where = f"{source.request} of {source.host}:{source.port}"
-            logger.warning("request %s: %s was not loaded: %s", request, where, error)
-            coming.fail(str(error) or type(error).__name__)
+            why = error
+        self._loaded(request, load, coming, why)
+
+    def _loaded(self, request: str, load: Load, coming: _Coming, why: Exception | None) -> None:
+        """A request was asked for, or could not be."""
+        if why is not None:
+            where = printable(f"{load.source.request} of {load.source.host}:{load.source.port}")
+            logger.warning("request %s: %s was not loaded: %s", printable(request), where, why)
+            coming.fail(str(why) or type(why).__name__)
         with self._known:
             if self._asking.pop(request):
                 self._give_up(coming)
@@ -299,13 +310,13 @@ class _Worker:
     def _give_up(self, coming: _Coming, why: str = "it was given up") -> None:
         """Give up a load, and tell the prefill engine if it still computes."""
         if not coming.failure and coming.source.is_early:
-            want = Want(coming.source.request, is_given_up=True)
-            self._loading.submit(self._say, self._visit(coming.source), want)
+            want, visit = Want(coming.source.request, is_given_up=True), self._visit(coming.source)
+            visit.submit(self._say, visit, want, time.monotonic() + self._seconds)
         coming.fail(why)
 
-    def _say(self, visit: Visit, want: Want) -> None:
+    def _say(self, visit: Visit, want: Want, end: float) -> None:
         with contextlib.suppress(KvbmError):
-            visit.want(want)
+            visit.want(want, end)
 
     # ---- results for the scheduler ---------------------------------------------------------------------------------
 
@@ -320,7 +331,7 @@ class _Worker:
                 failed = next((arrival.why for arrival in coming.arrivals if arrival.has_failed), "")
                 if failed := failed or self._lost.pop(coming.source.request, ""):
                     if not coming.failure and request not in finished:
-                        logger.warning("request %s: it was not loaded: %s", request, failed)
+                        logger.warning("request %s: it was not loaded: %s", printable(request), failed)
                     self._give_up(coming, failed)  # do not wait for the rest
                 elif request in finished:
                     self._give_up(coming)
@@ -357,7 +368,6 @@ class _Worker:
             visits = list(self._visits.values())
         for visit in visits:
             visit.close()
-        self._loading.shutdown(wait=False, cancel_futures=True)
         if self._endpoint is not None:
             with contextlib.suppress(KvbmError):
                 self._endpoint.close()
