@@ -21,8 +21,9 @@ from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
 from kvbm.integrations.vllm import meetings
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
-from kvbm.reshard import Endpoint, Link
-from kvbm.reshard.talk import connect
+from kvbm.reshard import Endpoint, Link, notes
+from kvbm.reshard.secret import Secret
+from kvbm.reshard.talk import Talk, connect
 
 MODEL = kvbm.BlockShape(nl=2, no=2, nh=4, nt=4, hd=8, dtype="float32")
 TOKENS = range(30)
@@ -34,7 +35,9 @@ LIMIT = 30.0
 class Engine:
     """The workers of an engine; prefill workers hold requests and listen."""
 
-    def __init__(self, hub: wire.Hub, name: str, tp: int = 1, nt: int = 4, start: str = "1") -> None:
+    def __init__(
+        self, hub: wire.Hub, name: str, tp: int = 1, nt: int = 4, start: str = "1", secret: Secret | None = None
+    ) -> None:
         place = reshard.vllm(MODEL, tp=tp, nt=nt, name=name)
         layout = kvbm.load("vllm/flash_attn_nhd")
         self.name, self.start, self.tp = name, start, tp
@@ -45,10 +48,11 @@ class Engine:
                 array[:] = np.random.default_rng(rank).random(array.shape)
         self.ends = [
             Endpoint(
-                name, place, rank, pool, wire=wire.memory(f"{name}/{rank}/{start}", hub), chunk_bytes=1 << 12, ring_bytes=1 << 16
+                name, place, rank, pool, wire=wire.memory(f"{name}/{rank}/{start}", hub), chunk_bytes=1 << 12,
+                ring_bytes=1 << 16, secret_file=secret,
             )
             for rank, pool in enumerate(self.pools)
-        ]
+        ]  # fmt: skip
         self.links = [Links(end) for end in self.ends]
         self.asked: list[list[tuple[str, bool]]] = [[] for _ in self.ends]
         self.doors: list[Door] = []
@@ -113,8 +117,8 @@ class Engine:
 def engines() -> Iterator[Any]:
     hub, made = wire.Hub(), []
 
-    def engine(name: str, tp: int = 1, nt: int = 4, start: str = "1") -> Engine:
-        made.append(Engine(hub, name, tp, nt, start))
+    def engine(name: str, tp: int = 1, nt: int = 4, start: str = "1", secret: Secret | None = None) -> Engine:
+        made.append(Engine(hub, name, tp, nt, start, secret))
         return made[-1]
 
     yield engine
@@ -408,3 +412,173 @@ def test_other_versions_of_vllm_are_refused(found: str) -> None:
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7"])
 def test_versions_of_vllm(found: str) -> None:
     require_version(found)
+
+
+# ---- a shared secret ---------------------------------------------------------------------------------------------------
+
+SECRET, OTHER = Secret(b"the secret of all engines"), Secret(b"the secret of nobody else")
+
+
+def test_engines_with_one_secret_meet(engines: Any) -> None:
+    prefill, decode = engines("p", 2, secret=SECRET), engines("d", nt=8, secret=SECRET)
+    visit = decode.visit(0, prefill.listen(), 2)
+    for request in ("one", "another"):
+        decode.load(visit, request)
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+    assert not any(link.stats()["notes_wrong"] for one in (prefill, decode) for end in one.ends for link in end.links)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (SECRET, OTHER, "the two have different secrets"), (OTHER, SECRET, "the two have different secrets"),
+        (SECRET, None, "this side has a secret, and the other side none"),
+        (None, SECRET, "the other side has one, and this side none"),
+    ],
+    ids=["other", "other way", "mine alone", "theirs alone"],
+)  # fmt: skip
+def test_engines_with_other_secrets_refuse_each_other_at_once(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, ours: Secret | None, theirs: Secret | None, said: str
+) -> None:
+    """Without a wait for a time limit.  A server with a secret parses nothing."""
+    prefill, decode = engines("p", secret=theirs), engines("d", secret=ours)
+    port = prefill.listen()
+    if theirs is not None:
+        monkeypatch.setattr(Talk, "_parsed", lambda *_: pytest.fail("it was parsed"))
+    with pytest.raises(KvbmError, match=said):
+        decode.visit(0, port, 1).link()
+    assert not prefill.asked[0] and not prefill.doors[0]._guests
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"GET / HTTP/1.1\r\n\r\n", struct.pack(">4sI", b"kvb1", 15) + b'{"engine": "e"}', b"kvbs" + bytes(60), b"k", b""],
+    ids=str,
+)
+def test_garbage_before_the_proof_is_not_parsed(engines: Any, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    prefill, decode = engines("p", secret=SECRET), engines("d", secret=SECRET)
+    port, parsed, calls = prefill.listen(), Talk._parsed, []
+    monkeypatch.setattr(Talk, "_parsed", lambda talk, text: calls.append(text) or parsed(talk, text))
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as one:
+        one.sendall(said)
+        one.shutdown(socket.SHUT_WR)
+        heard = one.makefile("rb").read()
+    assert len(heard) in (40, 80) and heard.startswith(b"kvbs") and not calls
+    decode.load(decode.visit(0, port, 1), "one")
+    assert calls and np.array_equal(prefill.tokens(), decode.tokens())
+
+
+class Middle:
+    """A man in the middle of connections to a port: it records what both sides say, and may change it."""
+
+    def __init__(self, port: int, change: Any = None) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to, self._change = self.server.getsockname()[1], port, change
+        self.said: list[list[bytes]] = []  # connection → what the client said
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.server.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self.said.append([])
+                for ends in ((near, far, self.said[-1]), (far, near, None)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, record: list[bytes] | None) -> None:
+        number = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if record is not None:
+                    record.append(data)
+                    parts = self._change(number, data) if self._change else [data]
+                    number += 1
+                else:
+                    parts = [data]
+                for part in parts:
+                    target.sendall(part)
+            target.shutdown(socket.SHUT_WR)
+
+    def __enter__(self) -> Middle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+
+def test_a_recorded_session_is_of_no_use(engines: Any) -> None:
+    prefill, decode = engines("p", secret=SECRET), engines("d", secret=SECRET)
+    with Middle(prefill.listen()) as middle:
+        decode.load(decode.visit(0, middle.port, 1), "one")
+        asked = [*prefill.asked[0]]
+        with socket.create_connection(("127.0.0.1", prefill.doors[0].port), LIMIT) as thief:
+            thief.sendall(b"".join(middle.said[0]))
+            thief.shutdown(socket.SHUT_WR)
+            heard = thief.makefile("rb").read()
+    assert len(heard) == 80 and heard[40:45] == b"kvbp\x01"  # refused
+    assert asked == prefill.asked[0] == [("one", False)]
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_messages_that_a_man_in_the_middle_changes(engines: Any) -> None:
+    """Changed, said twice, left out: the want does not arrive.  The control, unchanged, does."""
+    changes: dict[str, Any] = {
+        "flipped": lambda data: [flipped(data, len(data) // 2)], "code": lambda data: [flipped(data, len(data) - 1)],
+        "twice": lambda data: [data, data], "short": lambda data: [data[:-1]], "nothing": lambda data: [data],
+    }  # fmt: skip
+    for what, change in changes.items():
+        prefill, decode = engines(f"p-{what}", secret=SECRET), engines(f"d-{what}", secret=SECRET)
+
+        def apply(_: int, data: bytes, change: Any = change) -> list[bytes]:
+            return change(data) if b'"want"' in data else [data]  # type: ignore[no-any-return]
+
+        with Middle(prefill.listen(), apply) as middle:
+            visit = decode.visit(0, middle.port, 1)
+            visit.link()
+            if what in ("nothing", "twice"):  # the first of two is right; the second ends the conversation
+                visit.want(Want("one", is_given_up=True))
+                if what == "twice":
+                    with pytest.raises(KvbmError):
+                        visit._talks[0].hear()
+            else:
+                visit._talks[0].say(want={"name": "one", "is_given_up": True})
+                if what == "short":
+                    visit._talks[0]._socket.shutdown(socket.SHUT_WR)
+                with pytest.raises(KvbmError):
+                    visit._talks[0].hear()
+        assert prefill.asked[0] == ([("one", True)] if what in ("nothing", "twice") else [])
+
+
+def test_notes_of_somebody_else_are_not_read(engines: Any) -> None:
+    """By a wire, in the name of the peer: they are counted, and change nothing."""
+    prefill, decode = engines("p", secret=SECRET), engines("d", secret=SECRET)
+    visit = decode.visit(0, prefill.listen(), 1)
+    decode.load(visit, "one")
+    [end], link = decode.ends, visit.link()
+    [(peer, (sealed, _))] = end._codes.items()
+    for note in (b"", notes.write(notes.Stop(1, 1, True, True, "why")), bytes(60)):
+        end.call(lambda note=note: end.wire.note(peer, note))
+    known = sealed.closed(notes.write(notes.Stopped(0, 0, False)))
+    for _ in range(2):  # the second one is a repetition
+        end.call(lambda: end.wire.note(peer, known))
+    theirs = prefill.ends[0].links[0]
+    stop = time.monotonic() + LIMIT
+    while theirs.stats()["notes_wrong"] < 4:
+        assert time.monotonic() < stop
+        time.sleep(0.001)
+    decode.load(visit, "two")
+    assert theirs.stats()["notes_wrong"] == 4 and not link.lost and np.array_equal(prefill.tokens(), decode.tokens())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "8.8.8.8"])
+def test_a_door_without_a_secret_is_not_open_to_all(engines: Any, host: str) -> None:
+    plain, safe = engines("p"), engines("s", secret=SECRET)
+    with pytest.raises(BindError, match=r"without a secret: it is (all addresses|a public address).*secret_file"):
+        Door(plain.links[0], host, 0, print)
+    if host == "0.0.0.0":
+        Door(plain.links[0], host, 0, print, is_insecure=True).close()
+        Door(safe.links[0], host, 0, print).close()

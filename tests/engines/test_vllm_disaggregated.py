@@ -38,6 +38,7 @@ def disaggregated(
     folder: Path,
     connector: dict[str, Any],
     steps: list[Step],
+    /,
     blocks: tuple[int, int] = (32, 32),
     tp: tuple[int, int] = (1, 1),
     prefill_llm: dict[str, Any] | None = None,
@@ -222,6 +223,25 @@ def test_engines_of_other_models_refuse_each_other(models: Models, tmp_path: Pat
     if what == "weights":
         [found] = disaggregated(models("llama"), tmp_path / "named", connector, steps, decode_llm=other, model="one of ours")
         assert found["cached"] == loaded(steps[0])
+
+
+@pytest.mark.parametrize("what", ["one", "two"])
+def test_engines_with_a_secret(models: Models, tmp_path: Path, what: str) -> None:
+    """With one secret they exchange; with two, they refuse each other and say so, and the prompt is computed where it is decoded."""
+    files = [tmp_path / name for name in ("prefill.secret", "decode.secret")]
+    for number, file in enumerate(files):
+        file.write_text(f"{'a secret of both' if what == 'one' else f'secret number {number:>8}'}\n")
+        file.chmod(0o600)
+    steps: list[Step] = [{"length": 200}, {"length": 257}]
+    found = disaggregated(
+        models("llama"), tmp_path, {**OURS, "kv_load_failure_policy": "recompute"}, steps, (32, 64),
+        secret_file=str(files[0]), decode_extra={"secret_file": str(files[1])},
+    )  # fmt: skip
+    assert are_right(found) == [True] * 2
+    assert [one["cached"] for one in found] == ([loaded(step) for step in steps] if what == "one" else [0, 0])
+    log = found[0]["log"].replace("\n", " ")
+    assert ("secret: it refuses this side: the two have different secrets" in log) is (what == "two")
+    assert "no secret_file" not in log
 
 
 def test_stock_vllm_is_wrong_where_block_sizes_differ(models: Models, tmp_path: Path) -> None:

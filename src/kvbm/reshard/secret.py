@@ -40,7 +40,8 @@ _NONCE: Final = 32
 _HELLO = struct.Struct(">4sB1s2x32s")
 _PROOF = struct.Struct(">4sB3x32s")
 _NUMBER = struct.Struct(">Q")
-_MAGIC, _MAGIC_PROOF = b"kvbs", b"kvbp"
+#: First bytes of a hello, and of a proof.
+MAGIC, _PROVES = b"kvbs", b"kvbp"
 
 #: First bytes of a conversation without a secret, and of a card with the code of one.
 PLAIN: Final = b"kvb1"
@@ -231,15 +232,15 @@ class Handshake:
 
     def __init__(self, secret: Secret, *, is_server: bool) -> None:
         self._secret, self._is_server = secret, is_server
-        self.begins = _HELLO.pack(_MAGIC, _VERSION, b"S" if is_server else b"C", secrets.token_bytes(_NONCE))
+        self.begins = _HELLO.pack(MAGIC, _VERSION, b"S" if is_server else b"C", secrets.token_bytes(_NONCE))
         self._hellos = b""
         self._frame = b""
-        self.wants = len(_MAGIC)  # which says whether the other side has a secret at all
+        self.wants = len(MAGIC)  # which says whether the other side has a secret at all
 
     @property
     def last_words(self) -> bytes:
         """A frame for the other side after `take` has raised `AuthenticationError`: a server says that it refuses."""
-        return _PROOF.pack(_MAGIC_PROOF, 1, bytes(TAG)) if self._is_server and self._hellos else b""
+        return _PROOF.pack(_PROVES, 1, bytes(TAG)) if self._is_server and self._hellos else b""
 
     def take(self, data: bytes) -> bytes:
         """Take exactly `wants` bytes of the other side; return what to send to it.
@@ -255,7 +256,7 @@ class Handshake:
         if len(self._frame) < FRAME:  # the first four bytes of its hello
             if self._frame == PLAIN:
                 raise AuthenticationError("this side has a secret, and the other side none; give both the same secret_file")
-            if self._frame != _MAGIC:
+            if self._frame != MAGIC:
                 raise AuthenticationError(f"expected a kvbm with a secret, got {self._frame!r}: another program is there")
             self.wants = FRAME - len(self._frame)
             return b""
@@ -267,14 +268,14 @@ class Handshake:
         if version != _VERSION:
             raise AuthenticationError(f"expected version {_VERSION} of the handshake, got {version}; both sides need the same kvbm")
         expected = b"C" if self._is_server else b"S"
-        if _HELLO.pack(_MAGIC, version, expected, nonce) != hello or nonce == self.begins[-_NONCE:]:
+        if _HELLO.pack(MAGIC, version, expected, nonce) != hello or nonce == self.begins[-_NONCE:]:
             raise AuthenticationError("expected a hello of the other side, got one of this side: it was reflected")
         self._hellos = hello + self.begins if self._is_server else self.begins + hello
         self.wants = FRAME
         return b"" if self._is_server else self._of(b"client")
 
     def _proof(self, frame: bytes) -> bytes:
-        if frame[:5] == _MAGIC_PROOF + b"\x01" and not self._is_server:
+        if frame[:5] == _PROVES + b"\x01" and not self._is_server:
             raise AuthenticationError("it refuses this side: the two have different secrets; give both the same secret_file")
         if not hmac.compare_digest(self._of(b"client" if self._is_server else b"server"), frame):
             raise AuthenticationError("it does not know this side's secret; give both the same secret_file")
@@ -283,7 +284,7 @@ class Handshake:
 
     def _of(self, who: bytes) -> bytes:
         """The proof of a side."""
-        return _PROOF.pack(_MAGIC_PROOF, 0, self._secret.code(b"kvbm " + who + b" proof", self._hellos))
+        return _PROOF.pack(_PROVES, 0, self._secret.code(b"kvbm " + who + b" proof", self._hellos))
 
     def session(self) -> Session:
         """The channels of this side.  Only when `wants` is 0."""

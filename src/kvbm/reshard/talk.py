@@ -2,6 +2,9 @@
 
 The other side is not trusted, and no call here waits longer than its caller allows.  A message is data and never code.  Its size
 and its number of values are limited, and a malformed message ends the conversation.
+
+With a secret, both sides first prove that they know it (`Talk.shake`).  Then each message has a code behind it, which is compared
+before the message is parsed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from .. import errors
-from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError, UnreachableError, printable
+from ..errors import (
+    AuthenticationError,
+    BindError,
+    KvbmError,
+    PeerLostError,
+    TransferTimeoutError,
+    UnreachableError,
+    printable,
+)
+from .secret import MAGIC, PLAIN, TAG, Handshake, Secret, Session, open_to_all
 
 __all__ = ["Reception", "Talk", "connect", "listen"]
 
@@ -27,7 +39,9 @@ __all__ = ["Reception", "Talk", "connect", "listen"]
 MOST, _MOST_VALUES = 112 << 10, 4096
 
 _HEAD = struct.Struct(">4sI")
-_MAGIC = b"kvb1"
+
+#: First bytes of a message with a code behind it.
+_CODED = b"kvb2"
 
 #: Most bytes that are received at a time.
 _PART = 1 << 16
@@ -78,9 +92,41 @@ class Talk:
         self._data, self._data_at = bytearray(), 0.0  # received, no whole message yet; and when it began
         self._kept: deque[dict[str, Any]] = deque()
         self._saying = threading.Lock()  # so that messages of several threads are not mixed
+        self._session: Session | None = None
+        self._is_refused = False
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def shake(self, secret: Secret, *, is_server: bool) -> None:
+        """Begin the conversation with a proof of both sides that they know a secret, before anything else is said or heard.
+
+        Raises
+        ------
+        AuthenticationError
+            The other side has no secret, or another one.
+        PeerLostError, TransferTimeoutError
+            The other side is gone, or has not proved it within `timeout` seconds.
+        """
+        side, end = Handshake(secret, is_server=is_server), time.monotonic() + self.timeout
+        self._is_refused = True  # until it has proved it
+        self._send(side.begins, self.timeout)
+        try:
+            while side.wants:
+                if len(self._data) >= side.wants:
+                    part = bytes(self._data[: side.wants])
+                    del self._data[: len(part)]
+                    self._send(side.take(part), self.timeout)
+                elif not self._wait_for(select.POLLIN, end):
+                    raise TransferTimeoutError(f"{self.peer}: no proof of its secret within {self.timeout:g} s")
+                else:
+                    self._receive()
+        except AuthenticationError as error:
+            with contextlib.suppress(KvbmError):
+                self._send(side.last_words, 0.0)
+            raise AuthenticationError(f"{self.peer}: secret: {error}") from None
+        self._heard_at = self._data_at = time.monotonic()
+        self._session, self._is_refused = side.session(), False
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
@@ -109,13 +155,15 @@ class Talk:
         text = json.dumps(message).encode()
         if len(text) > MOST:
             raise BindError(f"{self.peer}: a message of {len(text)} bytes; expected at most {MOST}")
-        return _HEAD.pack(_MAGIC, len(text)) + text
+        return _HEAD.pack(PLAIN if self._session is None else _CODED, len(text)) + text
 
     def _send(self, data: bytes, seconds: float) -> None:
         end = time.monotonic() + seconds
         if not self._saying.acquire(timeout=seconds):
             self._give_up(seconds)
         try:
+            if self._session is not None:
+                data += self._session.said.code(data)
             self._said_at, left = time.monotonic(), memoryview(data)
             while left:
                 with contextlib.suppress(BlockingIOError):
@@ -143,6 +191,8 @@ class Talk:
         """Tell the other side, if it still receives, why this side gives up."""
         kind = type(error).__name__ if isinstance(error, KvbmError) else "KvbmError"
         why = "stopped by Ctrl-C" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+        if self._is_refused:
+            return  # it has been told so, and gets no message
         with contextlib.suppress(KvbmError):
             self.tell(error=kind, message=why[:_MOST_TEXT])
 
@@ -243,16 +293,28 @@ class Talk:
         """The next whole message of the received bytes; None if there is none.  An error of the other side is raised."""
         while len(self._data) >= _HEAD.size:
             magic, size = _HEAD.unpack_from(self._data)
-            if magic != _MAGIC:
+            if magic == MAGIC and self._session is None:
+                raise AuthenticationError(
+                    f"{self.peer}: secret: the other side has one, and this side none; give both the same secret_file"
+                )
+            if magic != (PLAIN if self._session is None else _CODED):
                 raise BindError(
                     f"{self.peer}: expected `kvbm link` of this version, got {magic!r}: another program is there"
                 )
             if size > MOST:
                 raise BindError(f"{self.peer}: a message of {size} bytes; expected at most {MOST}")
-            if len(self._data) < _HEAD.size + size:
+            whole = _HEAD.size + size
+            behind = whole + (0 if self._session is None else TAG)
+            if len(self._data) < behind:
                 return None
-            text = bytes(self._data[_HEAD.size : _HEAD.size + size])
-            del self._data[: _HEAD.size + size]
+            framed, code = bytes(self._data[:whole]), bytes(self._data[whole:behind])
+            del self._data[:behind]
+            if self._session is not None and not self._session.heard.is_next(code, framed):
+                self.close()  # what follows is not the next message
+                raise AuthenticationError(
+                    f"{self.peer}: secret: expected the next message with its code; it was changed, repeated, or said elsewhere"
+                )
+            text = framed[_HEAD.size :]
             self._heard_at = self._data_at = time.monotonic()
             found = self._parsed(text)
             if "error" in found:
@@ -320,6 +382,10 @@ class Reception:
         Time limit of the conversations (`Talk.timeout`).
     name : str
         Name of the threads.
+    secret : Secret, optional
+        Somebody must prove first that it knows this secret.
+    is_insecure : bool
+        Listen at any address, even without a secret.
 
     Attributes
     ----------
@@ -329,12 +395,22 @@ class Reception:
         Address and port.
     """
 
-    def __init__(self, host: str, port: int, welcome: Callable[[Talk], None], *, timeout: float, name: str) -> None:
-        self._welcome, self._timeout, self._name = welcome, timeout, name
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        welcome: Callable[[Talk], None],
+        *,
+        timeout: float,
+        name: str,
+        secret: Secret | None = None,
+        is_insecure: bool = False,
+    ) -> None:
+        self._welcome, self._timeout, self._name, self._secret = welcome, timeout, name, secret
         self._lock = threading.Lock()
         self._talks: dict[Talk, bool] = {}  # in the order in which they came → True if it is known
         self._is_closed = False
-        self._socket = listen(host, port)
+        self._socket = listen(host, port, is_open=is_insecure or secret is not None)
         self.address = self._socket.getsockname()[:2]
         self.port = int(self.address[1])
         self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
@@ -386,6 +462,8 @@ class Reception:
 
     def _serve(self, talk: Talk) -> None:
         try:
+            if self._secret is not None:
+                talk.shake(self._secret, is_server=True)
             self._welcome(talk)
         except KvbmError as error:
             talk.fail(error)
@@ -409,14 +487,31 @@ class Reception:
         self._thread.join(5)
 
 
-def connect(host: str, port: int, timeout: float) -> Talk:
+def connect(host: str, port: int, timeout: float, secret: Secret | None = None) -> Talk:
     """Begin a conversation with `kvbm link serve`, or with a worker of an engine.
 
     Raises
     ------
     UnreachableError
         Nothing listens at the address, or there is no answer in time.
+    AuthenticationError
+        There is a secret, and the other side does not have it.
     """
+    end = time.monotonic() + timeout
+    talk = _connected(host, port, timeout)
+    if secret is None:
+        return talk
+    try:
+        talk.timeout = max(end - time.monotonic(), 0.0)
+        talk.shake(secret, is_server=False)
+    except BaseException:
+        talk.close()
+        raise
+    talk.timeout = timeout
+    return talk
+
+
+def _connected(host: str, port: int, timeout: float) -> Talk:
     where, end = _text(printable(host), port), time.monotonic() + timeout
     late = f"{where}: no answer within {timeout:g} s: is the name right, and does a firewall let it through?"
     try:
@@ -462,16 +557,30 @@ def _addresses(host: str, port: int, timeout: float) -> list[tuple[str, int]]:
     return list(dict.fromkeys((str(address[0]), port) for *_, address in found[0]))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, is_open: bool = False) -> socket.socket:
     """A socket that listens for connections.  Port 0 selects a free port.
+
+    Parameters
+    ----------
+    host, port
+        The address.
+    is_open : bool
+        True if it may be one that others than this machine and its private network can reach.
 
     Raises
     ------
+    BindError
+        It is such an address, and may not be.
     UnreachableError
         The address does not belong to this machine, or the port is in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        if not is_open and (why := open_to_all(str(address[0]))):
+            raise BindError(
+                f"cannot listen on {_text(host, port)} without a secret: it is {why}; expected 127.0.0.1 or a private address of "
+                "this machine, or a secret_file (or insecure, which lets everybody in)"
+            )
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise UnreachableError(f"cannot listen on {_text(host, port)}: {error.strerror or error}") from None

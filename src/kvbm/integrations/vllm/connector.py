@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from ... import wire
-from ...errors import KvbmError, printable
+from ...errors import BindError, KvbmError, printable
 from ...reshard import Endpoint, Link, Span
 from .caches import Caches
 from .holding import Holds
@@ -178,6 +178,9 @@ class _Worker:
         self._hold_seconds = seconds_of(self._transfer, "hold_seconds", HOLD_SECONDS)
         self._push_tokens = count_of(self._transfer, "push_tokens", _PUSH_TOKENS)
         self._push_layers = count_of(self._transfer, "push_layers", 0)
+        self._is_insecure = self._extra("insecure", False)
+        if not isinstance(self._is_insecure, bool):
+            raise BindError(f"kv_connector_extra_config: insecure: expected true or false, got {self._is_insecure!r:.100}")
         self._known = threading.RLock()
         self._arrivals: dict[str, _Coming] = {}
         self._lost: dict[str, str] = {}  # requests that the prefill engine refused, and why
@@ -211,7 +214,10 @@ class _Worker:
             each=0 if each >= count else each, seconds=self._seconds, wait_seconds=self._hold_seconds, queued=self._queued,
             tell=self._tell,
         )  # fmt: skip
-        self._door = Door(self._links, host_of(self._transfer), port_of(self._config) + rank, self.holds.asked)
+        host, port = host_of(self._transfer), port_of(self._config) + rank
+        self._door = Door(self._links, host, port, self.holds.asked, is_insecure=self._is_insecure)
+        if self._endpoint.secret is None:
+            logger.warning("kvbm: no secret_file: whoever reaches %s:%d can ask for the KV caches of prompts", host, port)
 
     def _tell(self, link: Link, name: str, why: str) -> None:
         if self._door is not None:  # else it is being opened, and nobody has asked

@@ -210,6 +210,8 @@ class Door:
         may be called twice for one request.
     word : float
         Time limit in seconds for an answer of the other side, and for the other ranks of its engine.
+    is_insecure : bool
+        Listen at any address, even if the endpoint has no secret.
 
     Attributes
     ----------
@@ -218,13 +220,23 @@ class Door:
     """
 
     def __init__(
-        self, links: Links, host: str, port: int, begin: Callable[[Want, Link], None], word: float = WORD
+        self,
+        links: Links,
+        host: str,
+        port: int,
+        begin: Callable[[Want, Link], None],
+        word: float = WORD,
+        *,
+        is_insecure: bool = False,
     ) -> None:
         self._links, self._begin, self._word = links, begin, word
         self._met = threading.Condition()
         self._guests: dict[tuple[str, str], _Guest] = {}
         self._is_closed = False
-        self._reception = Reception(host, port, self._serve, timeout=word, name="kvbm door")
+        secret = links.endpoint.secret
+        self._reception = Reception(
+            host, port, self._serve, timeout=word, name="kvbm door", secret=secret, is_insecure=is_insecure
+        )
         self.port = self._reception.port
 
     def _serve(self, talk: Talk) -> None:
@@ -413,7 +425,7 @@ class Visit:
         try:
             cards = []
             for number in range(self._ports):
-                talk = connect(self._host, self._port + number, self._left(end))
+                talk = connect(self._host, self._port + number, self._left(end), self._links.endpoint.secret)
                 self._talks.append(talk)
                 if self._is_closed:
                     raise BindError("this engine is shutting down")
