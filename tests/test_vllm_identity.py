@@ -134,6 +134,7 @@ def test_the_longest_sequence_counts_where_it_chooses_the_factors(tmp_path: Path
     short, long, longer = (engine_at(tmp_path, rope_parameters=rope) for _ in range(3))
     short.model_config.max_model_len, long.model_config.max_model_len, longer.model_config.max_model_len = 512, 513, 2048
     assert "long factors: 'false' here and 'true'" in told(short, long) and not told(long, longer)
+    assert [identity.long_factors(one.model_config) for one in (short, long)] == [False, True]
 
 
 def test_dynamic_angles_depend_on_the_longest_position(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_engines_of_other_models_refuse_each_other(models: Models, tmp_path: Pat
 
 @pytest.mark.parametrize("what", ["one", "two"])
 def test_engines_with_a_secret(models: Models, tmp_path: Path, what: str) -> None:
-    """With one secret they exchange; with two, they refuse each other and say so, and the prompt is computed where it is decoded."""
+    """With one secret they exchange.  With two, they refuse each other by name: the prompt is computed where it is decoded."""
     files = [tmp_path / name for name in ("prefill.secret", "decode.secret")]
     for number, file in enumerate(files):
         file.write_text(f"{'a secret of both' if what == 'one' else f'secret number {number:>8}'}\n")

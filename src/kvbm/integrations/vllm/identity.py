@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import BindError
 from .tier import key_of_files
 
-__all__ = ["inputs_of", "model_of"]
+__all__ = ["inputs_of", "long_factors", "model_of"]
 
 logger = logging.getLogger("vllm.kvbm")
 
@@ -83,9 +83,8 @@ def _fields(model: Any, load: Any, given: str | None) -> dict[str, Any]:
     config, ropes = _of_config(held), _ropes(held)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
         _drop(config, "max_position_embeddings")
-    if longest := _LONG_ROPE.intersection(ropes):  # vLLM chooses the factors by the longest sequence that it is to hold
-        before = min(_numbers(held, "original_max_position_embeddings"), default=0)
-        config[f"{min(longest)}: long factors"] = model.max_model_len > before
+    if (chosen := long_factors(model)) is not None:
+        config["longrope: long factors"] = chosen
     return {
         "config": config,
         "dtype": _dtype(model),
@@ -93,6 +92,17 @@ def _fields(model: Any, load: Any, given: str | None) -> dict[str, Any]:
         "disable_sliding_window": bool(model.disable_sliding_window),
         "weights": f"named {given}" if given else _weights(str(model.model), model.revision, str(load.load_format)),
     }
+
+
+def long_factors(model: Any) -> bool | None:
+    """True if LongRoPE turns by its factors for long sequences; None if the model has none.
+
+    vLLM chooses them by the longest sequence that the engine may hold, for all sequences.
+    """
+    held = model.hf_config.to_dict()
+    if _LONG_ROPE.isdisjoint(_ropes(held)):
+        return None
+    return bool(model.max_model_len > min(_numbers(held, "original_max_position_embeddings"), default=0))
 
 
 def _dtype(model: Any) -> str:

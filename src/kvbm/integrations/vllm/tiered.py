@@ -25,6 +25,7 @@ from ...reshard.presets import of_vllm
 from ...shapes import BlockShape
 from ...vllm_groups import groups, number_of_layer
 from .copier import Copier
+from .identity import long_factors
 from .shelf import Shelf, Shelved
 from .tier import Chain, Content, KvbmTier, key_of_files
 
@@ -195,6 +196,8 @@ def key_of_model(vllm_config: Any, settings: Settings) -> str:
         told.pop(name, None)
     version = ".".join(vllm.__version__.split(".")[:2])
     more = [told, str(model.dtype), str(model.quantization), bool(model.disable_sliding_window), f"vLLM {version}"]
+    for extra in (long_factors(model), getattr(model, "quantization_config", None)):
+        more += [] if extra is None else [extra]  # most models have none of them, and keep their folders
     text = json.dumps(more, sort_keys=True, default=str)
     if settings.model_key:
         return f"{settings.model_key} {text}"
