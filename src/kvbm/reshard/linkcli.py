@@ -10,7 +10,9 @@ import json
 import re
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,13 +36,11 @@ from ..errors import KvbmError
 from ..shapes import load_shape
 
 if TYPE_CHECKING:
+    from .talk import Talk
     from .trial import Row, Sender, Side
 
 #: The default port of `serve` and `send`.
 PORT = 29555
-
-#: Seconds within which a peer must send its first message.
-_HELLO = 10.0
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
     return () if value is None else tuple(dict.fromkeys(map(size_of, value.split(","))))
@@ -102,6 +102,8 @@ def link() -> None:
 @click.option("--wire", "only", type=_WIRES, help="Accept only this wire.  [default: any]")
 @_side_options("vllm/flash_attn_hnd", 64)
 @size_option("--memory", default="16GiB", help="The most memory that a sender may request.")
+@click.option("--timeout", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True, metavar="S",
+              help="The most seconds that a sender may be waited for at a time.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Serve one sender, then exit with its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead, one object per line: address, then senders.")
 def serve(
@@ -111,52 +113,80 @@ def serve(
     layout: str,
     nt: int,
     memory: int,
+    timeout: float,
     once: bool,
     as_json: bool,
 ) -> None:
     """Receive from `kvbm link send`, one sender after the other, until Ctrl-C.
 
     Anyone who reaches the port can use memory of this machine and write to what this command allocates: use it only on a
-    network that you trust. Wires use further ports.
+    network that you trust. Wires use further ports. While one sender is served, the next ones wait.
     """
     from .. import spec
-    from .talk import Talk, listen
+    from .talk import Reception
     from .trial import Served, Side
 
     spec.load(layout)  # report an error before a sender connects
     side, count = Side("server", device, layout, nt), 0
-    with listen(*address) as server:
-        where = "{}:{}".format(*server.getsockname()[:2])
+    line = Line()
+    with contextlib.closing(Reception(*address, line.stand, timeout=timeout, name="kvbm link serve")) as reception:
+        where = "{}:{}".format(*reception.address)
         click.echo(json.dumps({"listening": where}) if as_json else f"listening on {where}: {side}")
         sys.stdout.flush()
         while True:
             try:
-                connection, _ = server.accept()
+                talk, leave = line.next()
             except KeyboardInterrupt:
                 if not as_json:
                     click.echo(f"\n{count} sender{'' if count == 1 else 's'} served")
                 return
             count += 1
-            with contextlib.ExitStack() as stack:
-                stack.callback(connection.close)
-                served, code = Served(""), 0
-                try:
-                    talk = Talk(connection, _HELLO)
-                    _serve(talk, side, address[0], only, memory, served)
-                except (KvbmError, OSError) as error:
-                    print_error(error)
-                    served.error, code = str(error), getattr(error, "exit_code", 1)
+            served, code = Served(""), 0
+            try:
+                _serve(talk, side, address[0], only, memory, served, timeout)
+            except (KvbmError, OSError) as error:
+                print_error(error)
+                served.error, code = str(error), getattr(error, "exit_code", 1)
+            finally:
+                leave()
             click.echo(json.dumps(served.as_json(), ensure_ascii=False) if as_json else str(served))
             sys.stdout.flush()
             if once:
                 sys.exit(code)
 
 
-def _serve(talk: Any, side: Side, host: str, only: str | None, memory: int, served: Any) -> None:
+class Line:
+    """Senders that have said what they want, in the order in which they came.  Who says nothing is not in the line."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Talk, threading.Event]] = SimpleQueue()
+
+    def stand(self, talk: Talk) -> None:
+        """On the thread of a conversation: stand in the line until the trial is over."""
+        talk.wait()
+        talk.is_known, over = True, threading.Event()
+        self._waiting.put((talk, over))
+        over.wait()
+
+    def next(self) -> tuple[Talk, Callable[[], None]]:
+        """The next sender that is still there, and the function that sends it away."""
+        while True:
+            talk, over = self._waiting.get()
+            try:
+                talk.look()
+            except KvbmError:
+                over.set()
+                continue
+            return talk, over.set
+
+
+def _serve(
+    talk: Any, side: Side, host: str, only: str | None, memory: int, served: Any, timeout: float = 60.0
+) -> None:
     from . import trial
 
     try:
-        trial.serve(talk, side, host, only=only, memory=memory, served=served)
+        trial.serve(talk, side, host, only=only, memory=memory, served=served, timeout=timeout)
     except (KvbmError, OSError, MemoryError) as error:
         talk.fail(error)
         if isinstance(error, MemoryError):

@@ -151,9 +151,8 @@ class Links:
         """End one use of a link.  True if it was the last one."""
         with self._lock:
             made.users -= 1
-            if made.users == 0 or made.link is None:
-                if self._made.get(at) is made:
-                    del self._made[at]
+            if (made.users == 0 or made.link is None) and self._made.get(at) is made:
+                del self._made[at]
             return made.users == 0
 
     def is_lost(self, link: Link | None) -> bool:
@@ -232,7 +231,7 @@ class Door:
         """Serve one worker of another engine until it disconnects."""
         guest = self._hear(talk)
         try:
-            self._reception.know(talk)
+            talk.is_known, talk.timeout = True, self._word
             link = self._meet(talk, guest)
             while True:
                 talk.wait(_QUIET, _QUIET)  # it is silent until it has a request
