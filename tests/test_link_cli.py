@@ -723,6 +723,54 @@ def serving(start: Callable[..., Process], *arguments: str) -> tuple[Process, st
     return server, json.loads(server.wait_for(1)[0])["listening"]
 
 
+def secret_at(folder: Path, text: str = "a secret of both sides") -> str:
+    folder.mkdir(exist_ok=True)
+    path = folder / "secret"
+    path.write_text(text + "\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH, NIXL])
+def test_two_processes_with_a_secret(start: Callable[..., Process], tmp_path: Path, kind: str) -> None:
+    """With one they measure.  With another, or none, the sender is refused, and the server goes on."""
+    secret, other = secret_at(tmp_path / "a"), secret_at(tmp_path / "b", "a secret of somebody else")
+    server, at = serving(start, "--secret-file", secret, "--once")
+    assert json.loads(server.lines["stdout"][0])["secret"] is True
+    for more, said in (((), "the other side has one, and this side none"), (("--secret-file", other), "different secrets")):
+        client = start("send", at, "--wire", kind, *FEW, "--tokens", "16", *more)
+        assert client.end() == errors.AuthenticationError.exit_code, client.said
+        assert said in client.said and "Traceback" not in client.said
+    client = start("send", at, "--wire", kind, *FEW, "--tokens", "16", "--secret-file", secret)
+    assert client.end() == 0, client.said
+    assert server.end() == 0, server.said
+
+
+@pytest.mark.slow
+def test_a_server_without_a_secret_refuses_a_sender_with_one(start: Callable[..., Process], tmp_path: Path) -> None:
+    server, at = serving(start)
+    assert json.loads(server.lines["stdout"][0])["secret"] is False
+    client = start("send", at, "--wire", "nixl", *FEW, "--tokens", "16", "--secret-file", secret_at(tmp_path))
+    assert client.end() == errors.AuthenticationError.exit_code
+    assert "this side has a secret, and the other side none" in client.said
+    assert server.process.poll() is None and len(server.lines["stdout"]) == 1
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "8.8.8.8:0"])
+def test_a_server_without_a_secret_is_not_open_to_all(address: str) -> None:
+    found = CliRunner().invoke(main, ["link", "serve", "--listen", address])
+    assert found.exit_code == BindError.exit_code and "without a secret: it is" in found.stderr
+
+
+@pytest.mark.parametrize("command", [("serve",), ("send", "127.0.0.1:1")], ids=lambda command: command[0])
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, command: tuple[str, ...]) -> None:
+    path = Path(secret_at(tmp_path))
+    path.chmod(0o644)
+    found = CliRunner().invoke(main, ["link", *command, "--secret-file", str(path)])
+    assert found.exit_code == BindError.exit_code and "mode 600" in found.stderr
+
+
 FEW = ("--shape", "llama-3.1-8b,nl=4", "--iters", "2", "--timeout", "60")
 #: Sequences without end, of some MB each.
 ENDLESS = ("--shape", "llama-3.1-8b,nl=4", "--bytes", "8MiB", "--iters", "100000", "--timeout", "60")

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import BindError
+from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
 from .secret import NOTE
 
@@ -213,7 +213,7 @@ class Stop:
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Stop:
         _require(len(rest) <= 1000, "a stop")
         arrival, is_digest, by_sender = told
-        return cls(sending, arrival, is_digest, by_sender, rest.decode("utf-8", "replace"))
+        return cls(sending, arrival, is_digest, by_sender, printable(rest.decode("utf-8", "replace"), 1000))
 
 
 @dataclass(frozen=True)

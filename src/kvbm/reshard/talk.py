@@ -80,12 +80,22 @@ class Talk:
         Address of the other side.
     peer : str
         Address and port of the other side.
+    here : str
+        Address of this side.
+    secret : Secret or None
+        What the other side has proved to know.
+    is_known : bool
+        True if the other side has said who it is; see `Reception`.
     """
+
+    is_known = False
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self._socket = connection
         self.timeout = timeout
         host, port = connection.getpeername()[:2]
+        self.here = str(connection.getsockname()[0])
+        self.secret: Secret | None = None
         self.host, self.peer = host, _text(host, port)
         self._said_at = self._began = self._heard_at = time.monotonic()
         self._busy = 0
@@ -126,7 +136,7 @@ class Talk:
                 self._send(side.last_words, 0.0)
             raise AuthenticationError(f"{self.peer}: secret: {error}") from None
         self._heard_at = self._data_at = time.monotonic()
-        self._session, self._is_refused = side.session(), False
+        self._session, self._is_refused, self.secret = side.session(), False, secret
 
     # ---- sending ---------------------------------------------------------------------------------------------------
 
@@ -369,7 +379,8 @@ class Talk:
 class Reception:
     """A port where others begin conversations.  Each has its own thread, and none waits for another.
 
-    Somebody is a stranger until `welcome` calls `know`.  Strangers have `HELLO` seconds.  If a host has too many of them, the one
+    Somebody is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if it
+    is less.  If a host has too many of them, the one
     that came first is sent away, and if a host has too many conversations, the next one is.
 
     Parameters
@@ -379,7 +390,7 @@ class Reception:
     welcome : callable
         Called with each conversation, on its thread; the conversation ends when it returns.  Its errors are told to the other side.
     timeout : float
-        Time limit of the conversations (`Talk.timeout`).
+        Limit of `HELLO`.
     name : str
         Name of the threads.
     secret : Secret, optional
@@ -406,22 +417,15 @@ class Reception:
         secret: Secret | None = None,
         is_insecure: bool = False,
     ) -> None:
-        self._welcome, self._timeout, self._name, self._secret = welcome, timeout, name, secret
+        self._welcome, self._seconds, self._name, self._secret = welcome, min(timeout, HELLO), name, secret
         self._lock = threading.Lock()
-        self._talks: dict[Talk, bool] = {}  # in the order in which they came → True if it is known
+        self._talks: dict[Talk, None] = {}  # in the order in which they came
         self._is_closed = False
         self._socket = listen(host, port, is_open=is_insecure or secret is not None)
         self.address = self._socket.getsockname()[:2]
         self.port = int(self.address[1])
         self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
         self._thread.start()
-
-    def know(self, talk: Talk) -> None:
-        """The other side is no stranger any more."""
-        talk.timeout = self._timeout
-        with self._lock:
-            if talk in self._talks:
-                self._talks[talk] = True
 
     def _listen(self) -> None:
         while True:
@@ -433,7 +437,7 @@ class Reception:
                 time.sleep(0.1)  # such as too many open files: it may pass
                 continue
             try:
-                talk = Talk(connection, min(self._timeout, HELLO))
+                talk = Talk(connection, self._seconds)
             except OSError:
                 connection.close()
                 continue  # the client has gone already
@@ -448,7 +452,7 @@ class Reception:
         """Add a conversation, and end another one if a share is full.  False if there is no room."""
         with self._lock:
             hosts = Counter(one.host for one in self._talks)
-            strangers = [one for one, is_known in self._talks.items() if not is_known]
+            strangers = [one for one in self._talks if not one.is_known]
             same = [one for one in strangers if one.host == talk.host]
             is_full = len(self._talks) >= _MOST_TALKS or hosts[talk.host] >= _SHARE
             sent_away = same[:1] if len(same) >= _STRANGERS or hosts[talk.host] >= _SHARE else strangers[: int(is_full)]
@@ -457,7 +461,7 @@ class Reception:
                 del self._talks[one]
                 one.close()
             if is_welcome:
-                self._talks[talk] = False
+                self._talks[talk] = None
         return is_welcome
 
     def _serve(self, talk: Talk) -> None:

@@ -243,7 +243,7 @@ class Door:
         """Serve one worker of another engine until it disconnects."""
         guest = self._hear(talk)
         try:
-            self._reception.know(talk)
+            talk.is_known, talk.timeout = True, self._word
             link = self._meet(talk, guest)
             while True:
                 talk.wait(_QUIET, _QUIET)  # it is silent until it has a request
