@@ -317,14 +317,13 @@ class Talk:
             behind = whole + (0 if self._session is None else TAG)
             if len(self._data) < behind:
                 return None
-            framed, code = bytes(self._data[:whole]), bytes(self._data[whole:behind])
+            head, text, code = (bytes(self._data[a:b]) for a, b in ((0, _HEAD.size), (_HEAD.size, whole), (whole, behind)))
             del self._data[:behind]
-            if self._session is not None and not self._session.heard.is_next(code, framed):
+            if self._session is not None and not self._session.heard.is_next(code, head, text):
                 self.close()  # what follows is not the next message
                 raise AuthenticationError(
                     f"{self.peer}: secret: expected the next message with its code; it was changed, repeated, or said elsewhere"
                 )
-            text = framed[_HEAD.size :]
             self._heard_at = self._data_at = time.monotonic()
             found = self._parsed(text)
             if "error" in found:
