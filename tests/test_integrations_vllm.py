@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,11 +19,13 @@ import pytest
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
 from kvbm.integrations.vllm import meetings
+from kvbm.integrations.vllm.holding import Holds
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link, notes
+from kvbm.reshard import talk as talk_module
 from kvbm.reshard.secret import Secret
-from kvbm.reshard.talk import Talk, connect
+from kvbm.reshard.talk import Reception, Talk, connect
 
 MODEL = kvbm.BlockShape(nl=2, no=2, nh=4, nt=4, hd=8, dtype="float32")
 TOKENS = range(30)
@@ -342,7 +344,9 @@ def test_what_is_nonsense_is_refused(engines: Any, said: list[dict[str, Any]]) -
         *({"want": {"name": "one", **more}} for more in (
             {"is_given_up": 0}, {"more": 1}, {"last": 1.5}, {"groups": "0"}, {"groups": [0]}, {"groups": ["0"], "last": 8},
             {"groups": ["0"], "first": 8, "last": 8, "each": 8}, {"groups": ["0"], "last": 1 << 40, "each": 8},
-            {"groups": ["0"], "first": -8, "last": 8, "each": 8},
+            {"groups": ["0"], "first": -8, "last": 8, "each": 8}, {"groups": ["0", "0"], "last": 8, "each": 8},
+            {"groups": [str(number) for number in range(65)], "last": 8, "each": 8}, {"name": "x" * 2001},
+            {"groups": ["0"], "last": 1 << 16, "each": 1}, {"last": 8, "each": 1}, {"each": 1 << 900},
         )),
     ],
     ids=str,
@@ -401,6 +405,205 @@ def test_a_door_that_closes_wakes_all(engines: Any) -> None:
     waits.join(LIMIT)
     assert failed and not door._reception._thread.is_alive()
     socket.create_server(("127.0.0.1", port)).close()
+
+
+# ---- others that are silent, slow or hostile -------------------------------------------------------------------------------
+
+
+def hello(end: Endpoint, **change: Any) -> dict[str, Any]:
+    card = base64.b64encode(end.card()).decode()
+    return {"engine": "x", "start": "s", "rank": 0, "world": 1, "card": card, **change}
+
+
+def test_an_engine_that_does_not_answer_delays_no_other(engines: Any) -> None:
+    """Its calls wait on its own thread, those of others end meanwhile; each fails at its own end."""
+    prefill, decode = engines("p"), engines("d")
+    good, ended = decode.visit(0, prefill.listen(), 1), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        bad = decode.visit(0, silent.getsockname()[1], 1)
+        failed: list[str] = []
+
+        def ask(end: float) -> None:
+            try:
+                bad.want(Want("r"), end)
+            except KvbmError as error:
+                failed.append(str(error))
+
+        for _ in range(40):
+            bad.submit(ask, time.monotonic() + LIMIT)
+        good.submit(lambda: (decode.load(good, "one"), ended.set()))
+        assert ended.wait(LIMIT) and not failed
+        assert np.array_equal(prefill.tokens(), decode.tokens())
+        bad.close()
+        other = decode.visit(0, silent.getsockname()[1], 1)
+        for seconds in (0.0, 0.05):
+            other._failed_at = -LIMIT
+            with pytest.raises(KvbmError, match=r"no answer in time|no complete message within"):
+                other.link(time.monotonic() + seconds)
+
+
+def test_a_server_that_is_busy_for_ever_is_not_waited_for(engines: Any) -> None:
+    """Before its card, and after it."""
+    decode, other = engines("d"), engines("o")
+    card = base64.b64encode(other.ends[0].card()).decode()
+    for said in ({"busy": True}, {"card": card}):
+        talks: list[Any] = []
+
+        def welcome(talk: Any, said: dict[str, Any] = said, talks: list[Any] = talks) -> None:
+            talks.append(talk)
+            talk.say(**said)
+            with contextlib.suppress(KvbmError):
+                while True:
+                    talk.say(busy=True)
+                    time.sleep(0.01)
+
+        busy = Reception("127.0.0.1", 0, welcome, timeout=LIMIT, name="busy")
+        visit = decode.visit(0, busy.port, 1)
+        with pytest.raises(TransferError, match="only that it is busy"):
+            visit.link(time.monotonic() + 0.2)
+        assert talks
+        busy.close()
+        decode = engines("d")
+
+
+@pytest.mark.parametrize("after", ["nothing", "a hello", "a card of its own", "a part of a want"])
+def test_one_byte_and_silence_delay_nobody(engines: Any, after: str) -> None:
+    """Many of them, at every stage of a conversation; renewed as often as they like."""
+    prefill, decode, stranger = engines("p"), engines("d"), engines("s")
+    port, silent = prefill.listen(), []
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            if after == "nothing":
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT))
+                one.sendall(b"k")
+                silent.append(one)
+                continue
+            talk = stack.enter_context(connect("127.0.0.1", port, LIMIT))
+            world = 2 if after == "a hello" else 1
+            start = str(number) if after == "a hello" else "s"
+            talk.say(**hello(stranger.ends[0], start=start, world=world))
+            talk.hear("card")
+            if after == "a part of a want":
+                talk.hear("met")
+            talk._socket.send(b"kvb1\0\0")
+        decode.load(decode.visit(0, port, 1), "one")
+        assert np.array_equal(prefill.tokens(), decode.tokens())
+        [door] = prefill.doors
+        door.tell(door._guests["d", "1"].link, "lost", "why")
+        end = time.monotonic() + LIMIT
+        while (found := decode.visits[0].lost()) != {"lost": "why"}:
+            assert not found and time.monotonic() < end
+
+
+def test_nothing_of_others_is_computed_under_a_lock(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the cards of one engine are compared, which may take for ever, another one is served."""
+    prefill, decode, slow = engines("p"), engines("d"), engines("slow")
+    port, began, goes_on = prefill.listen(), threading.Event(), threading.Event()
+    meet = prefill.ends[0].meet
+
+    def stopped(cards: Any) -> Link:
+        if any(b'"slow"' in card for card in cards):
+            began.set()
+            assert goes_on.wait(LIMIT)
+        return meet(cards)
+
+    monkeypatch.setattr(prefill.ends[0], "meet", stopped)
+    waits = threading.Thread(target=slow.visit(0, port, 1).link, daemon=True)
+    waits.start()
+    assert began.wait(LIMIT)
+    decode.load(decode.visit(0, port, 1), "one")
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+    goes_on.set()
+    waits.join(LIMIT)
+    assert not waits.is_alive()
+
+
+def test_names_are_compared_before_placements_are_read(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 600 groups is refused, whose placements nobody reads; so is one of another model."""
+    from kvbm.reshard import endpoint
+
+    prefill, decode = engines("p"), engines("d")
+    port = prefill.listen()
+    card = json.loads(decode.ends[0].card())
+    [group] = card["groups"].values()
+    many = {"groups": {str(number): {**group, "planes": ""} for number in range(600)}}
+    few = {"groups": {str(number): group for number in range(60)}}
+    read: list[Any] = []
+    monkeypatch.setattr(endpoint, "load_shape", lambda text: read.append(text))
+    for change in (many, few, {"groups": {"": group, "more": group}}, {"model": "other"}):
+        text = base64.b64encode(json.dumps({**card, **change}).encode()).decode()
+        with socket.create_connection(("127.0.0.1", port), LIMIT) as one:
+            data = json.dumps({**hello(decode.ends[0]), "card": text}).encode()
+            with contextlib.suppress(OSError):  # it was refused before all of it had come
+                one.sendall(struct.pack(">4sI", b"kvb1", len(data)) + data)
+            with contextlib.suppress(ConnectionError):
+                assert json.loads(one.makefile("rb").read()[8:])["error"] == "BindError"
+        assert not read and not prefill.doors[0]._guests
+
+
+def test_strangers_of_one_host_have_a_share(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of too many is sent away, and somebody who says who it is stays."""
+    monkeypatch.setattr(talk_module, "_STRANGERS", 4)
+    prefill, decode = engines("p"), engines("d")
+    port = prefill.listen()
+    visit = decode.visit(0, port, 1)
+    visit.link()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT)) for _ in range(9)]
+        for one in strangers[:5]:
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1) == b""
+        assert len(prefill.doors[0]._reception._talks) <= 5
+        decode.load(visit, "one")
+        assert np.array_equal(prefill.tokens(), decode.tokens())
+
+
+def test_who_does_not_read_is_not_waited_for(engines: Any) -> None:
+    """Words about lost requests fill its socket: the conversation ends, and nobody has waited."""
+    prefill, decode = engines("p"), engines("d")
+    visit = decode.visit(0, prefill.listen(), 1)
+    visit.link()
+    [guest] = prefill.doors[0]._guests.values()
+    for number in range(1 << 16):
+        prefill.doors[0].tell(guest.link, f"{number}", "why" * 300)
+        if not guest.talks:
+            break
+    left(prefill)
+    assert all(why.startswith("why") for why in visit.lost().values())
+    with contextlib.suppress(KvbmError):  # it finds that the conversation has ended
+        visit.want(Want("nothing", is_given_up=True))
+    decode.load(visit, "one")
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+
+
+def test_names_that_one_engine_wants_refuse_no_other() -> None:
+    """Each link has its share of the requests that are waited for, and gets it back."""
+    first, second = (cast(Link, Hashable(name)) for name in "ab")
+    told: list[Any] = []
+    holds = Holds(
+        lambda *_: {}, whole=("0",), layers={}, count=1, each=0, seconds=1.0, wait_seconds=LIMIT, queued=lambda: None,
+        tell=lambda *what: told.append(what),
+    )  # fmt: skip
+    refused = 0
+    for number in range(5000):
+        try:
+            holds.asked(Want(f"push/{number}"), first)
+        except TransferError:
+            refused += 1
+    assert refused > 3000
+    holds.asked(Want("push/mine"), second)
+    holds.told("1", {}, (), {f"push/{number}": "why" for number in range(5000)})
+    assert {name for _, name, _ in told} <= {f"push/{number}" for number in range(5000)} and not holds._waits[first]
+    holds.asked(Want("push/again"), first)
+    with pytest.raises(BindError, match="groups"):
+        holds.asked(Want("push/parts", first=0, last=4, each=4, groups=("1",)), first)
+
+
+class Hashable:
+    """In place of a link."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])

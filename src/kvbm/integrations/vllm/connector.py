@@ -246,10 +246,12 @@ class _Worker:
             self._asking.update(dict.fromkeys(told.loads, False))
         end = time.monotonic() + self._seconds
         for request, load in told.loads.items():
-            try:
-                self._visit(load.source).submit(self._load, request, load, wait, end)
-            except KvbmError as error:
-                self._loaded(request, load, _Coming(load.source, []), error)
+            with self._known:  # so that the visit is not forgotten meanwhile
+                try:
+                    visit = self._visit(load.source)
+                    visit.submit(self._load, request, load, visit, wait, end)
+                except KvbmError as error:
+                    self._loaded(request, load, _Coming(load.source, []), error)
 
     def _queued(self) -> Any:
         """An event after the GPU's queued work on the blocks; None on the CPU."""
@@ -275,12 +277,11 @@ class _Worker:
                 self._visits[at] = Visit(self._links, self._start, world, *at)
             return self._visits[at]
 
-    def _load(self, request: str, load: Load, wait: Any, end: float) -> None:
+    def _load(self, request: str, load: Load, visit: Visit, wait: Any, end: float) -> None:
         """Ask for a request, on the thread of its engine.  Everything has come at `end`, or the load has failed."""
         source = load.source
         coming, why = _Coming(source, []), None
         try:
-            visit = self._visit(source)
             want = Want(source.request, is_given_up=True)
             if load.first < load.last:
                 link = visit.link(end)
@@ -314,7 +315,7 @@ class _Worker:
                 self._arrivals[request] = coming
 
     def _give_up(self, coming: _Coming, why: str = "it was given up") -> None:
-        """Give up a load, and tell the prefill engine if it still computes."""
+        """Give up a load, and tell the prefill engine if it still computes.  The caller holds `_known`."""
         if not coming.failure and coming.source.is_early:
             want, visit = Want(coming.source.request, is_given_up=True), self._visit(coming.source)
             visit.submit(self._say, visit, want, time.monotonic() + self._seconds)
