@@ -9,9 +9,11 @@ import json
 import os
 import random
 import subprocess
+import struct
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -961,6 +963,58 @@ def test_a_slot_that_there_is_not() -> None:
         two.say(notes.Put(1, want.arrival, want.grants[0].serial, want.grants[0].chunk, 4_000_000_000))
         [error] = ended([arrival])
         assert isinstance(error, BindError) and "slot 4000000000" in str(error)
+
+
+def test_no_note_takes_more_than_1_mib() -> None:
+    """Every kind of note with the largest and the smallest numbers, alone and mixed, while a transfer runs in each direction."""
+    from kvbm.reshard.link import _identity
+
+    rng = random.Random(2)
+    numbers = [0, 1, 2, 3, 255, (1 << 16) - 1, (1 << 24) - 1, (1 << 32) - 1, (1 << 48) - 1, (1 << 63), (1 << 64) - 1]
+    kinds = [notes.Offer, notes.Want, notes.Put, notes.Done, notes.Stop, notes.Stopped]
+    with Two() as two:
+        link = two.by_hand()
+        group, key = _identity("", two.end.groups, "k")
+        known = 1
+        tracemalloc.start()
+        try:
+            for round_ in range(120):
+                arrival = link.receive("k", Span(TABLE, ALL), timeout=60)
+                first = notes.Offer(1000 + round_, link.plans(0)[1], key, group, range(1), ALL, 0, False)
+                two.say(first)  # right, and so the next offer is compared with it
+                two.end.call(lambda: None)
+                two.end.call(lambda: None)
+                kind = kinds[round_ % len(kinds)]
+                told = list(kind.LAYOUT.unpack(bytes(kind.LAYOUT.size)))
+                for at, value in enumerate(told):
+                    if isinstance(value, bool):
+                        told[at] = rng.random() < 0.5
+                    elif isinstance(value, int):
+                        told[at] = rng.choice(numbers)
+                if kind is notes.Offer:
+                    told[1] = key if rng.random() < 0.9 else b"x" * 16
+                    told[0], told[2] = link.plans(0)[1], group if rng.random() < 0.9 else (1 << 16) - 1
+                    told[3:8] = [0, (1 << 24) - 1, 0, (1 << 48) - 1, 0] if rng.random() < 0.5 else told[3:8]
+                data = b""
+                while not data:
+                    try:
+                        data = notes._HEAD.pack(b"kn", 1, kind.KIND, rng.choice([known, *numbers])) + kind.LAYOUT.pack(*told)
+                    except struct.error:  # a number that the field does not have
+                        told = [value % (1 << 16) if type(value) is int else value for value in told]
+                if kind is notes.Want:
+                    data += struct.pack("<III", 1, 2, 3) * (notes.MOST_GRANTS if round_ % 2 else 1)
+                tracemalloc.reset_peak()
+                before, _ = tracemalloc.get_traced_memory()
+                two.wire.note(two.peer, data)
+                two.end.call(lambda: None)
+                two.end.call(lambda: None)
+                two.wire.poll()
+                _, peak = tracemalloc.get_traced_memory()
+                assert peak - before < 1 << 20, (kind, told, peak - before)
+                arrival.abort()
+        finally:
+            tracemalloc.stop()
+        assert two.end.call(lambda: 5) == 5
 
 
 def test_any_notes_in_any_order() -> None:

@@ -276,13 +276,14 @@ class Endpoint:
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
-        _require_alike(found, title)
         first.require_names(self._model, self.groups, title)
+        there = {name: first.group(name) for name in self.groups}
+        _require_alike(found, title)
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            theirs, planes, cuts = first.group(name)
+            theirs, planes, cuts = there[name]
             ours = cuts_of([pool])
             if planes != _planes(pool):
                 raise BindError(
@@ -611,6 +612,10 @@ class _Card:
         )
         if not all(isinstance(text, str) and len(text) <= _MOST_CARD for text in texts):
             _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
+        try:
+            place = _placement(texts[0], texts[1], self.engine, self.world)
+        except KvbmError as error:
+            raise BindError(f"card of {printable(self.engine)}: {error}") from None
         cuts = group.get("cuts")
         if (
             not isinstance(cuts, list)
@@ -618,10 +623,6 @@ class _Card:
             or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
         ):
             _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
-        try:
-            place = _placement(texts[0], texts[1], self.engine, self.world)
-        except KvbmError as error:
-            raise BindError(f"card of {printable(self.engine)}: {error}") from None
         return place, texts[2], tuple(cuts)
 
 

@@ -55,6 +55,9 @@ _BUSY, _MOST_BUSY = 1.0, 60
 #: Longest pause in seconds before a message that comes in small pieces is looked at again.
 _PAUSE = 0.05
 
+#: Seconds in which a thread has sent a message if the other side reads.
+_SAYS = 0.02
+
 #: Most characters of another side's text in a message or an error.
 _MOST_TEXT = 2000
 
@@ -169,7 +172,7 @@ class Talk:
 
     def _send(self, data: bytes, seconds: float) -> None:
         end = time.monotonic() + seconds
-        if not self._saying.acquire(timeout=seconds):
+        if not self._saying.acquire(timeout=max(seconds, _SAYS)):
             self._give_up(seconds)
         try:
             if self._session is not None:
