@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import BindError
 from .tier import key_of_files
 
-__all__ = ["inputs_of", "long_factors", "model_of"]
+__all__ = ["inputs_of", "long_factors", "model_of", "of_config"]
 
 logger = logging.getLogger("vllm.kvbm")
 
@@ -80,7 +80,7 @@ def model_of(vllm_config: Any, given: Any = None) -> dict[str, Any]:
 def _fields(model: Any, load: Any, given: str | None) -> dict[str, Any]:
     """The fields of a target or of a draft."""
     held = model.hf_config.to_dict()
-    config, ropes = _of_config(held), _ropes(held)
+    config, ropes = of_config(held), _ropes(held)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
         _drop(config, "max_position_embeddings")
     if (chosen := long_factors(model)) is not None:
@@ -113,10 +113,10 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str) if isinstance(value, Mapping | list) else str(value)
 
 
-def _of_config(held: Mapping[str, Any]) -> dict[str, Any]:
+def of_config(held: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without what does not matter."""
     return {
-        name: _of_config(value) if isinstance(value, Mapping) else value
+        name: of_config(value) if isinstance(value, Mapping) else value
         for name, value in held.items()
         if name not in _OTHER and not str(name).startswith("_")
     }
