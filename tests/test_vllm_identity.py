@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,20 @@ def test_weights_that_are_not_here_are_said(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level("WARNING", "vllm.kvbm"):
         assert "weights: 'of " in told(one, other)
     assert "Set model in kv_connector_extra_config" in caplog.text
+
+
+def test_a_name_of_hugging_face_is_its_files(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also online, where vLLM's own function does not look for them; the same weights at a path are the same."""
+    folder, asked = Path(engine.model_config.model), []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(folder)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    other = engine_at(Path("someone/model"))
+    assert not told(engine, other)
+    assert asked == [("someone/model", {"revision": None, "cache_dir": None, "local_files_only": True})]
 
 
 @pytest.mark.parametrize("given", ["", 7, ["a"]])

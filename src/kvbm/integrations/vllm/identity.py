@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 from ...errors import BindError
 from .tier import key_of_files
 
-__all__ = ["inputs_of", "long_factors", "model_of", "of_config"]
+__all__ = ["folder_of", "inputs_of", "long_factors", "model_of", "of_config"]
 
 logger = logging.getLogger("vllm.kvbm")
 
@@ -59,8 +60,8 @@ def model_of(vllm_config: Any, given: Any = None) -> dict[str, Any]:
     """
     if given is not None and not (isinstance(given, str) and given):
         raise BindError(f"kv_connector_extra_config: model: expected a name of the weights, got {given!r:.100}")
-    model, load = vllm_config.model_config, vllm_config.load_config
-    cache = str(vllm_config.cache_config.cache_dtype)
+    model, load = vllm_config.model_config, _get(vllm_config, "load_config")
+    cache = str(_get(_get(vllm_config, "cache_config"), "cache_dtype"))
     found: dict[str, Any] = {
         **_fields(model, load, given),
         "kv_cache_dtype": {"auto": _dtype(model), "fp8": "fp8_e4m3"}.get(cache, cache),
@@ -70,7 +71,7 @@ def model_of(vllm_config: Any, given: Any = None) -> dict[str, Any]:
         of_files = getattr(pictures, "mm_processor_kwargs", None) or {}
         found["mm_processor_kwargs"] = {name: value for name, value in of_files.items() if name != "device"}
         found["video_pruning_rate"] = getattr(pictures, "video_pruning_rate", None)
-    guesses = vllm_config.speculative_config
+    guesses = _get(vllm_config, "speculative_config")
     draft = getattr(guesses, "draft_model_config", None)
     if draft is not None and not str(guesses.method).startswith(_NO_DRAFT):
         found["draft"] = {"method": str(guesses.method), **_fields(draft, guesses.draft_load_config or load, given)}
@@ -79,7 +80,7 @@ def model_of(vllm_config: Any, given: Any = None) -> dict[str, Any]:
 
 def _fields(model: Any, load: Any, given: str | None) -> dict[str, Any]:
     """The fields of a target or of a draft."""
-    held = model.hf_config.to_dict()
+    held = model.hf_config.to_dict() if _get(model, "hf_config") is not None else {}
     config, ropes = of_config(held), _ropes(held)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
         _drop(config, "max_position_embeddings")
@@ -88,10 +89,13 @@ def _fields(model: Any, load: Any, given: str | None) -> dict[str, Any]:
     return {
         "config": config,
         "dtype": _dtype(model),
-        "quantization": [str(model.quantization), _text(getattr(model, "quantization_config", None))],
-        "disable_sliding_window": bool(model.disable_sliding_window),
-        "weights": f"named {given}" if given else _weights(str(model.model), model.revision, str(load.load_format)),
-    }
+        "quantization": [str(_get(model, "quantization")), _text(_get(model, "quantization_config"))],
+        "disable_sliding_window": bool(_get(model, "disable_sliding_window")),
+        "weights": f"named {given}" if given else _weights(
+            str(getattr(model, "model_weights", "") or model.model), _get(model, "revision"), str(_get(load, "load_format")),
+            _get(load, "download_dir"),
+        ),
+    }  # fmt: skip
 
 
 def long_factors(model: Any) -> bool | None:
@@ -99,14 +103,19 @@ def long_factors(model: Any) -> bool | None:
 
     vLLM chooses them by the longest sequence that the engine may hold, for all sequences.
     """
-    held = model.hf_config.to_dict()
+    held = model.hf_config.to_dict() if _get(model, "hf_config") is not None else {}
     if _LONG_ROPE.isdisjoint(_ropes(held)):
         return None
     return bool(model.max_model_len > min(_numbers(held, "original_max_position_embeddings"), default=0))
 
 
+def _get(held: Any, name: str) -> Any:
+    """A part of vLLM's objects; None if this version has none of this name: then both engines have None."""
+    return getattr(held, name, None)
+
+
 def _dtype(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")
+    return str(_get(model, "dtype")).removeprefix("torch.")
 
 
 def _text(value: Any) -> str:
@@ -156,18 +165,24 @@ def _kinds(rope: Mapping[str, Any]) -> Iterator[str]:
         yield str(one.get("rope_type", one.get("type", "default")))
 
 
+def folder_of(name: str, revision: str | None, downloads: str | None) -> Path:
+    """The folder or file of a model's weights on this machine: a path, or where Hugging Face's cache has them.
+
+    Raises the errors of `huggingface_hub` if they are not here.
+    """
+    if Path(name).exists():
+        return Path(name)
+    hub: Any = importlib.import_module("huggingface_hub")
+    return Path(hub.snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
+
+
 @functools.lru_cache(8)
-def _weights(name: str, revision: str | None, load_format: str) -> str:
+def _weights(name: str, revision: str | None, load_format: str, downloads: str | None) -> str:
     """A hash of the files of weights; the name if there are none."""
     if load_format == "dummy":
         return "dummy"
     try:
-        path = Path(name)
-        if not path.exists():
-            from vllm.transformers_utils.repo_utils import get_model_path
-
-            path = Path(get_model_path(name, revision))
-        return f"sha256:{key_of_files(path, '')[:32]}"
+        return f"sha256:{key_of_files(folder_of(name, revision, downloads), '')[:32]}"
     except Exception as error:  # any error of a library that searches them
         logger.warning(
             "kvbm: the weights of %r are not compared with those of other engines, only name and revision: %s: %s. Set model in "

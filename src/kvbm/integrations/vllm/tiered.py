@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import vllm
 from vllm.logger import init_logger
-from vllm.transformers_utils.repo_utils import get_model_path
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -25,7 +24,7 @@ from ...reshard.presets import of_vllm
 from ...shapes import BlockShape
 from ...vllm_groups import groups, number_of_layer
 from .copier import Copier
-from .identity import long_factors
+from .identity import folder_of, long_factors
 from .shelf import Shelf, Shelved
 from .tier import Chain, Content, KvbmTier, key_of_files
 
@@ -204,12 +203,10 @@ def key_of_model(vllm_config: Any, settings: Settings) -> str:
     advice = "expected model_key in kv_connector_extra_config, a name that no other weights have"
     if vllm_config.load_config.load_format == "dummy":
         raise BindError(f"folder: load_format: dummy weights have no files to tell models apart by; {advice}")
-    path = Path(model.model)
-    if not path.exists():
-        try:
-            path = Path(get_model_path(model.model, model.revision))
-        except Exception as error:
-            raise BindError(f"folder: the files of {model.model!r} are not found here ({error}); {advice}") from None
+    try:
+        path = folder_of(str(model.model), model.revision, vllm_config.load_config.download_dir)
+    except Exception as error:
+        raise BindError(f"folder: the files of {model.model!r} are not found here ({error}); {advice}") from None
     return key_of_files(path, text)
 
 
