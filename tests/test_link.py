@@ -8,8 +8,8 @@ import gc
 import json
 import os
 import random
-import subprocess
 import struct
+import subprocess
 import sys
 import threading
 import time
