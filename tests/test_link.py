@@ -1292,3 +1292,29 @@ def test_incarnations() -> None:
         link, back = near.meet([second.card()]), second.meet([near.card()])
         assert ended([link.send("one", span("prefill")), back.receive("one", span("decode"))]) == [None, None]
     near.close()
+
+
+def test_no_card_takes_more_than_1_mib() -> None:
+    """Every number of a card, with values that it should not have: refused before something is made of it."""
+    numbers = [0, 1, -1, 1 << 16, 1 << 20, (1 << 24) - 1, 1 << 31, 1 << 48, 10**9 - 1, 1 << 64, 10**400]
+    changes: list[tuple[str, dict[str, Any]]] = []
+    with Two(tp=1) as two:
+        card = json.loads(two.end.card())
+        place = json.loads(card["groups"][""]["placement"])
+        changes += [("", {key: number}) for key, value in card.items() if isinstance(value, int) for number in numbers]
+        changes += [("placement", {"nt": number}) for number in [*numbers, 1048573]]
+        changes += [("placement", {"mesh": mesh}) for mesh in ("tp65536", "a256 b256", "x" * 1000, "tp2")]
+        changes += [("placement", {"shard": {"t": share}}) for share in ("tp by 1", "tp%1 by 999999999", "tp by nt", 7)]
+        changes += [("placement", {"layers": [str(layer) for layer in range(5000)]})]
+        changes += [("group", {"cuts": [(1 << 24) - 1 - at for at in range(64)]}), ("group", {"planes": "x" * 70_000})]
+        changes += [("group", {"model": f"nl={n},no=2,nh={n},nt=4,hd=8"}) for n in (65536, 10**17)]
+        for where, change in changes:
+            group = dict(card["groups"][""], placement=json.dumps({**place, **(change if where == "placement" else {})}))
+            group |= change if where == "group" else {}
+            text = json.dumps({**card, "groups": {"": group}, **(change if not where else {})}).encode()
+            tracemalloc.start()
+            with contextlib.suppress(kvbm.KvbmError):
+                two.ranks[0].meet([text])
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < 1 << 20, (change, peak)

@@ -365,6 +365,61 @@ def test_orders_that_are_none(serve: Serve, monkeypatch: pytest.MonkeyPatch, tol
     assert said in str(serving.errors[0])
 
 
+def test_memory_is_what_a_side_allocates(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are rounded up to blocks before they are compared: 1 token in blocks of 2**20 is refused before anything is made."""
+    slabs: list[int] = []
+    register = wire.hub._Memory.register
+
+    def counted(self: Any, slab: wire.Slab) -> None:
+        slabs.append(slab.nbytes)
+        register(self, slab)
+
+    monkeypatch.setattr(wire.hub._Memory, "register", counted)
+    for nt in (64, 1 << 16):
+        serving = serve()
+        serving.side = trial.Side("server", "cpu", HND, nt)
+        made: list[int] = []
+        allocate = kvbm.Pool.allocate
+
+        def counting(*given: Any, made: list[int] = made, allocate: Any = allocate, **more: Any) -> Any:
+            pool = allocate(*given, **more)
+            made.append(sum(array.nbytes for array in pool.arrays))
+            return pool
+
+        monkeypatch.setattr(kvbm.Pool, "allocate", counting)
+        terms = trial.Terms("nixl", SMALL, 40, 1 << 20, 1 << 24, LIMIT)
+        with trial.End(serving.side, terms, None, lambda: None):
+            assert sum(made) + sum(slabs) <= terms.memory(nt) < 3 * (sum(made) + sum(slabs))
+        monkeypatch.setattr(kvbm.Pool, "allocate", allocate)
+        slabs.clear()
+        made.clear()
+        serving.options["memory"] = terms.memory(nt) - 1
+        done = send(serving.port, "--chunk", "1MiB", "--ring", "16MiB")
+        assert done.exit_code == BindError.exit_code and "this side gives" in done.stderr
+        serving.close()
+
+
+def test_a_sender_that_may_be_silent_for_an_hour_is_refused(serve: Serve) -> None:
+    done = send(serve().port, "--timeout", "3600")
+    assert done.exit_code == BindError.exit_code and "this side waits 60 s (kvbm link serve --timeout)" in done.stderr
+
+
+def test_strangers_do_not_stand_in_the_line() -> None:
+    """Who is silent, or says a part of something, is not waited for; senders are served in the order in which they came."""
+    line = linkcli.Line()
+    reception = talk.Reception("127.0.0.1", 0, line.stand, timeout=LIMIT, name="line")
+    with contextlib.closing(reception), contextlib.ExitStack() as stack:
+        for data in (b"", b"k", framed(b"{}", 9)):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", reception.port), LIMIT))
+            one.sendall(data)
+        for number in range(3):
+            sender = stack.enter_context(talk.connect("127.0.0.1", reception.port, LIMIT))
+            sender.say(number=number)
+            heard, leave = line.next()
+            assert heard.hear("number") == {"number": number}
+            leave()
+
+
 @pytest.mark.parametrize(
     "shape", ["llama-3.1-8b", "shape.yaml", "./shape", "nl=1;no=2"], ids=["preset", "file", "path", "odd"]
 )

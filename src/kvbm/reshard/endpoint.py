@@ -6,6 +6,7 @@ import base64
 import binascii
 import contextlib
 import functools
+import itertools
 import json
 import os
 import queue
@@ -28,7 +29,7 @@ from ..errors import (
 )
 from ..machine import sleep_exactly
 from ..pool import Pool
-from ..shapes import load_shape
+from ..shapes import BlockShape, load_shape
 from ..wire import Wire
 from .chunk import MOST, TRAILER
 from .link import Link
@@ -277,7 +278,7 @@ class Endpoint:
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
         first.require_names(self._model, self.groups, title)
-        there = {name: first.group(name) for name in self.groups}
+        there = {name: first.group(name, place.model) for name, (place, _) in self.groups.items()}
         _require_alike(found, title)
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
@@ -604,16 +605,24 @@ class _Card:
                 "same"
             )
 
-    def group(self, name: str) -> tuple[Placement, str, tuple[int, ...]]:
-        """Placement, planes and cuts of a group."""
+    def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...]]:
+        """Placement, planes and cuts of a group.  Raises `PlanError` for a larger model than this side's own."""
         group = self._groups[name]
         texts: list[Any] = (
             [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
         )
         if not all(isinstance(text, str) and len(text) <= _MOST_CARD for text in texts):
             _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
+        if not _SIZES.fullmatch(texts[1]):  # all sizes: never the name of a file of this machine
+            _refuse("all sizes of a model", repr(texts[1])[:200])
         try:
-            place = _placement(texts[0], texts[1], self.engine, self.world)
+            model = load_shape(texts[1])
+        except KvbmError as error:
+            raise BindError(f"card of {printable(self.engine)}: {error}") from None
+        if model.nl > own.nl or model.nh > own.nh:  # before something is made for each layer and head
+            raise PlanError(f"card of {printable(self.engine)}: model {model}: expected that of this side, {own}")
+        try:
+            place = _placement(texts[0], model, self.engine, self.world)
         except KvbmError as error:
             raise BindError(f"card of {printable(self.engine)}: {error}") from None
         cuts = group.get("cuts")
@@ -638,7 +647,7 @@ def _require_alike(cards: list[_Card], title: str) -> None:
                 )
     counts = Counter(one.rank for one in cards)
     if len(cards) != first.world or len(counts) != first.world:
-        missing = [rank for rank in range(first.world) if rank not in counts]
+        missing = list(itertools.islice((rank for rank in range(first.world) if rank not in counts), 20))
         twice = sorted(rank for rank, count in counts.items() if count > 1)
         raise BindError(
             f"{title}: expected one card of each of {first.world} ranks; missing {missing!s:.200}, twice {twice!s:.200}"
@@ -646,7 +655,7 @@ def _require_alike(cards: list[_Card], title: str) -> None:
 
 
 @functools.lru_cache(64)
-def _placement(text: str, model: str, engine: str, world: int) -> Placement:
+def _placement(text: str, model: BlockShape, engine: str, world: int) -> Placement:
     """The placement in a card, as `Placement.text` wrote it.  All cards of an engine contain the same."""
     try:
         held = json.loads(text)
@@ -660,14 +669,12 @@ def _placement(text: str, model: str, engine: str, world: int) -> Placement:
         or not (layers is None or (isinstance(layers, list) and all(_is_layer(layer) for layer in layers)))
     ):
         _refuse("a placement with mesh, nt, shard and layers", repr(held)[:200])
-    if not _SIZES.fullmatch(model):  # all sizes: never the name of a file of this machine
-        _refuse("all sizes of a model", repr(model)[:200])
-    shape, name = load_shape(model), printable(engine)
-    found = Placement(held["mesh"], model=shape, name=name)  # without shares, which cost time for each rank
+    name = printable(engine)
+    found = Placement(held["mesh"], model=model, name=name)  # without shares, which cost time for each rank
     if found.world != world:
         _refuse(f"a placement of {world} ranks", str(found.world))
     return Placement(
-        held["mesh"], shard=held["shard"], model=shape, nt=held["nt"], layers=layers and [int(layer) for layer in layers], name=name
+        held["mesh"], shard=held["shard"], model=model, nt=held["nt"], layers=layers and [int(layer) for layer in layers], name=name
     )
 
 

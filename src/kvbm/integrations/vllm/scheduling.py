@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from ...errors import BindError
+from ...errors import BindError, printable
 from .caches import window_of
 from .holding import Hold, Push
 from .identity import inputs_of
@@ -201,7 +201,7 @@ class Scheduler:
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
         except BindError as error:
             params["do_remote_prefill"] = False
-            logger.warning("request %s: it is prefilled here: %s", request.request_id, error)
+            logger.warning("request %s: it is prefilled here: %s", printable(str(request.request_id)), error)
             return None
         return source
 
