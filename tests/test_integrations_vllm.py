@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,10 +19,13 @@ import pytest
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
 from kvbm.integrations.vllm import meetings
+from kvbm.integrations.vllm.holding import Holds
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
-from kvbm.reshard import Endpoint, Link
-from kvbm.reshard.talk import connect
+from kvbm.reshard import Endpoint, Link, notes
+from kvbm.reshard import talk as talk_module
+from kvbm.reshard.secret import Secret
+from kvbm.reshard.talk import Reception, Talk, connect
 
 MODEL = kvbm.BlockShape(nl=2, no=2, nh=4, nt=4, hd=8, dtype="float32")
 TOKENS = range(30)
@@ -34,7 +37,9 @@ LIMIT = 30.0
 class Engine:
     """The workers of an engine; prefill workers hold requests and listen."""
 
-    def __init__(self, hub: wire.Hub, name: str, tp: int = 1, nt: int = 4, start: str = "1") -> None:
+    def __init__(
+        self, hub: wire.Hub, name: str, tp: int = 1, nt: int = 4, start: str = "1", secret: Secret | None = None
+    ) -> None:
         place = reshard.vllm(MODEL, tp=tp, nt=nt, name=name)
         layout = kvbm.load("vllm/flash_attn_nhd")
         self.name, self.start, self.tp = name, start, tp
@@ -45,10 +50,11 @@ class Engine:
                 array[:] = np.random.default_rng(rank).random(array.shape)
         self.ends = [
             Endpoint(
-                name, place, rank, pool, wire=wire.memory(f"{name}/{rank}/{start}", hub), chunk_bytes=1 << 12, ring_bytes=1 << 16
+                name, place, rank, pool, wire=wire.memory(f"{name}/{rank}/{start}", hub), chunk_bytes=1 << 12,
+                ring_bytes=1 << 16, secret_file=secret,
             )
             for rank, pool in enumerate(self.pools)
-        ]
+        ]  # fmt: skip
         self.links = [Links(end) for end in self.ends]
         self.asked: list[list[tuple[str, bool]]] = [[] for _ in self.ends]
         self.doors: list[Door] = []
@@ -113,8 +119,8 @@ class Engine:
 def engines() -> Iterator[Any]:
     hub, made = wire.Hub(), []
 
-    def engine(name: str, tp: int = 1, nt: int = 4, start: str = "1") -> Engine:
-        made.append(Engine(hub, name, tp, nt, start))
+    def engine(name: str, tp: int = 1, nt: int = 4, start: str = "1", secret: Secret | None = None) -> Engine:
+        made.append(Engine(hub, name, tp, nt, start, secret))
         return made[-1]
 
     yield engine
@@ -125,9 +131,10 @@ def engines() -> Iterator[Any]:
 
 def left(engine: Engine) -> None:
     """Wait until all connections to it have ended."""
-    for door in engine.doors:
-        with door._met:
-            assert door._met.wait_for(lambda door=door: not door._talks, LIMIT)  # type: ignore[misc]
+    end = time.monotonic() + LIMIT
+    while any(door._reception._talks for door in engine.doors):
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def together(*calls: Any) -> None:
@@ -185,8 +192,7 @@ def test_one_link_for_both_ways(engines: Any) -> None:
     link = back.link()
     there.close()
     left(first)
-    with first.doors[0]._met:
-        first.doors[0]._part(("b", "1"))  # as if it had gone long ago
+    first.doors[0]._part(first.doors[0]._guests["b", "1"])  # as if it had gone long ago
     assert not link.is_closed
     first.links[0].part(link)
     assert link.is_closed and not first.links[0]._made
@@ -338,7 +344,9 @@ def test_what_is_nonsense_is_refused(engines: Any, said: list[dict[str, Any]]) -
         *({"want": {"name": "one", **more}} for more in (
             {"is_given_up": 0}, {"more": 1}, {"last": 1.5}, {"groups": "0"}, {"groups": [0]}, {"groups": ["0"], "last": 8},
             {"groups": ["0"], "first": 8, "last": 8, "each": 8}, {"groups": ["0"], "last": 1 << 40, "each": 8},
-            {"groups": ["0"], "first": -8, "last": 8, "each": 8},
+            {"groups": ["0"], "first": -8, "last": 8, "each": 8}, {"groups": ["0", "0"], "last": 8, "each": 8},
+            {"groups": [str(number) for number in range(65)], "last": 8, "each": 8}, {"name": "x" * 2001},
+            {"groups": ["0"], "last": 1 << 16, "each": 1}, {"last": 8, "each": 1}, {"each": 1 << 900},
         )),
     ],
     ids=str,
@@ -395,8 +403,207 @@ def test_a_door_that_closes_wakes_all(engines: Any) -> None:
         assert door._met.wait_for(lambda: any(guest.cards for guest in door._guests.values()), LIMIT)
     door.close()
     waits.join(LIMIT)
-    assert failed and not door._thread.is_alive()
+    assert failed and not door._reception._thread.is_alive()
     socket.create_server(("127.0.0.1", port)).close()
+
+
+# ---- others that are silent, slow or hostile -------------------------------------------------------------------------------
+
+
+def hello(end: Endpoint, **change: Any) -> dict[str, Any]:
+    card = base64.b64encode(end.card()).decode()
+    return {"engine": "x", "start": "s", "rank": 0, "world": 1, "card": card, **change}
+
+
+def test_an_engine_that_does_not_answer_delays_no_other(engines: Any) -> None:
+    """Its calls wait on its own thread, those of others end meanwhile; each fails at its own end."""
+    prefill, decode = engines("p"), engines("d")
+    good, ended = decode.visit(0, prefill.listen(), 1), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        bad = decode.visit(0, silent.getsockname()[1], 1)
+        failed: list[str] = []
+
+        def ask(end: float) -> None:
+            try:
+                bad.want(Want("r"), end)
+            except KvbmError as error:
+                failed.append(str(error))
+
+        for _ in range(40):
+            bad.submit(ask, time.monotonic() + LIMIT)
+        good.submit(lambda: (decode.load(good, "one"), ended.set()))
+        assert ended.wait(LIMIT) and not failed
+        assert np.array_equal(prefill.tokens(), decode.tokens())
+        bad.close()
+        other = decode.visit(0, silent.getsockname()[1], 1)
+        for seconds in (0.0, 0.05):
+            other._failed_at = -LIMIT
+            with pytest.raises(KvbmError, match=r"no answer in time|no complete message within"):
+                other.link(time.monotonic() + seconds)
+
+
+def test_a_server_that_is_busy_for_ever_is_not_waited_for(engines: Any) -> None:
+    """Before its card, and after it."""
+    decode, other = engines("d"), engines("o")
+    card = base64.b64encode(other.ends[0].card()).decode()
+    for said in ({"busy": True}, {"card": card}):
+        talks: list[Any] = []
+
+        def welcome(talk: Any, said: dict[str, Any] = said, talks: list[Any] = talks) -> None:
+            talks.append(talk)
+            talk.say(**said)
+            with contextlib.suppress(KvbmError):
+                while True:
+                    talk.say(busy=True)
+                    time.sleep(0.01)
+
+        busy = Reception("127.0.0.1", 0, welcome, timeout=LIMIT, name="busy")
+        visit = decode.visit(0, busy.port, 1)
+        with pytest.raises(TransferError, match="only that it is busy"):
+            visit.link(time.monotonic() + 0.2)
+        assert talks
+        busy.close()
+        decode = engines("d")
+
+
+@pytest.mark.parametrize("after", ["nothing", "a hello", "a card of its own", "a part of a want"])
+def test_one_byte_and_silence_delay_nobody(engines: Any, after: str) -> None:
+    """Many of them, at every stage of a conversation; renewed as often as they like."""
+    prefill, decode, stranger = engines("p"), engines("d"), engines("s")
+    port, silent = prefill.listen(), []
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            if after == "nothing":
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT))
+                one.sendall(b"k")
+                silent.append(one)
+                continue
+            talk = stack.enter_context(connect("127.0.0.1", port, LIMIT))
+            world = 2 if after == "a hello" else 1
+            start = str(number) if after == "a hello" else "s"
+            talk.say(**hello(stranger.ends[0], start=start, world=world))
+            talk.hear("card")
+            if after == "a part of a want":
+                talk.hear("met")
+            talk._socket.send(b"kvb1\0\0")
+        decode.load(decode.visit(0, port, 1), "one")
+        assert np.array_equal(prefill.tokens(), decode.tokens())
+        [door] = prefill.doors
+        door.tell(door._guests["d", "1"].link, "lost", "why")
+        end = time.monotonic() + LIMIT
+        while (found := decode.visits[0].lost()) != {"lost": "why"}:
+            assert not found and time.monotonic() < end
+
+
+def test_nothing_of_others_is_computed_under_a_lock(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the cards of one engine are compared, which may take for ever, another one is served."""
+    prefill, decode, slow = engines("p"), engines("d"), engines("slow")
+    port, began, goes_on = prefill.listen(), threading.Event(), threading.Event()
+    meet = prefill.ends[0].meet
+
+    def stopped(cards: Any) -> Link:
+        if any(b'"slow"' in card for card in cards):
+            began.set()
+            assert goes_on.wait(LIMIT)
+        return meet(cards)
+
+    monkeypatch.setattr(prefill.ends[0], "meet", stopped)
+    waits = threading.Thread(target=slow.visit(0, port, 1).link, daemon=True)
+    waits.start()
+    assert began.wait(LIMIT)
+    decode.load(decode.visit(0, port, 1), "one")
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+    goes_on.set()
+    waits.join(LIMIT)
+    assert not waits.is_alive()
+
+
+def test_names_are_compared_before_placements_are_read(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 600 groups is refused, whose placements nobody reads; so is one of another model."""
+    from kvbm.reshard import endpoint
+
+    prefill, decode = engines("p"), engines("d")
+    port = prefill.listen()
+    card = json.loads(decode.ends[0].card())
+    [group] = card["groups"].values()
+    many = {"groups": {str(number): {**group, "planes": ""} for number in range(600)}}
+    few = {"groups": {str(number): group for number in range(60)}}
+    read: list[Any] = []
+    monkeypatch.setattr(endpoint, "load_shape", lambda text: read.append(text))
+    for change in (many, few, {"groups": {"": group, "more": group}}, {"model": "other"}):
+        text = base64.b64encode(json.dumps({**card, **change}).encode()).decode()
+        with socket.create_connection(("127.0.0.1", port), LIMIT) as one:
+            data = json.dumps({**hello(decode.ends[0]), "card": text}).encode()
+            with contextlib.suppress(OSError):  # it was refused before all of it had come
+                one.sendall(struct.pack(">4sI", b"kvb1", len(data)) + data)
+            with contextlib.suppress(ConnectionError):
+                assert json.loads(one.makefile("rb").read()[8:])["error"] == "BindError"
+        assert not read and not prefill.doors[0]._guests
+
+
+def test_strangers_of_one_host_have_a_share(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of too many is sent away, and somebody who says who it is stays."""
+    monkeypatch.setattr(talk_module, "_STRANGERS", 4)
+    prefill, decode = engines("p"), engines("d")
+    port = prefill.listen()
+    visit = decode.visit(0, port, 1)
+    visit.link()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT)) for _ in range(9)]
+        for one in strangers[:5]:
+            with contextlib.suppress(ConnectionError):
+                assert one.recv(1) == b""
+        assert len(prefill.doors[0]._reception._talks) <= 5
+        decode.load(visit, "one")
+        assert np.array_equal(prefill.tokens(), decode.tokens())
+
+
+def test_who_does_not_read_is_not_waited_for(engines: Any) -> None:
+    """Words about lost requests fill its socket: the conversation ends, and nobody has waited."""
+    prefill, decode = engines("p"), engines("d")
+    visit = decode.visit(0, prefill.listen(), 1)
+    visit.link()
+    [guest] = prefill.doors[0]._guests.values()
+    for number in range(1 << 16):
+        prefill.doors[0].tell(guest.link, f"{number}", "why" * 300)
+        if not guest.talks:
+            break
+    left(prefill)
+    assert all(why.startswith("why") for why in visit.lost().values())
+    with contextlib.suppress(KvbmError):  # it finds that the conversation has ended
+        visit.want(Want("nothing", is_given_up=True))
+    decode.load(visit, "one")
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+
+
+def test_names_that_one_engine_wants_refuse_no_other() -> None:
+    """Each link has its share of the requests that are waited for, and gets it back."""
+    first, second = (cast(Link, Hashable(name)) for name in "ab")
+    told: list[Any] = []
+    holds = Holds(
+        lambda *_: {}, whole=("0",), layers={}, count=1, each=0, seconds=1.0, wait_seconds=LIMIT, queued=lambda: None,
+        tell=lambda *what: told.append(what),
+    )  # fmt: skip
+    refused = 0
+    for number in range(5000):
+        try:
+            holds.asked(Want(f"push/{number}"), first)
+        except TransferError:
+            refused += 1
+    assert refused > 3000
+    holds.asked(Want("push/mine"), second)
+    holds.told("1", {}, (), {f"push/{number}": "why" for number in range(5000)})
+    assert {name for _, name, _ in told} <= {f"push/{number}" for number in range(5000)} and not holds._waits[first]
+    holds.asked(Want("push/again"), first)
+    with pytest.raises(BindError, match="groups"):
+        holds.asked(Want("push/parts", first=0, last=4, each=4, groups=("1",)), first)
+
+
+class Hashable:
+    """In place of a link."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])
@@ -408,3 +615,173 @@ def test_other_versions_of_vllm_are_refused(found: str) -> None:
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7"])
 def test_versions_of_vllm(found: str) -> None:
     require_version(found)
+
+
+# ---- a shared secret ---------------------------------------------------------------------------------------------------
+
+SECRET, OTHER = Secret(b"the secret of all engines"), Secret(b"the secret of nobody else")
+
+
+def test_engines_with_one_secret_meet(engines: Any) -> None:
+    prefill, decode = engines("p", 2, secret=SECRET), engines("d", nt=8, secret=SECRET)
+    visit = decode.visit(0, prefill.listen(), 2)
+    for request in ("one", "another"):
+        decode.load(visit, request)
+    assert np.array_equal(prefill.tokens(), decode.tokens())
+    assert not any(link.stats()["notes_wrong"] for one in (prefill, decode) for end in one.ends for link in end.links)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (SECRET, OTHER, "the two have different secrets"), (OTHER, SECRET, "the two have different secrets"),
+        (SECRET, None, "this side has a secret, and the other side none"),
+        (None, SECRET, "the other side has one, and this side none"),
+    ],
+    ids=["other", "other way", "mine alone", "theirs alone"],
+)  # fmt: skip
+def test_engines_with_other_secrets_refuse_each_other_at_once(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, ours: Secret | None, theirs: Secret | None, said: str
+) -> None:
+    """Without a wait for a time limit.  A server with a secret parses nothing."""
+    prefill, decode = engines("p", secret=theirs), engines("d", secret=ours)
+    port = prefill.listen()
+    if theirs is not None:
+        monkeypatch.setattr(Talk, "_parsed", lambda *_: pytest.fail("it was parsed"))
+    with pytest.raises(KvbmError, match=said):
+        decode.visit(0, port, 1).link()
+    assert not prefill.asked[0] and not prefill.doors[0]._guests
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"GET / HTTP/1.1\r\n\r\n", struct.pack(">4sI", b"kvb1", 15) + b'{"engine": "e"}', b"kvbs" + bytes(60), b"k", b""],
+    ids=str,
+)
+def test_garbage_before_the_proof_is_not_parsed(engines: Any, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    prefill, decode = engines("p", secret=SECRET), engines("d", secret=SECRET)
+    port, parsed, calls = prefill.listen(), Talk._parsed, []
+    monkeypatch.setattr(Talk, "_parsed", lambda talk, text: calls.append(text) or parsed(talk, text))
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as one:
+        one.sendall(said)
+        one.shutdown(socket.SHUT_WR)
+        heard = one.makefile("rb").read()
+    assert len(heard) in (40, 80) and heard.startswith(b"kvbs") and not calls
+    decode.load(decode.visit(0, port, 1), "one")
+    assert calls and np.array_equal(prefill.tokens(), decode.tokens())
+
+
+class Middle:
+    """A man in the middle of connections to a port: it records what both sides say, and may change it."""
+
+    def __init__(self, port: int, change: Any = None) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to, self._change = self.server.getsockname()[1], port, change
+        self.said: list[list[bytes]] = []  # connection → what the client said
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.server.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self.said.append([])
+                for ends in ((near, far, self.said[-1]), (far, near, None)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, record: list[bytes] | None) -> None:
+        number = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if record is not None:
+                    record.append(data)
+                    parts = self._change(number, data) if self._change else [data]
+                    number += 1
+                else:
+                    parts = [data]
+                for part in parts:
+                    target.sendall(part)
+            target.shutdown(socket.SHUT_WR)
+
+    def __enter__(self) -> Middle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+
+def test_a_recorded_session_is_of_no_use(engines: Any) -> None:
+    prefill, decode = engines("p", secret=SECRET), engines("d", secret=SECRET)
+    with Middle(prefill.listen()) as middle:
+        decode.load(decode.visit(0, middle.port, 1), "one")
+        asked = [*prefill.asked[0]]
+        with socket.create_connection(("127.0.0.1", prefill.doors[0].port), LIMIT) as thief:
+            thief.sendall(b"".join(middle.said[0]))
+            thief.shutdown(socket.SHUT_WR)
+            heard = thief.makefile("rb").read()
+    assert len(heard) == 80 and heard[40:45] == b"kvbp\x01"  # refused
+    assert asked == prefill.asked[0] == [("one", False)]
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_messages_that_a_man_in_the_middle_changes(engines: Any) -> None:
+    """Changed, said twice, left out: the want does not arrive.  The control, unchanged, does."""
+    changes: dict[str, Any] = {
+        "flipped": lambda data: [flipped(data, len(data) // 2)], "code": lambda data: [flipped(data, len(data) - 1)],
+        "twice": lambda data: [data, data], "short": lambda data: [data[:-1]], "nothing": lambda data: [data],
+    }  # fmt: skip
+    for what, change in changes.items():
+        prefill, decode = engines(f"p-{what}", secret=SECRET), engines(f"d-{what}", secret=SECRET)
+
+        def apply(_: int, data: bytes, change: Any = change) -> list[bytes]:
+            return change(data) if b'"want"' in data else [data]  # type: ignore[no-any-return]
+
+        with Middle(prefill.listen(), apply) as middle:
+            visit = decode.visit(0, middle.port, 1)
+            visit.link()
+            if what in ("nothing", "twice"):  # the first of two is right; the second ends the conversation
+                visit.want(Want("one", is_given_up=True))
+                if what == "twice":
+                    with pytest.raises(KvbmError):
+                        visit._talks[0].hear()
+            else:
+                visit._talks[0].say(want={"name": "one", "is_given_up": True})
+                if what == "short":
+                    visit._talks[0]._socket.shutdown(socket.SHUT_WR)
+                with pytest.raises(KvbmError):
+                    visit._talks[0].hear()
+        assert prefill.asked[0] == ([("one", True)] if what in ("nothing", "twice") else [])
+
+
+def test_notes_of_somebody_else_are_not_read(engines: Any) -> None:
+    """By a wire, in the name of the peer: they are counted, and change nothing."""
+    prefill, decode = engines("p", secret=SECRET), engines("d", secret=SECRET)
+    visit = decode.visit(0, prefill.listen(), 1)
+    decode.load(visit, "one")
+    [end], link = decode.ends, visit.link()
+    [(peer, (sealed, _))] = end._codes.items()
+    for note in (b"", notes.write(notes.Stop(1, 1, True, True, "why")), bytes(60)):
+        end.call(lambda note=note: end.wire.note(peer, note))
+    known = sealed.closed(notes.write(notes.Stopped(0, 0, False)))
+    for _ in range(2):  # the second one is a repetition
+        end.call(lambda: end.wire.note(peer, known))
+    theirs = prefill.ends[0].links[0]
+    stop = time.monotonic() + LIMIT
+    while theirs.stats()["notes_wrong"] < 4:
+        assert time.monotonic() < stop
+        time.sleep(0.001)
+    decode.load(visit, "two")
+    assert theirs.stats()["notes_wrong"] == 4 and not link.lost and np.array_equal(prefill.tokens(), decode.tokens())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "8.8.8.8"])
+def test_a_door_without_a_secret_is_not_open_to_all(engines: Any, host: str) -> None:
+    plain, safe = engines("p"), engines("s", secret=SECRET)
+    with pytest.raises(BindError, match=r"without a secret: it is (all addresses|a public address).*secret_file"):
+        Door(plain.links[0], host, 0, print)
+    if host == "0.0.0.0":
+        Door(plain.links[0], host, 0, print, is_insecure=True).close()
+        Door(safe.links[0], host, 0, print).close()

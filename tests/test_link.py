@@ -8,10 +8,12 @@ import gc
 import json
 import os
 import random
+import struct
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -963,6 +965,58 @@ def test_a_slot_that_there_is_not() -> None:
         assert isinstance(error, BindError) and "slot 4000000000" in str(error)
 
 
+def test_no_note_takes_more_than_1_mib() -> None:
+    """Every kind of note with the largest and the smallest numbers, alone and mixed, while a transfer runs in each direction."""
+    from kvbm.reshard.link import _identity
+
+    rng = random.Random(2)
+    numbers = [0, 1, 2, 3, 255, (1 << 16) - 1, (1 << 24) - 1, (1 << 32) - 1, (1 << 48) - 1, (1 << 63), (1 << 64) - 1]
+    kinds = [notes.Offer, notes.Want, notes.Put, notes.Done, notes.Stop, notes.Stopped]
+    with Two() as two:
+        link = two.by_hand()
+        group, key = _identity("", two.end.groups, "k")
+        known = 1
+        tracemalloc.start()
+        try:
+            for round_ in range(120):
+                arrival = link.receive("k", Span(TABLE, ALL), timeout=60)
+                first = notes.Offer(1000 + round_, link.plans(0)[1], key, group, range(1), ALL, 0, False)
+                two.say(first)  # right, and so the next offer is compared with it
+                two.end.call(lambda: None)
+                two.end.call(lambda: None)
+                kind = kinds[round_ % len(kinds)]
+                told = list(kind.LAYOUT.unpack(bytes(kind.LAYOUT.size)))
+                for at, value in enumerate(told):
+                    if isinstance(value, bool):
+                        told[at] = rng.random() < 0.5
+                    elif isinstance(value, int):
+                        told[at] = rng.choice(numbers)
+                if kind is notes.Offer:
+                    told[1] = key if rng.random() < 0.9 else b"x" * 16
+                    told[0], told[2] = link.plans(0)[1], group if rng.random() < 0.9 else (1 << 16) - 1
+                    told[3:8] = [0, (1 << 24) - 1, 0, (1 << 48) - 1, 0] if rng.random() < 0.5 else told[3:8]
+                data = b""
+                while not data:
+                    try:
+                        data = notes._HEAD.pack(b"kn", 1, kind.KIND, rng.choice([known, *numbers])) + kind.LAYOUT.pack(*told)
+                    except struct.error:  # a number that the field does not have
+                        told = [value % (1 << 16) if type(value) is int else value for value in told]
+                if kind is notes.Want:
+                    data += struct.pack("<III", 1, 2, 3) * (notes.MOST_GRANTS if round_ % 2 else 1)
+                tracemalloc.reset_peak()
+                before, _ = tracemalloc.get_traced_memory()
+                two.wire.note(two.peer, data)
+                two.end.call(lambda: None)
+                two.end.call(lambda: None)
+                two.wire.poll()
+                _, peak = tracemalloc.get_traced_memory()
+                assert peak - before < 1 << 20, (kind, told, peak - before)
+                arrival.abort()
+        finally:
+            tracemalloc.stop()
+        assert two.end.call(lambda: 5) == 5
+
+
 def test_any_notes_in_any_order() -> None:
     """Well-formed and meaningless notes: transfers may fail, the endpoint works on, and no slot is lost."""
     from kvbm.reshard.link import _identity
@@ -1082,6 +1136,57 @@ def test_cards(change: dict[str, Any], said: str) -> None:
             found.ends[0][0].meet(cards[1:])
 
 
+def end_of(model: Any, name: str = "e") -> reshard.Endpoint:
+    pool = Pool.allocate(kvbm.load("nhd"), reshard.vllm(MODEL).shape(0), 2)
+    return reshard.Endpoint(name, reshard.vllm(MODEL), 0, pool, wire=wire.memory(name), model=model, ring_bytes=1 << 26)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ("a", "b", "model: 'a' here and 'b' on the other side"),
+        ({"weights": "1", "dtype": "f"}, {"weights": "2", "dtype": "f"}, "model: weights: '1' here and '2' on the other side;"),
+        ({"rope": {"theta": 10000.0}}, {"rope": {"theta": 5e5}}, "rope.theta: '10000' here and '500000'"),
+        ({"window": None}, {"window": 64}, "window: 'null' here and '64'"),
+        ({"a": 1}, {"a": 1, "b": []}, "b: nothing here and '\\[\\]'"),
+        ({"a": 1}, "a", "a: '1' here and nothing"),
+        ({"a": "x" * 5000}, {"a": "x" * 4999 + "y"}, "a: 'xxx.*sha256:"),
+        ({f"\u20ac\"{n}" * 50: "\u20ac" * n for n in range(300)}, {f"\u20ac\"{n}" * 50: "" for n in range(300)}, "more"),
+        ({f"f{n}": n for n in range(2000)}, {f"f{n}": n % 1999 for n in range(2000)}, "others: 'sha256:"),
+        ({f"f{n}": 0 for n in range(9)}, {f"f{n}": 1 for n in range(9)}, "5 more"),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_models_that_differ_are_refused_by_field(ours: Any, theirs: Any, said: str) -> None:
+    """A card has them, and stays small."""
+    with end_of(ours, "one") as one, end_of(theirs, "other") as other:
+        with pytest.raises(BindError, match=said):
+            one.meet([other.card()])
+        with pytest.raises(BindError, match="expected the same model"):
+            other.meet([one.card()])
+        assert len(one.card()) < 60_000 and len(other.card()) < 60_000
+
+
+def test_models_that_are_the_same_meet() -> None:
+    """Numbers that are equal are the same, and the order of fields does not count."""
+    for ours, theirs in (("a", "a"), ({"a": 1e4, "b": {"c": [1.0]}}, {"b": {"c": (1,)}, "a": 10000}), ("a", {"model": "a"})):
+        with end_of(ours, "one") as one, end_of(theirs, "other") as other:
+            one.meet([other.card()])
+
+
+@pytest.mark.parametrize(
+    "held",
+    [None, 5, ["a"], {"a": 1}, {"a": "x" * 97}, {"x" * 97: "a"}, {str(n): "" for n in range(193)}],
+    ids=lambda held: str(held)[:12],
+)
+def test_models_in_cards_that_are_none(held: Any) -> None:
+    with end_of("a", "one") as one, end_of("a", "other") as other, pytest.raises(BindError, match="card: 'model': expected"):
+        one.meet([json.dumps({**json.loads(other.card()), "model": held}).encode()])
+    for wrong in (5, None, b"a", {5.5: 1}):
+        with pytest.raises(BindError, match="model: expected"):
+            end_of(wrong)
+
+
 NOTES = [
     notes.Offer(1, 2, b"k" * 16, 0, range(3, 5), range(7, 9), 6, True, 0.25),
     notes.Want(1, 2, 3, range(4, 6), 4, 9, tuple(notes.Grant(k, k, k) for k in range(5))),
@@ -1187,3 +1292,29 @@ def test_incarnations() -> None:
         link, back = near.meet([second.card()]), second.meet([near.card()])
         assert ended([link.send("one", span("prefill")), back.receive("one", span("decode"))]) == [None, None]
     near.close()
+
+
+def test_no_card_takes_more_than_1_mib() -> None:
+    """Every number of a card, with values that it should not have: refused before something is made of it."""
+    numbers = [0, 1, -1, 1 << 16, 1 << 20, (1 << 24) - 1, 1 << 31, 1 << 48, 10**9 - 1, 1 << 64, 10**400]
+    changes: list[tuple[str, dict[str, Any]]] = []
+    with Two(tp=1) as two:
+        card = json.loads(two.end.card())
+        place = json.loads(card["groups"][""]["placement"])
+        changes += [("", {key: number}) for key, value in card.items() if isinstance(value, int) for number in numbers]
+        changes += [("placement", {"nt": number}) for number in [*numbers, 1048573]]
+        changes += [("placement", {"mesh": mesh}) for mesh in ("tp65536", "a256 b256", "x" * 1000, "tp2")]
+        changes += [("placement", {"shard": {"t": share}}) for share in ("tp by 1", "tp%1 by 999999999", "tp by nt", 7)]
+        changes += [("placement", {"layers": [str(layer) for layer in range(5000)]})]
+        changes += [("group", {"cuts": [(1 << 24) - 1 - at for at in range(64)]}), ("group", {"planes": "x" * 70_000})]
+        changes += [("group", {"model": f"nl={n},no=2,nh={n},nt=4,hd=8"}) for n in (65536, 10**17)]
+        for where, change in changes:
+            group = dict(card["groups"][""], placement=json.dumps({**place, **(change if where == "placement" else {})}))
+            group |= change if where == "group" else {}
+            text = json.dumps({**card, "groups": {"": group}, **(change if not where else {})}).encode()
+            tracemalloc.start()
+            with contextlib.suppress(kvbm.KvbmError):
+                two.ranks[0].meet([text])
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < 1 << 20, (change, peak)

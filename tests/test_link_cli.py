@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib.util import find_spec
@@ -364,6 +365,61 @@ def test_orders_that_are_none(serve: Serve, monkeypatch: pytest.MonkeyPatch, tol
     assert said in str(serving.errors[0])
 
 
+def test_memory_is_what_a_side_allocates(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are rounded up to blocks before they are compared: 1 token in blocks of 2**20 is refused before anything is made."""
+    slabs: list[int] = []
+    register = wire.hub._Memory.register
+
+    def counted(self: Any, slab: wire.Slab) -> None:
+        slabs.append(slab.nbytes)
+        register(self, slab)
+
+    monkeypatch.setattr(wire.hub._Memory, "register", counted)
+    for nt in (64, 1 << 16):
+        serving = serve()
+        serving.side = trial.Side("server", "cpu", HND, nt)
+        made: list[int] = []
+        allocate = kvbm.Pool.allocate
+
+        def counting(*given: Any, made: list[int] = made, allocate: Any = allocate, **more: Any) -> Any:
+            pool = allocate(*given, **more)
+            made.append(sum(array.nbytes for array in pool.arrays))
+            return pool
+
+        monkeypatch.setattr(kvbm.Pool, "allocate", counting)
+        terms = trial.Terms("nixl", SMALL, 40, 1 << 20, 1 << 24, LIMIT)
+        with trial.End(serving.side, terms, None, lambda: None):
+            assert sum(made) + sum(slabs) <= terms.memory(nt) < 3 * (sum(made) + sum(slabs))
+        monkeypatch.setattr(kvbm.Pool, "allocate", allocate)
+        slabs.clear()
+        made.clear()
+        serving.options["memory"] = terms.memory(nt) - 1
+        done = send(serving.port, "--chunk", "1MiB", "--ring", "16MiB")
+        assert done.exit_code == BindError.exit_code and "this side gives" in done.stderr
+        serving.close()
+
+
+def test_a_sender_that_may_be_silent_for_an_hour_is_refused(serve: Serve) -> None:
+    done = send(serve().port, "--timeout", "3600")
+    assert done.exit_code == BindError.exit_code and "this side waits 60 s (kvbm link serve --timeout)" in done.stderr
+
+
+def test_strangers_do_not_stand_in_the_line() -> None:
+    """Who is silent, or says a part of something, is not waited for; senders are served in the order in which they came."""
+    line = linkcli.Line()
+    reception = talk.Reception("127.0.0.1", 0, line.stand, timeout=LIMIT, name="line")
+    with contextlib.closing(reception), contextlib.ExitStack() as stack:
+        for data in (b"", b"k", framed(b"{}", 9)):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", reception.port), LIMIT))
+            one.sendall(data)
+        for number in range(3):
+            sender = stack.enter_context(talk.connect("127.0.0.1", reception.port, LIMIT))
+            sender.say(number=number)
+            heard, leave = line.next()
+            assert heard.hear("number") == {"number": number}
+            leave()
+
+
 @pytest.mark.parametrize(
     "shape", ["llama-3.1-8b", "shape.yaml", "./shape", "nl=1;no=2"], ids=["preset", "file", "path", "odd"]
 )
@@ -396,6 +452,9 @@ def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
         (framed(b"{"), BindError, "expected JSON"),
         (framed(b"\xff"), BindError, "expected JSON"),
         (framed(b"[" * 100_000), BindError, "expected JSON"),
+        (framed(b"[" * 4000), BindError, "expected JSON"),
+        (framed(b'{"it": NaN}'), BindError, "expected JSON"),
+        (framed(b'{"error": "KvbmError", "message": "\\u001b[2Jred\\nline"}'), KvbmError, r"says: \\x1b\[2Jred\\nline$"),
         (framed(b"[1]"), BindError, "expected an object of JSON, got a list"),
         (framed(b'{"a": 1}'), BindError, "expected a message with it, got a"),
         (framed(b"{}", 100), PeerLostError, "has gone"),
@@ -408,7 +467,7 @@ def ends() -> Iterator[tuple[talk.Talk, socket.socket]]:
         (framed(b'{"error": ["x"]}'), KvbmError, "says: "),
     ],
     ids=[
-        "http", "long", "cut", "bytes", "deep", "list", "missing", "short",
+        "http", "long", "cut", "bytes", "deep", "deeper", "number", "escape", "list", "missing", "short",
         "head", "end", "late", "plan", "unknown", "no error", "odd",
     ],
 )  # fmt: skip
@@ -436,24 +495,88 @@ def test_who_is_silent_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
 
 
 class Slow:
-    """A socket whose other end sends a byte at a time."""
+    """A socket whose other end sends a byte at a time: there is always one, and never a second."""
 
-    def settimeout(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, text: bytes) -> None:
+        self.left, self.calls, self.pipe = list(text), 0, os.pipe()
+        os.write(self.pipe[1], b"x")
+
+    def fileno(self) -> int:
+        return self.pipe[0]  # which can always be read
 
     def recv(self, _: int) -> bytes:
-        if self.seconds == 0:
-            raise BlockingIOError
-        time.sleep(min(self.seconds, 0.002))
-        return b"x"
+        self.calls += 1
+        return bytes([self.left.pop(0)])
+
+    def shutdown(self, _: int) -> None: ...
+
+    def close(self) -> None:
+        for end in self.pipe:
+            os.close(end)
 
 
 def test_who_sends_a_byte_at_a_time_is_not(ends: tuple[talk.Talk, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is not looked at for each byte: 100,000 of them would cost a second of processor time."""
     mine, _ = ends
-    mine.timeout = 0.05
-    monkeypatch.setattr(mine, "_socket", Slow())
-    with pytest.raises(TransferTimeoutError, match=r"no complete message within 0\.05 s"):
-        mine._take(2000)
+    slow = Slow(framed(b"x" * 100_000))
+    for seconds in (0.05, 0.3):
+        mine.timeout = seconds
+        with monkeypatch.context() as patch:
+            patch.setattr(mine, "_socket", slow)
+            with pytest.raises(TransferTimeoutError, match=rf"no complete message within {seconds:g} s"):
+                mine.wait()
+        assert slow.calls < 40
+    slow.close()
+
+
+def test_who_is_busy_for_ever_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
+    """The caller's limit holds, and somebody who says nothing else all the time is refused."""
+    mine, other = ends
+    other.sendall(framed(b'{"busy": true}') * 9)
+    for within in (0.0, 0.01):
+        with pytest.raises(TransferTimeoutError, match=rf"no complete message within {within:g} s, only that it is busy"):
+            mine.hear("it", within=within)
+        other.sendall(framed(b'{"busy": true}'))
+    other.sendall(framed(b'{"busy": true}') * 999)
+    with pytest.raises(BindError, match="times that it is busy"):
+        mine.hear("it")
+
+
+def test_a_part_of_a_message_is_not_waited_for_when_looking(ends: tuple[talk.Talk, socket.socket]) -> None:
+    """`look` and `news` return at once, and the part has its own time limit."""
+    mine, other = ends
+    data = framed(b'{"it": 1}')
+    for cut in range(len(data)):
+        other.sendall(data[:cut])
+        until(lambda most=cut: [mine.look(), len(mine._data) >= most][1], "a part is there", LIMIT)
+        assert mine.news() is None
+        other.sendall(data[cut:])
+        assert until(mine.news, "the rest is there", LIMIT) == {"it": 1}
+    other.sendall(b"k")
+    mine.timeout = 0.0
+    with pytest.raises(TransferTimeoutError, match="no complete message"):
+        until(mine.look, "it is too late", LIMIT)
+
+
+def test_no_message_takes_more_than_1_mib(ends: tuple[talk.Talk, socket.socket]) -> None:
+    """Whatever JSON it is: what Python allocates for it, and for refusing it."""
+    mine, _ = ends
+    most = talk.MOST
+    texts = [
+        b"[" * most, b"[]," * (most // 3), b"[" + b"{}," * (talk._MOST_VALUES // 3) + b"{}]", b'[' + b'{"":0},' * 1364 + b"0]",
+        b'{"a":"' + b"x" * (most - 20) + b'\\ud83d\\ude00"}', b'{"a":"' + b"\\u1234" * (most // 6 - 9) + b'"}',
+        b'{"a":' + b"9" * (most - 9) + b"}", b'{"a":' + b"9" * 4000 + b"}", b'{"a":NaN}', b'{"a":1' + b"0" * 400 + b".0e999}",
+        b'{"error":"' + b"x" * (most - 60) + b'","message":"' + b"y" * 30 + b'"}', b"\xff" * most, b" " * most,
+        b"[" + b"1," * (talk._MOST_VALUES - 9) + b"1]", b"{" + b",".join(b'"%x":1' % n for n in range(2000)) + b"}",
+    ]  # fmt: skip
+    for text in texts:
+        tracemalloc.start()
+        mine._data = bytearray(framed(text[:most]))
+        with contextlib.suppress(KvbmError):
+            mine._unframed()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20, (text[:20], peak)
 
 
 def test_who_reads_slowly_is_not(ends: tuple[talk.Talk, socket.socket]) -> None:
@@ -480,10 +603,9 @@ def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
     """`look` keeps messages that arrived meanwhile."""
     near, far = ends
     for number in range(3):
-        text = json.dumps({"busy": True} if number == 1 else {"word": number}).encode()
-        far.sendall(struct.pack(">4sI", b"kvb1", len(text)) + text)
+        far.sendall(framed(b'{"busy": true}') + framed(b'{"word": %d}' % number))
         until(lambda most=number: near.look() or len(near._kept) > most, "its note is kept", LIMIT)
-    assert [near.hear("word")["word"] for _ in range(2)] == [0, 2]
+    assert [near.hear("word")["word"] for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_bare_wire_is_lost_while_its_answer_is_awaited(ends: tuple[talk.Talk, socket.socket]) -> None:
@@ -654,6 +776,54 @@ def start() -> Iterator[Callable[..., Process]]:
 def serving(start: Callable[..., Process], *arguments: str) -> tuple[Process, str]:
     server = start("serve", "--listen", "127.0.0.1:0", "--json", *arguments)
     return server, json.loads(server.wait_for(1)[0])["listening"]
+
+
+def secret_at(folder: Path, text: str = "a secret of both sides") -> str:
+    folder.mkdir(exist_ok=True)
+    path = folder / "secret"
+    path.write_text(text + "\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TORCH, NIXL])
+def test_two_processes_with_a_secret(start: Callable[..., Process], tmp_path: Path, kind: str) -> None:
+    """With one they measure.  With another, or none, the sender is refused, and the server goes on."""
+    secret, other = secret_at(tmp_path / "a"), secret_at(tmp_path / "b", "a secret of somebody else")
+    server, at = serving(start, "--secret-file", secret, "--once")
+    assert json.loads(server.lines["stdout"][0])["secret"] is True
+    for more, said in (((), "the other side has one, and this side none"), (("--secret-file", other), "different secrets")):
+        client = start("send", at, "--wire", kind, *FEW, "--tokens", "16", *more)
+        assert client.end() == errors.AuthenticationError.exit_code, client.said
+        assert said in client.said and "Traceback" not in client.said
+    client = start("send", at, "--wire", kind, *FEW, "--tokens", "16", "--secret-file", secret)
+    assert client.end() == 0, client.said
+    assert server.end() == 0, server.said
+
+
+@pytest.mark.slow
+def test_a_server_without_a_secret_refuses_a_sender_with_one(start: Callable[..., Process], tmp_path: Path) -> None:
+    server, at = serving(start)
+    assert json.loads(server.lines["stdout"][0])["secret"] is False
+    client = start("send", at, "--wire", "nixl", *FEW, "--tokens", "16", "--secret-file", secret_at(tmp_path))
+    assert client.end() == errors.AuthenticationError.exit_code
+    assert "this side has a secret, and the other side none" in client.said
+    assert server.process.poll() is None and len(server.lines["stdout"]) == 1
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "8.8.8.8:0"])
+def test_a_server_without_a_secret_is_not_open_to_all(address: str) -> None:
+    found = CliRunner().invoke(main, ["link", "serve", "--listen", address])
+    assert found.exit_code == BindError.exit_code and "without a secret: it is" in found.stderr
+
+
+@pytest.mark.parametrize("command", [("serve",), ("send", "127.0.0.1:1")], ids=lambda command: command[0])
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, command: tuple[str, ...]) -> None:
+    path = Path(secret_at(tmp_path))
+    path.chmod(0o644)
+    found = CliRunner().invoke(main, ["link", *command, "--secret-file", str(path)])
+    assert found.exit_code == BindError.exit_code and "mode 600" in found.stderr
 
 
 FEW = ("--shape", "llama-3.1-8b,nl=4", "--iters", "2", "--timeout", "60")

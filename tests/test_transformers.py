@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -437,6 +438,22 @@ def test_prefill_here_decode_there_while_steps_overlap(kind: str) -> None:
         here, there = batching.Batching(one), batching.Batching(other)
         moved = batching.HandOver(here, there)(begun(one, 4))
         assert ended(other, moved)[0] == untouched(kind, "bfloat16", "cuda")[0]
+
+
+def test_models_that_differ_do_not_hand_over() -> None:
+    """Another RoPE, or one other number among the weights.  A copy of the model is the same."""
+    model = model_of("llama", "float32", "cpu")
+    turned, trained, same = (deepcopy(model) for _ in range(3))
+    turned.config.rope_parameters = {**turned.config.rope_parameters, "rope_theta": 5e5}
+    with torch.no_grad():
+        trained.model.layers[0].self_attn.k_proj.weight[0, 0] += 1
+    with managed(model) as one, managed(turned) as two, managed(trained) as three, managed(same) as four:
+        here, *there = (batching.Batching(each) for each in (one, two, three, four))
+        with pytest.raises(kvbm.BindError, match=r"model: config.rope_parameters.rope_theta: '10000' here and '500000'"):
+            batching.HandOver(here, there[0])
+        with pytest.raises(kvbm.BindError, match=r"weights: model.layers.0.self_attn.k_proj.weight differs"):
+            batching.HandOver(here, there[1])
+        batching.HandOver(here, there[2])
 
 
 def test_what_cannot_move_stays() -> None:

@@ -185,7 +185,7 @@ class HostKeyError(KvbmError, ConnectionError):
 
 
 class AuthenticationError(KvbmError, PermissionError):
-    """Another machine refuses this user with this key."""
+    """Another machine refuses this user with this key, or a peer has another secret than this side."""
 
     exit_code = 33
 

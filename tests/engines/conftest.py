@@ -24,14 +24,15 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*vllm*.py"]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes a tiny model of random weights, once: its folder."""
+    """Makes a tiny model of random weights, once: its folder.  A name may have a seed behind it: ``llama 1``."""
     folder = tmp_path_factory.getbasetemp().parent / "kvbm-models"
 
     def model(name: str) -> Path:
         path = folder / name
         if not path.exists():
             part = folder / f"{name}.{os.getpid()}"
-            run("models", name, str(part))
+            kind, *seed = name.split()
+            run("models", kind, str(part), *seed)
             part.rename(path)
         return path
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -233,7 +235,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Worker]]:
     yield one
     for found in made:
         found.close()
-        found._loading.shutdown(wait=True)  # who waits has been told
+        for visit in found._visits.values():
+            visit._waiter.shutdown(wait=True)  # who waits has been told
     for thread in threading.enumerate():  # they end when their connections do, which nobody waits for
         if thread.name.startswith(("kvbm door", "kvbm load")):
             thread.join(LIMIT)
@@ -391,6 +394,26 @@ def test_names_that_are_none_are_refused_alone(worker: Any, name: str) -> None:
     decode.begin(Told("2", loads={"q": load(prefill)}))
     assert not until(decode, "finished_recving").failed_recving
     assert name == "" or visit._talks == talks
+
+
+def test_an_engine_that_does_not_answer_delays_no_other(worker: Any) -> None:
+    """Loads of other engines end while many loads wait for it, and those fail at `load_seconds`."""
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(Told("1", holds={"r": hold()}))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        there = Source("1/0/r", "127.0.0.1", silent.getsockname()[1], 1, 32)
+        blocks = (list(range(8))[::-1],)
+        decode.begin(Told("2", loads={f"s{number}": Load(there, blocks, 0, 31) for number in range(40)}))
+        decode.begin(Told("2", loads={"q": load(prefill)}))
+        found = until(decode, "finished_recving")
+        assert found.finished_recving == {"q"} and not found.failed_recving and len(decode._asking) == 40
+        decode._seconds = 0.2
+        there = dataclasses.replace(there, host="localhost")  # another visit
+        decode.begin(Told("2", loads={f"t{number}": Load(there, blocks, 0, 31) for number in range(3)}))
+        failed: set[str] = set()
+        while len(failed) < 3:
+            failed |= until(decode, "finished_recving").failed_recving
+        assert failed == {"t0", "t1", "t2"} and len(decode._asking) == 40
 
 
 def test_more_than_is_held_fails_on_both_sides(worker: Any) -> None:

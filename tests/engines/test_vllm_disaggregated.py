@@ -38,14 +38,21 @@ def disaggregated(
     folder: Path,
     connector: dict[str, Any],
     steps: list[Step],
+    /,
     blocks: tuple[int, int] = (32, 32),
     tp: tuple[int, int] = (1, 1),
     prefill_llm: dict[str, Any] | None = None,
     *,
     again: bool = False,
+    decode_llm: dict[str, Any] | None = None,
+    decode_extra: dict[str, Any] | None = None,
     **extra: Any,
 ) -> list[dict[str, Any]]:
-    """What the engine that decodes generates, and what it does alone; the first has the counts of the one that prefills."""
+    """What the engine that decodes generates, and what it does alone; the first has the counts of the one that prefills.
+
+    And what both printed (``log``).  Both have the settings `extra`, the one that decodes also `decode_extra`.
+    """
+    folder.mkdir(exist_ok=True)
     programs: list[Program] = []
     at = free_ports(4)  # two for each engine
     try:
@@ -54,19 +61,19 @@ def disaggregated(
             transfer = {"kv_role": "kv_both", **connector}
             if connector["kv_connector"] == "KvbmConnector":
                 transfer["kv_port"] = port
-            if extra:
-                transfer["kv_connector_extra_config"] = extra
+            if given := extra | ((decode_extra or {}) if side else {}):
+                transfer["kv_connector_extra_config"] = given
             llm = {"model": str(model), "block_size": blocks[side], "tensor_parallel_size": tp[side]}
             llm |= {"kv_transfer_config": transfer}
             cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
-            if side == 0:
-                llm |= prefill_llm or {}
+            llm |= (decode_llm if side else prefill_llm) or {}
             settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0], "again": again})
             programs.append(Program("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
         prefill, decode = programs
         found: list[dict[str, Any]] = result(decode.end(beside=prefill))
         if not any(step.get("kill") or step.get("die") for step in steps):
             found[0]["prefill"] = result(prefill.end())[0]
+        found[0]["log"] = "\n".join(program.printed for program in programs)
         print(*(program.printed[-8000:] for program in programs), sep="\n")  # for a test that fails
         return found
     finally:
@@ -198,6 +205,43 @@ def test_an_engine_that_ends_in_the_middle_of_its_layers(models: Models, tmp_pat
     [found] = disaggregated(models("llama"), tmp_path, connector, steps, (32, 64), (1, 1), CHUNKED, push_tokens=64, push_layers=1)
     assert are_right([found]) == [True] and found["cached"] == 0
     assert found["counts"]["vllm:kvbm_received_chunks"] > 0 and found["counts"]["vllm:kvbm_failed_loads"] == 1
+
+
+ROPE = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+
+
+@pytest.mark.parametrize("what", ["rope", "weights"])
+def test_engines_of_other_models_refuse_each_other(models: Models, tmp_path: Path, what: str) -> None:
+    """By the field that differs; the prompt is computed where it is decoded.  Of other weights, a common name is the way out."""
+    steps: list[Step] = [{"length": 200}]
+    connector = {**OURS, "kv_load_failure_policy": "recompute"}
+    other = {"hf_overrides": ROPE} if what == "rope" else {"model": str(models("llama 1"))}
+    [found] = disaggregated(models("llama"), tmp_path, connector, steps, (32, 64), decode_llm=other)
+    assert are_right([found]) == [True] and found["cached"] == 0
+    said = "model: config.rope_parameters.rope_theta: " if what == "rope" else "model: weights: 'sha256:"
+    assert said in found["log"].replace("\n", " ")
+    if what == "weights":
+        [found] = disaggregated(models("llama"), tmp_path / "named", connector, steps, decode_llm=other, model="one of ours")
+        assert found["cached"] == loaded(steps[0])
+
+
+@pytest.mark.parametrize("what", ["one", "two"])
+def test_engines_with_a_secret(models: Models, tmp_path: Path, what: str) -> None:
+    """With one secret they exchange.  With two, they refuse each other by name: the prompt is computed where it is decoded."""
+    files = [tmp_path / name for name in ("prefill.secret", "decode.secret")]
+    for number, file in enumerate(files):
+        file.write_text(f"{'a secret of both' if what == 'one' else f'secret number {number:>8}'}\n")
+        file.chmod(0o600)
+    steps: list[Step] = [{"length": 200}, {"length": 257}]
+    found = disaggregated(
+        models("llama"), tmp_path, {**OURS, "kv_load_failure_policy": "recompute"}, steps, (32, 64),
+        secret_file=str(files[0]), decode_extra={"secret_file": str(files[1])},
+    )  # fmt: skip
+    assert are_right(found) == [True] * 2
+    assert [one["cached"] for one in found] == ([loaded(step) for step in steps] if what == "one" else [0, 0])
+    log = found[0]["log"].replace("\n", " ")
+    assert ("secret: it refuses this side: the two have different secrets" in log) is (what == "two")
+    assert "no secret_file" not in log
 
 
 def test_stock_vllm_is_wrong_where_block_sizes_differ(models: Models, tmp_path: Path) -> None:

@@ -20,8 +20,10 @@ from ..errors import BindError
 from ..layout import Layout
 from ..reshard.local import Local
 from ..reshard.messages import plan
+from ..reshard.model import differences, named
 from ..reshard.sequence import Span
 from .transformers_cache import VERSIONS, Group, Held, Host, away, groups_of, require
+from .vllm.identity import of_config
 
 try:
     from transformers.generation.continuous_batching import continuous_api
@@ -286,6 +288,20 @@ def _start_over(state: Any) -> None:
     state._status = type(state.status).PREFILLING
 
 
+def _require_same(src: Any, dst: Any) -> None:
+    """Raise `BindError` unless two models compute the same K and V.  Of two copies, all weights are compared, once."""
+    if src is dst:
+        return
+    configs = (named({"config": of_config(model.config.to_dict())}) for model in (src, dst))
+    if differ := differences(*configs):
+        raise BindError(f"transformers: model: {differ}; expected the same model in both managers")
+    ours, theirs = (dict(model.named_parameters()) for model in (src, dst))
+    for name in ours.keys() | theirs.keys():
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None or one.dtype != other.dtype or not torch.equal(one, other.to(one.device)):
+            raise BindError(f"transformers: model: weights: {name} differs; expected the same model in both managers")
+
+
 class HandOver:
     """Moves requests from one manager to another in this process, such as from prefill to decode.
 
@@ -297,7 +313,7 @@ class HandOver:
     Raises
     ------
     BindError, PlanError
-        The caches are of different models.
+        The caches are of different models: other layers, another configuration, or other weights.  The message names what differs.
 
     Examples
     --------
@@ -310,6 +326,7 @@ class HandOver:
             raise BindError(
                 f"transformers: expected caches of one model, got {list(src.groups)} and {list(dst.groups)}"
             )
+        _require_same(src.manager.model, dst.manager.model)
         self.src, self.dst = src, dst
         self._copies = {}
         for name, ours in src.groups.items():

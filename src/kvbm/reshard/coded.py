@@ -18,10 +18,13 @@ from ..transfer import convert
 from ..wire import Slab
 from ..wire.protocol import move
 
-__all__ = ["Coded", "Side"]
+__all__ = ["SPARE", "STAGE", "Coded", "Side"]
 
 #: Blocks that are encoded or compared at a time.
-_STAGE = 16
+STAGE = 16
+
+#: Blocks of a pool that the sequence does not use.
+SPARE = 3
 
 #: The seed from which both sides of a trial make the same elements.
 _SEED = 16
@@ -73,10 +76,10 @@ class Coded:
     def __init__(self, side: Side, shape: BlockShape, tokens: int, busy: Callable[[], None]) -> None:
         self.shape, self.busy = shape, busy
         count = -(-tokens // shape.nt)
-        spare = count + 3
+        spare = count + SPARE
         self.pool = Pool.allocate(spec.load(side.layout), shape, spare, side.device)
         try:
-            self._stage = Pool.allocate(spec.load("universal"), shape, min(_STAGE, count), side.device)
+            self._stage = Pool.allocate(spec.load("universal"), shape, min(STAGE, count), side.device)
         except BaseException:
             self.pool.close()
             raise

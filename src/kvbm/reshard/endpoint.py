@@ -6,32 +6,52 @@ import base64
 import binascii
 import contextlib
 import functools
+import itertools
 import json
+import os
 import queue
+import re
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-from ..errors import BindError, KvbmError, PlanError, SpecError, TransferError, TransferTimeoutError
+from ..errors import (
+    AuthenticationError,
+    BindError,
+    KvbmError,
+    PlanError,
+    TransferError,
+    TransferTimeoutError,
+    printable,
+)
 from ..machine import sleep_exactly
 from ..pool import Pool
-from ..shapes import load_shape
+from ..shapes import BlockShape, load_shape
 from ..wire import Wire
 from .chunk import MOST, TRAILER
 from .link import Link
 from .local import cuts_of, require_pool
 from .messages import Resharding, plan
 from .messages import gather as in_two_steps
+from .model import differences, named
+from .model import read as read_model
 from .notes import read
 from .placement import Placement, whole
 from .ring import Ring
+from .secret import Notes, Secret
 
 __all__ = ["Endpoint"]
 
 _VERSION = 1
-_MOST_CARD = 1 << 20
+
+#: Most bytes of a card, and most values in it.
+_MOST_CARD, _MOST_VALUES = 80 << 10, 1 << 13
+
+#: The model in a card: all its sizes.
+_SIZES = re.compile(r"[a-z0-9_,=]{1,200}", re.ASCII)
 
 #: Seconds that the thread sleeps: while transfers run, and while none does or nothing has happened for many rounds.
 _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
@@ -65,8 +85,9 @@ class Endpoint:
         The rank's pool; only with a single placement.
     wire : Wire
         A wire of this process.  The endpoint registers its ring with it; nothing else may use it.
-    model : str
-        A text that identifies the model: name, revision, adapter.  It must be the same on both sides.
+    model : str or mapping of str to object
+        What identifies the model: a text (name, revision, adapter), or fields with names, such as a hash of the weights and the
+        configuration.  It must be the same on both sides.  Of fields, the error names those that differ.
     incarnation : str
         A text that identifies this start of the engine, such as a job number.  It must be the same on all ranks of the engine.
     chunk_bytes : int
@@ -77,11 +98,15 @@ class Endpoint:
         Number of slots in each direction.  Default: as many as `ring_bytes` has room for.
     max_sms : int, optional
         Multiprocessors that kernels may use.
+    secret_file : path, optional
+        A file with a secret that all engines share.  Then only cards that were made with this secret are accepted, and every note
+        has a code of it.  The data of chunks have none.
 
     Raises
     ------
     BindError
-        Pools do not fit or lie on several devices, or the ring has no room for one chunk in each direction.
+        Pools do not fit or lie on several devices, the ring has no room for one chunk in each direction, or others can read the
+        file of the secret.
 
     Examples
     --------
@@ -98,12 +123,13 @@ class Endpoint:
         pool: Pool | None = None,
         *,
         wire: Wire,
-        model: str = "",
+        model: str | Mapping[str, Any] = "",
         incarnation: str = "",
         chunk_bytes: int = MOST,
         ring_bytes: int = 256 << 20,
         slots: int | None = None,
         max_sms: int | None = None,
+        secret_file: str | os.PathLike[str] | Secret | None = None,
     ) -> None:
         if isinstance(placement, Placement):
             if not isinstance(pool, Pool):
@@ -125,6 +151,11 @@ class Endpoint:
             )
         self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
         [self._world], [device] = worlds, devices
+        self._model = named(model)
+        is_read = secret_file is None or isinstance(secret_file, Secret)
+        self.secret: Secret | None = secret_file if is_read else Secret.read(secret_file)  # type: ignore[assignment, arg-type]
+        self._nonce = secrets.token_bytes(32)  # its notes have other codes than those of other endpoints
+        self._codes: dict[str, tuple[Notes, Notes]] = {}  # peer → notes to it, notes from it
         self.max_sms = max_sms
         self.stream: Any = None if device == "cpu" else 2  # the stream of the thread
         self.incarnation = incarnation
@@ -175,10 +206,12 @@ class Endpoint:
         }
         held = {
             "kvbm-link": _VERSION, "engine": self.engine, "incarnation": self.incarnation, "rank": self.rank, "world": self._world,
-            "model": self.model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
+            "model": self._model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
             "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
+            "nonce": self._nonce.hex(),
         }  # fmt: skip
-        return json.dumps(held).encode()
+        card = json.dumps(held).encode()
+        return card if self.secret is None else self.secret.sign(card)
 
     def join(self, cards: Iterable[bytes]) -> Link:
         """Connect to the ranks of this engine that hold the same as this one.  Call it before `meet(…, gather=True)`.
@@ -201,8 +234,10 @@ class Endpoint:
         title = f"{self.engine} rank {self.rank}: join"
         found = self._read(cards, title)
         _require_alike(found, title)
-        if _Card(self._card).wire not in [one.wire for one in found]:
-            raise BindError(f"{title}: expected the cards of this engine, including this rank's, got those of {found[0].engine}")
+        if _Card(self._card, self.secret).wire not in [one.wire for one in found]:
+            raise BindError(
+                f"{title}: expected the cards of this engine, including this rank's, got those of {printable(found[0].engine)}"
+            )
         if self.siblings is not None:
             raise BindError(f"{title}: expected one call, got a second one; use the link that the first call returned")
         among: dict[str, Resharding | KvbmError] = {}
@@ -241,22 +276,20 @@ class Endpoint:
         """
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
-        title = f"{self.engine} rank {self.rank} ↔ {first.engine}"
+        title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
+        first.require_names(self._model, self.groups, title)
+        there = {name: first.group(name, place.model) for name, (place, _) in self.groups.items()}
         _require_alike(found, title)
-        if first.model != self.model:
-            raise BindError(f"{title}: model: {self.model!r} here and {first.model!r} on the other side; expected the same")
-        if set(first.groups) != set(self.groups):
-            raise BindError(
-                f"{title}: groups: {sorted(self.groups)} here and {sorted(first.groups)} on the other side; expected the same"
-            )
         outgoing: dict[str, Resharding | KvbmError] = {}
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            theirs, planes, cuts = first.groups[name]
+            theirs, planes, cuts = there[name]
             ours = cuts_of([pool])
             if planes != _planes(pool):
-                raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} on the other side; expected the same")
+                raise BindError(
+                    f"{title}: planes: {_planes(pool)} here and {printable(planes)} on the other side; expected the same"
+                )
             for plans, ends, where in (
                 (outgoing, (mine, theirs), (ours, cuts)),
                 (incoming, (theirs, mine), (cuts, ours)),
@@ -274,11 +307,18 @@ class Endpoint:
                 raise outgoing[name]  # type: ignore[misc]
         return self.call(lambda: self._connect(found, outgoing, incoming, gathered))  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _read(cards: Any, where: str) -> list[_Card]:
+    def require_alike(self, card: bytes) -> None:
+        """Raise `BindError` for a card that `meet` would refuse at once: malformed, of another model, or of other groups.
+
+        Raises `AuthenticationError` for a card that was made without this side's secret.
+        """
+        found = _Card(card, self.secret)
+        found.require_names(self._model, self.groups, f"{self.engine} rank {self.rank} ↔ {printable(found.engine)}")
+
+    def _read(self, cards: Any, where: str) -> list[_Card]:
         if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got a {type(cards).__name__}")
-        found = [_Card(card) for card in cards]
+        found = [_Card(card, self.secret) for card in cards]
         if not found:
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got none")
         return found
@@ -291,7 +331,7 @@ class Endpoint:
         gathered: Iterable[str] = (),
     ) -> Link:
         most = min(self._chunk_bytes, *(card.chunk_bytes for card in cards))
-        link = Link(self, cards[0].engine, outgoing, incoming, most, gathered)
+        link = Link(self, printable(cards[0].engine), outgoing, incoming, most, gathered)
         needed = {
             rank
             for plans, mine, far in ((outgoing, "src", "dst"), (incoming, "dst", "src"))
@@ -311,9 +351,16 @@ class Endpoint:
                     )
                 link.peers[peer] = card.rank
                 link.rings[peer] = (card.sends, card.takes, card.slot_bytes)
+                if self.secret is not None:
+                    nonces = self._nonce, card.nonce
+                    self._codes[peer] = Notes.between(self.secret, *nonces), Notes.between(self.secret, *nonces[::-1])
         self._by_peer.update(dict.fromkeys(link.peers, link))
         self._links.append(link)
         return link
+
+    def closed(self, peer: str, note: bytes) -> bytes:
+        """A note as it is sent to a peer: with its code, if there is a secret."""
+        return note if self.secret is None else self._codes[peer][0].closed(note)
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -406,8 +453,8 @@ class Endpoint:
                 continue
             busy = True
             try:
-                note = read(data)
-            except BindError:
+                note = read(self._codes[peer][1].opened(data) if self.secret is not None else data)
+            except (BindError, AuthenticationError):
                 link.count("notes_wrong")
             else:
                 link.heard(peer, note)
@@ -502,11 +549,14 @@ class Endpoint:
 
 
 class _Card:
-    """A card of another rank.  All of it is checked."""
+    """A card of another rank.  All of it is checked.  Its groups are read when they are needed: names are compared before."""
 
-    def __init__(self, card: Any) -> None:
+    def __init__(self, card: Any, secret: Secret | None) -> None:
         if not isinstance(card, bytes) or len(card) > _MOST_CARD:
-            _refuse(f"at most {_MOST_CARD} bytes", repr(card)[:60])
+            _refuse(f"at most {_MOST_CARD} bytes", repr(card[:40] if isinstance(card, bytes) else card)[:60])
+        card = Secret.opened(card, secret)
+        if (count := sum(map(card.count, (b",", b":", b"[", b"{")))) > _MOST_VALUES:
+            _refuse(f"at most {_MOST_VALUES} values", f"{count} of them")
         try:
             held = json.loads(card.decode())
         except (ValueError, RecursionError):
@@ -514,50 +564,75 @@ class _Card:
         if not isinstance(held, dict) or held.get("kvbm-link") != _VERSION:
             _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
         kinds = {
-            "engine": str, "incarnation": str, "rank": int, "world": int, "model": str, "groups": dict, "sends": int, "takes": int,
-            "slot_bytes": int, "chunk_bytes": int, "wire": str,
+            "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,
+            "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str,
         }  # fmt: skip
         for key, kind in kinds.items():
             if type(held.get(key)) is not kind:
                 _refuse(f"{key!r} to be of {kind.__name__}", repr(held.get(key))[:60])
-        self.engine, self.incarnation, self.model = held["engine"], held["incarnation"], held["model"]
+        self.engine, self.incarnation, self.model = held["engine"], held["incarnation"], read_model(held.get("model"))
+        if not re.fullmatch(r"[0-9a-f]{64}", held["nonce"], re.ASCII):
+            _refuse("'nonce' of 32 bytes in hexadecimal digits", repr(held["nonce"])[:60])
+        self.nonce = bytes.fromhex(held["nonce"])
         self.rank, self.world = held["rank"], held["world"]
         self.sends, self.takes = held["sends"], held["takes"]
         self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]
         if not 0 <= self.rank < self.world <= 1 << 16:
-            _refuse("a rank of a world of at most 65,536", f"{self.rank} of {self.world}")
+            _refuse("a rank of a world of at most 65,536", f"{self.rank!r:.40} of {self.world!r:.40}")
         if not (
-            0 < self.chunk_bytes <= self.slot_bytes - TRAILER and 0 < self.sends < 1 << 32 and 0 < self.takes < 1 << 32
+            0 < self.chunk_bytes <= self.slot_bytes - TRAILER < 1 << 32
+            and 0 < self.sends < 1 << 32
+            and 0 < self.takes < 1 << 32
         ):
             _refuse(
-                "slots that hold a chunk", f"{self.takes} of {self.slot_bytes} bytes for chunks of {self.chunk_bytes}"
+                "slots that hold a chunk",
+                f"{self.takes!r:.40} of {self.slot_bytes!r:.40} bytes for chunks of {self.chunk_bytes!r:.40}",
             )
         try:
             self.wire = base64.b64decode(held["wire"], validate=True)
         except (binascii.Error, ValueError):
             _refuse("'wire' in base64", repr(held["wire"])[:60])
-        self.groups: dict[str, tuple[Placement, str, tuple[int, ...]]] = {}
-        for name, group in held["groups"].items():
-            texts: list[Any] = (
-                [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
+        self._groups: dict[str, Any] = held["groups"]
+        self.groups_text = json.dumps(self._groups, sort_keys=True)
+
+    def require_names(self, model: Mapping[str, str], groups: Iterable[str], title: str) -> None:
+        """Raise `BindError` unless the card is of a model and has groups of these names."""
+        if differ := differences(model, self.model):
+            raise BindError(f"{title}: model: {differ}; expected the same model on both sides")
+        if set(self._groups) != set(groups):
+            raise BindError(
+                f"{title}: groups: {sorted(groups)!s:.400} here and {sorted(self._groups)!r:.400} on the other side; expected the "
+                "same"
             )
-            if not all(isinstance(text, str) and len(text) < 1 << 19 for text in texts):
-                _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
-            try:
-                place = _placement(texts[0], texts[1], self.engine)
-            except (SpecError, KvbmError) as error:
-                raise BindError(f"card of {self.engine}: {error}") from None
-            if place.world != self.world:
-                _refuse(f"a placement of {self.world} ranks", str(place.world))
-            cuts = group.get("cuts")
-            if (
-                not isinstance(cuts, list)
-                or len(cuts) > 64
-                or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
-            ):
-                _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
-            self.groups[name] = (place, texts[2], tuple(cuts))
-        self.groups_text = json.dumps(held["groups"], sort_keys=True)
+
+    def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...]]:
+        """Placement, planes and cuts of a group.  Raises `PlanError` for a larger model than this side's own."""
+        group = self._groups[name]
+        texts: list[Any] = (
+            [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
+        )
+        if not all(isinstance(text, str) and len(text) <= _MOST_CARD for text in texts):
+            _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
+        if not _SIZES.fullmatch(texts[1]):  # all sizes: never the name of a file of this machine
+            _refuse("all sizes of a model", repr(texts[1])[:200])
+        try:
+            model = load_shape(texts[1])
+        except KvbmError as error:
+            raise BindError(f"card of {printable(self.engine)}: {error}") from None
+        if model.nl > own.nl or model.nh > own.nh:  # before something is made for each layer and head
+            raise PlanError(f"card of {printable(self.engine)}: model {model}: expected that of this side, {own}")
+        try:
+            place = _placement(texts[0], model, self.engine, self.world)
+        except KvbmError as error:
+            raise BindError(f"card of {printable(self.engine)}: {error}") from None
+        cuts = group.get("cuts")
+        if (
+            not isinstance(cuts, list)
+            or len(cuts) > 64
+            or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
+        ):
+            _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
+        return place, texts[2], tuple(cuts)
 
 
 def _require_alike(cards: list[_Card], title: str) -> None:
@@ -570,21 +645,41 @@ def _require_alike(cards: list[_Card], title: str) -> None:
                     f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {getattr(first, name)!r:.200} and "
                     f"{getattr(one, name)!r:.200}"
                 )
-    ranks = sorted(one.rank for one in cards)
-    if ranks != list(range(first.world)):
-        missing, twice = (
-            sorted(set(range(first.world)) - set(ranks)),
-            sorted({one for one in ranks if ranks.count(one) > 1}),
-        )
+    counts = Counter(one.rank for one in cards)
+    if len(cards) != first.world or len(counts) != first.world:
+        missing = list(itertools.islice((rank for rank in range(first.world) if rank not in counts), 20))
+        twice = sorted(rank for rank, count in counts.items() if count > 1)
         raise BindError(
-            f"{title}: expected one card of each of {first.world} ranks; missing {missing}, twice {twice}"
+            f"{title}: expected one card of each of {first.world} ranks; missing {missing!s:.200}, twice {twice!s:.200}"
         )
 
 
 @functools.lru_cache(64)
-def _placement(text: str, model: str, engine: str) -> Placement:
-    """The placement in a card.  All cards of an engine contain the same."""
-    return Placement.parse(text, load_shape(model), file=f"card of {engine}", name=engine)
+def _placement(text: str, model: BlockShape, engine: str, world: int) -> Placement:
+    """The placement in a card, as `Placement.text` wrote it.  All cards of an engine contain the same."""
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError):
+        _refuse("a placement in JSON", repr(text[:40]))
+    layers = held.get("layers") if isinstance(held, dict) else None
+    if (
+        not isinstance(held, dict)
+        or not {"mesh", "nt", "shard"} <= set(held) <= {"mesh", "nt", "shard", "layers"}
+        or type(held["mesh"]) is not str
+        or not (layers is None or (isinstance(layers, list) and all(_is_layer(layer) for layer in layers)))
+    ):
+        _refuse("a placement with mesh, nt, shard and layers", repr(held)[:200])
+    name = printable(engine)
+    found = Placement(held["mesh"], model=model, name=name)  # without shares, which cost time for each rank
+    if found.world != world:
+        _refuse(f"a placement of {world} ranks", str(found.world))
+    return Placement(
+        held["mesh"], shard=held["shard"], model=model, nt=held["nt"], layers=layers and [int(layer) for layer in layers], name=name
+    )
+
+
+def _is_layer(text: Any) -> bool:
+    return isinstance(text, str) and bool(re.fullmatch("[0-9]{1,9}", text, re.ASCII))
 
 
 def _refuse(expected: str, got: str) -> NoReturn:

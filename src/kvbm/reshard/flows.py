@@ -115,6 +115,8 @@ class Outflow:
         listed = {grant.serial for grant in note.grants}
         for serial in [one for one, packed in self._packed.items() if packed.is_told and one not in listed]:
             self._forget(serial)
+        if len(self._wanted) + len(self._packed) + sum(one > self._last for one in listed) > MOST_GRANTS:
+            raise BindError(f"{self.link.title}: {self.peer} wants more than {MOST_GRANTS} chunks at a time")
         for grant in note.grants:
             packed = self._packed.get(grant.serial)
             if packed is not None and packed.is_told:

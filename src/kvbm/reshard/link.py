@@ -304,7 +304,7 @@ class Link:
         rank = self.peers[peer]
         missing = arrival.missing.get(rank, set())
         for flow in [one for one in arrival.flows if one.rank == rank]:
-            if set(flow.offer.layers) & set(offer.layers) and self.leaves(flow):
+            if _overlap(flow.offer.layers, offer.layers) and self.leaves(flow):
                 flow.fail(TransferError(f"{self.title}: {arrival.key!r}: {peer} has started the transfer again"))
         held = {flow.offer.layers for flow in arrival.flows if flow.rank == rank}
         try:
@@ -321,7 +321,7 @@ class Link:
                 )
             known = arrival.layers
             if not known.start <= offer.layers.start < offer.layers.stop <= known.stop or any(
-                max(one.start, offer.layers.start) < min(one.stop, offer.layers.stop) for one in held
+                _overlap(one, offer.layers) for one in held
             ):
                 raise BindError(
                     f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}; expected some of {sorted(missing)}, once"
@@ -515,12 +515,13 @@ class Link:
     # ---- methods for flows -----------------------------------------------------------------------------------------
 
     def say(self, peer: str, note: Note) -> None:
-        self._guarded(peer, lambda: self.endpoint.wire.note(peer, write(note)))
+        self._guarded(peer, lambda: self.endpoint.wire.note(peer, self.endpoint.closed(peer, write(note))))
 
     def put(self, peer: str, local: Slice, slot: int, note: Put) -> Op | None:
         """Write to a slot that the peer has granted.  None if the peer is lost."""
+        wire, closed = self.endpoint.wire, self.endpoint.closed
         return self._guarded(
-            peer, lambda: self.endpoint.wire.put(peer, local, self._far(peer, slot, local), write(note))
+            peer, lambda: wire.put(peer, local, self._far(peer, slot, local), closed(peer, write(note)))
         )
 
     def borrow(self, peer: str, slot: int, nbytes: int) -> Array | None:
@@ -614,6 +615,10 @@ _SEND: dict[str, Any] = {"layers": None, "group": "", "wait": None, "stream": No
 
 def _identity(group: str, groups: Mapping[str, Any], key: str) -> tuple[int, bytes]:
     return sorted(groups).index(group), hashlib.sha256(key.encode()).digest()[:16]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def _handle_of(flow: Outflow | Inflow) -> Handle:

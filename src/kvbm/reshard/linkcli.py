@@ -10,7 +10,9 @@ import json
 import re
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,13 +36,12 @@ from ..errors import KvbmError
 from ..shapes import load_shape
 
 if TYPE_CHECKING:
+    from .secret import Secret
+    from .talk import Talk
     from .trial import Row, Sender, Side
 
 #: The default port of `serve` and `send`.
 PORT = 29555
-
-#: Seconds within which a peer must send its first message.
-_HELLO = 10.0
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
     return () if value is None else tuple(dict.fromkeys(map(size_of, value.split(","))))
@@ -53,8 +54,10 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     return tuple(dict.fromkeys(map(int, found)))
 
 
-def _address(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, int]:  # noqa: ARG001
+def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, int] | None:  # noqa: ARG001
     """``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``."""
+    if value is None:
+        return None
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+))(?::(\d{1,5}))?", value)
     if match is None or int(match[3] or 0) >= 1 << 16:
         raise click.BadParameter(f"expected HOST:PORT, or [HOST]:PORT for IPv6, got {value!r:.100}")
@@ -87,6 +90,16 @@ def _side_options(layout: str, nt: int) -> Callable[[Any], Any]:
 
 _WIRES = click.Choice(["torch", "nixl"])
 
+_secret_option = click.option(
+    "--secret-file", metavar="FILE", help="A secret of 16 bytes or more, which both sides have; only its owner can read the file."
+)
+
+
+def _secret(path: str | None) -> Secret | None:
+    from .secret import Secret
+
+    return None if path is None else Secret.read(path)
+
 
 @click.group(cls=Group)
 def link() -> None:
@@ -97,66 +110,110 @@ def link() -> None:
 
 
 @link.command()
-@click.option("--listen", "address", default=f"0.0.0.0:{PORT}", show_default=True, callback=_address, metavar="HOST:PORT",
-              help="Address to listen on; port 0 selects a free port.")  # fmt: skip
+@click.option("--listen", "address", callback=_address, metavar="HOST:PORT",
+              help="Address to listen on; port 0 selects a free port. Without a secret, a loopback or private one.  "
+              f"[default: 127.0.0.1:{PORT}; with a secret 0.0.0.0:{PORT}]")  # fmt: skip
+@_secret_option
+@click.option("--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in.")
 @click.option("--wire", "only", type=_WIRES, help="Accept only this wire.  [default: any]")
 @_side_options("vllm/flash_attn_hnd", 64)
 @size_option("--memory", default="16GiB", help="The most memory that a sender may request.")
+@click.option("--timeout", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True, metavar="S",
+              help="The most seconds that a sender may be waited for at a time.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Serve one sender, then exit with its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead, one object per line: address, then senders.")
 def serve(
-    address: tuple[str, int],
+    address: tuple[str, int] | None,
+    secret_file: str | None,
+    insecure: bool,
     only: str | None,
     device: str,
     layout: str,
     nt: int,
     memory: int,
+    timeout: float,
     once: bool,
     as_json: bool,
 ) -> None:
     """Receive from `kvbm link send`, one sender after the other, until Ctrl-C.
 
-    Anyone who reaches the port can use memory of this machine and write to what this command allocates: use it only on a
-    network that you trust. Wires use further ports.
+    Who has the secret, or without one who reaches the port, can use memory of this machine and write to what this command
+    allocates. Wires use further ports, which no secret protects: use it only on a network that you trust. While one sender is
+    served, the next ones wait.
     """
     from .. import spec
-    from .talk import Talk, listen
+    from .talk import Reception
     from .trial import Served, Side
 
     spec.load(layout)  # report an error before a sender connects
+    secret = _secret(secret_file)
+    if address is None:
+        address = "127.0.0.1" if secret is None else "0.0.0.0", PORT  # noqa: S104  (who comes in must know the secret)
     side, count = Side("server", device, layout, nt), 0
-    with listen(*address) as server:
-        where = "{}:{}".format(*server.getsockname()[:2])
-        click.echo(json.dumps({"listening": where}) if as_json else f"listening on {where}: {side}")
+    line = Line()
+    opened = Reception(
+        *address, line.stand, timeout=timeout, name="kvbm link serve", secret=secret, is_insecure=insecure
+    )
+    with contextlib.closing(opened) as reception:
+        where = "{}:{}".format(*reception.address)
+        who = "with a secret" if secret is not None else "without a secret, for everybody who reaches it"
+        told = {"listening": where, "secret": secret is not None}
+        click.echo(json.dumps(told) if as_json else f"listening on {where}, {who}: {side}")
         sys.stdout.flush()
         while True:
             try:
-                connection, _ = server.accept()
+                talk, leave = line.next()
             except KeyboardInterrupt:
                 if not as_json:
                     click.echo(f"\n{count} sender{'' if count == 1 else 's'} served")
                 return
             count += 1
-            with contextlib.ExitStack() as stack:
-                stack.callback(connection.close)
-                served, code = Served(""), 0
-                try:
-                    talk = Talk(connection, _HELLO)
-                    _serve(talk, side, address[0], only, memory, served)
-                except (KvbmError, OSError) as error:
-                    print_error(error)
-                    served.error, code = str(error), getattr(error, "exit_code", 1)
+            served, code = Served(""), 0
+            try:
+                _serve(talk, side, talk.here, only, memory, served, timeout)
+            except (KvbmError, OSError) as error:
+                print_error(error)
+                served.error, code = str(error), getattr(error, "exit_code", 1)
+            finally:
+                leave()
             click.echo(json.dumps(served.as_json(), ensure_ascii=False) if as_json else str(served))
             sys.stdout.flush()
             if once:
                 sys.exit(code)
 
 
-def _serve(talk: Any, side: Side, host: str, only: str | None, memory: int, served: Any) -> None:
+class Line:
+    """Senders that have said what they want, in the order in which they came.  Who says nothing is not in the line."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Talk, threading.Event]] = SimpleQueue()
+
+    def stand(self, talk: Talk) -> None:
+        """On the thread of a conversation: stand in the line until the trial is over."""
+        talk.wait()
+        talk.is_known, over = True, threading.Event()
+        self._waiting.put((talk, over))
+        over.wait()
+
+    def next(self) -> tuple[Talk, Callable[[], None]]:
+        """The next sender that is still there, and the function that sends it away."""
+        while True:
+            talk, over = self._waiting.get()
+            try:
+                talk.look()
+            except KvbmError:
+                over.set()
+                continue
+            return talk, over.set
+
+
+def _serve(
+    talk: Any, side: Side, host: str, only: str | None, memory: int, served: Any, timeout: float = 60.0
+) -> None:
     from . import trial
 
     try:
-        trial.serve(talk, side, host, only=only, memory=memory, served=served)
+        trial.serve(talk, side, host, only=only, memory=memory, served=served, timeout=timeout)
     except (KvbmError, OSError, MemoryError) as error:
         talk.fail(error)
         if isinstance(error, MemoryError):
@@ -166,6 +223,7 @@ def _serve(talk: Any, side: Side, host: str, only: str | None, memory: int, serv
 
 @link.command()
 @click.argument("address", callback=_address, metavar="HOST[:PORT]")
+@_secret_option
 @click.option("--wire", type=_WIRES, default="torch", show_default=True,
               help="torch: gloo between hosts, NCCL between GPUs. nixl needs pip install 'kvbm-layouts[nixl]'.")  # fmt: skip
 @click.option("--bytes", "sizes", callback=_sizes, metavar="SIZE,…",
@@ -182,6 +240,7 @@ def _serve(talk: Any, side: Side, host: str, only: str | None, memory: int, serv
 @json_option()
 def send(
     address: tuple[str, int],
+    secret_file: str | None,
     wire: str,
     sizes: tuple[int, ...],
     tokens: tuple[int, ...],
@@ -202,7 +261,7 @@ def send(
     comparison the table has the wire alone (one put of a contiguous slice of as many bytes) and a memcpy on this machine.
 
     SHAPE is of the whole model, llama-3.1-8b if not given. Exits with 23 if the peer is lost, 24 after a timeout, 31 if
-    nothing answers at the address, 21 if the received data are wrong.
+    nothing answers at the address, 33 if the other side has another secret, 21 if the received data are wrong.
     """
     from .. import spec
     from .talk import connect
@@ -217,13 +276,13 @@ def send(
         dict.fromkeys(max(1, round(size / terms.token_bytes)) for size in sizes or (1 << 20, 1 << 23, 1 << 26, 1 << 28))
     )
     terms = Terms(wire, str(model), max(counts), chunk_bytes, ring_bytes, timeout)
-    side = Side("sender", device, layout, nt)
+    side, secret = Side("sender", device, layout, nt), _secret(secret_file)
     rows: list[Row] = []
     head: dict[str, Any] = {}
     report = _print_json if as_json else _print_table
     try:
         with (
-            connect(*address, timeout) as talk,
+            connect(*address, timeout, secret) as talk,
             _told(talk),
             progress("connecting") as update,
             Sender(talk, side, terms) as sender,

@@ -9,8 +9,9 @@ import struct
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import BindError
+from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
+from .secret import NOTE
 
 __all__ = ["Done", "Grant", "Note", "Offer", "Put", "Stop", "Stopped", "Want", "read", "write"]
 
@@ -132,8 +133,8 @@ class Want:
 
 _GRANT = struct.Struct("<III")
 
-#: Most grants of a note.
-MOST_GRANTS = (NOTE_BYTES - _HEAD.size - Want.LAYOUT.size) // _GRANT.size
+#: Most grants of a note.  With a secret it has its code in addition.
+MOST_GRANTS = (NOTE_BYTES - NOTE - _HEAD.size - Want.LAYOUT.size) // _GRANT.size
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class Stop:
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Stop:
         _require(len(rest) <= 1000, "a stop")
         arrival, is_digest, by_sender = told
-        return cls(sending, arrival, is_digest, by_sender, rest.decode("utf-8", "replace"))
+        return cls(sending, arrival, is_digest, by_sender, printable(rest.decode("utf-8", "replace"), 1000))
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,18 @@ from typing import Any
 import kvbm
 
 from .. import wire
-from ..errors import BindError, DigestError, KvbmError, TransferTimeoutError, UnreachableError
+from ..errors import BindError, DigestError, KvbmError, TransferTimeoutError, UnreachableError, printable
 from ..shapes import BlockShape, load_shape
 from ..wire import Slab, Slice
 from ..wire.protocol import move
-from .coded import Coded, Side
+from .chunk import TRAILER
+from .coded import SPARE, STAGE, Coded, Side
 from .endpoint import Endpoint
 from .handle import Handle
 from .link import Link
 from .presets import vllm
 from .ring import Ring
+from .secret import Secret
 from .sequence import Span
 from .talk import Talk
 
@@ -37,6 +39,12 @@ __all__ = ["Row", "Sender", "Served", "Side", "Terms", "serve"]
 
 #: Version of the protocol between the two sides.
 VERSION = 1
+
+#: Most layers of a model, and its largest other size.
+_MOST_LAYERS, _MOST_SIZE = 1024, 1 << 20
+
+#: Bytes that a slow machine fills or compares per second.
+_PACE = 50e6
 
 #: Number of note round trips before the first sequence.
 _NOTES = 200
@@ -68,7 +76,12 @@ class Terms:
         sizes = found.tokens, found.chunk_bytes, found.ring_bytes
         if not all(0 < size < 1 << 40 for size in sizes) or not 0 < found.timeout <= 3600:
             raise BindError(
-                f"expected numbers from 1 to 2**40 and a timeout of at most an hour, got {sizes}, {found.timeout}"
+                f"expected numbers from 1 to 2**40 and a timeout of at most an hour, got {sizes!r:.200}, {found.timeout!r:.40}"
+            )
+        model = found.model
+        if model.nl > _MOST_LAYERS or max(model.no, model.nh, model.nt, model.hd) > _MOST_SIZE:
+            raise BindError(
+                f"shape: expected at most {_MOST_LAYERS:,} layers, and other sizes of at most {_MOST_SIZE:,}, got {found.shape!r}"
             )
         return found
 
@@ -80,6 +93,23 @@ class Terms:
     def token_bytes(self) -> int:
         """Bytes of the model's cache per token."""
         return replace(self.model, nt=1).nbytes
+
+    def memory(self, nt: int) -> int:
+        """Bytes that a side with blocks of `nt` tokens allocates.
+
+        They are the pool, what it is filled from and compared with, the ring, and two slices for the bare wire.
+        """
+        blocks = -(-self.tokens // nt)
+        block = nt * self.token_bytes
+        slot = Ring.slot_size(self.chunk_bytes + TRAILER)
+        ring = self.ring_bytes // slot // 2 * 2 * slot
+        pool = (blocks + SPARE) * block + min(STAGE, blocks) * block + 4 * block + 8 * 2 * (blocks + SPARE) * nt
+        return pool + ring + 2 * Ring.slot_size(self.tokens * self.token_bytes)
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which a side must have allocated, filled or compared its memory, if it says meanwhile that it is busy."""
+        return self.timeout + (4 * self.tokens * self.token_bytes + self.ring_bytes) / _PACE
 
 
 class End:
@@ -93,9 +123,11 @@ class End:
         The store by which wires of torch connect.
     busy : callable
         Called from time to time during long work.
+    secret : Secret, optional
+        The secret of both endpoints.
     """
 
-    def __init__(self, side: Side, terms: Terms, store: Any, busy: Callable[[], None]) -> None:
+    def __init__(self, side: Side, terms: Terms, store: Any, busy: Callable[[], None], secret: Secret | None = None) -> None:
         self.side, self.terms = side, terms
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as failing:
@@ -113,6 +145,7 @@ class End:
                 wire=made,
                 chunk_bytes=terms.chunk_bytes,
                 ring_bytes=terms.ring_bytes,
+                secret_file=secret,
             )
             self._stack.callback(self.endpoint.close)
             self.size = Ring.slot_size(terms.tokens * terms.token_bytes)
@@ -236,10 +269,10 @@ def _hello(**more: Any) -> dict[str, Any]:
 
 
 def _require_version(told: dict[str, Any], where: str) -> None:
-    found = told.get("kvbm-link-trial")
+    found, there = told.get("kvbm-link-trial"), printable(str(told.get("kvbm")), 40)
     if type(found) is not int or found != VERSION:
         raise BindError(
-            f"{where}: expected version {VERSION} of `kvbm link`, got {found!r:.40} (kvbm {told.get('kvbm')!s:.40} there, "
+            f"{where}: expected version {VERSION} of `kvbm link`, got {found!r:.40} (kvbm {there} there, "
             f"{kvbm.__version__} here); both sides need the same kvbm"
         )
 
@@ -280,7 +313,9 @@ class Served:
         )
 
 
-def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, served: Served) -> None:
+def serve(
+    talk: Talk, side: Side, host: str, *, only: str | None, memory: int, served: Served, timeout: float = 60.0
+) -> None:
     """Receive sequences from one sender until it ends the trial.
 
     Parameters
@@ -292,7 +327,9 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
     only : str, optional
         The only allowed wire.  Default: all are allowed.
     memory : int
-        Most bytes that the sender may request.
+        Most bytes that the sender may make this side allocate.
+    timeout : float
+        Most seconds that the sender may be waited for at a time.
     served : Served
         The record, which this function fills in.
     """
@@ -310,17 +347,21 @@ def serve(talk: Talk, side: Side, host: str, *, only: str | None, memory: int, s
         raise BindError(
             f"wire: torch carries host to host, or GPU to GPU; the sender has {device} and this side {side.device}: use --wire nixl"
         )
-    needed = 3 * terms.tokens * terms.token_bytes + terms.ring_bytes
+    needed = terms.memory(side.nt)
     if needed > memory:
         raise BindError(f"{needed:,} bytes were asked for; this side gives {memory:,} (kvbm link serve --memory)")
+    if terms.timeout > timeout:
+        raise BindError(
+            f"a timeout of {terms.timeout:g} s was asked for; this side waits {timeout:g} s (kvbm link serve --timeout)"
+        )
     talk.timeout = terms.timeout
     talk.say(busy=True)
     with contextlib.ExitStack() as stack:
         store = _store(host, None, terms.timeout) if terms.wire == "torch" else None
-        end = stack.enter_context(End(side, terms, store, talk.busy))
+        end = stack.enter_context(End(side, terms, store, talk.busy, talk.secret))
         try:
             talk.say(**_hello(port=store.port if store is not None else 0, side=side.as_json(), **end.cards()))
-            link = end.meet(talk.hear("card", "raw"))
+            link = end.meet(talk.hear("card", "raw", within=terms.patience))
             talk.say(met=True)
             try:
                 _serve(talk, end, link, served)
@@ -339,7 +380,7 @@ def _serve(talk: Talk, end: End, link: Link, served: Served) -> None:
             talk.say(end=True)
             return
         count = told.get("count")
-        if type(count) is not int or not 0 < count <= max(end.terms.tokens, _NOTES):
+        if type(count) is not int or not 0 < count <= (_NOTES if what == "echo" else end.terms.tokens):
             raise BindError(f"{talk.peer}: count: expected a number from 1 on, got {count!r:.40}")
         if what == "echo":
             talk.say(ready=True)
@@ -372,6 +413,22 @@ def _receive(talk: Talk, end: End, link: Link, tokens: int, check: bool, served:
 
 
 # ---- the side that sends ---------------------------------------------------------------------------------------------
+
+
+_DIGEST = re.compile("[0-9a-f]{16}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e18
+
+
+def _side(told: Any, peer: str) -> dict[str, Any]:
+    """What the other side says of itself (`Side.as_json`), as it may be printed."""
+    names = "host", "device", "layout", "tokens_per_block"
+    given = [told.get(name) for name in names] if isinstance(told, dict) else [None]
+    if not all(isinstance(one, str) for one in given[:3]) or not _is_count(given[-1]):
+        raise BindError(f"{peer}: side: expected {', '.join(names)}, got {told!r:.200}")
+    return dict(zip(names, (printable(one) if isinstance(one, str) else one for one in given), strict=True))
 
 
 @dataclass(frozen=True)
@@ -436,17 +493,17 @@ class Sender:
     def __init__(self, talk: Talk, side: Side, terms: Terms) -> None:
         self.talk, self.terms = talk, terms
         talk.say(**_hello(device=side.device, **asdict(terms)))
-        told = talk.hear("kvbm-link-trial", "port", "side", "card", "raw")
+        told = talk.hear("kvbm-link-trial", "port", "side", "card", "raw", within=terms.patience)
         _require_version(told, talk.peer)
-        if not isinstance(told["side"], dict) or type(told["port"]) is not int:
-            raise BindError(f"{talk.peer}: expected what the other side has, got {told['side']!r:.60}")
-        self.far: dict[str, Any] = told["side"]
+        if type(told["port"]) is not int or not 0 <= told["port"] < 1 << 16:
+            raise BindError(f"{talk.peer}: port: expected a port, got {told['port']!r:.60}")
+        self.far = _side(told["side"], talk.peer)
         store = _store(talk.host, told["port"], terms.timeout) if terms.wire == "torch" else None
-        self.end = End(side, terms, store, talk.busy)
+        self.end = End(side, terms, store, talk.busy, talk.secret)
         try:
             self.end.coded.fill()
             talk.say(**self.end.cards())
-            talk.hear("met")  # the other side connects first, so that its refusal is known here
+            talk.hear("met", within=terms.patience)  # the other side connects first, so that its refusal is known here
             self.link = self.end.meet(told)
         except BaseException as error:
             talk.fail(error)  # before closing, as in `serve`
@@ -503,19 +560,22 @@ class Sender:
         """Send one sequence; return seconds, processor time of both sides, counts of both sides, and the digest."""
         talk, end, link = self.talk, self.end, self.link
         talk.say(do="receive", count=tokens, check=check)
-        talk.hear("ready")
+        talk.hear("ready", within=self.terms.patience)
         before, cpu = link.stats(), end.endpoint.cpu_seconds
         span = Span(end.coded.table[: -(-tokens // end.side.nt)], range(tokens))
         begin = time.perf_counter()
         end.until_done(talk, link.send(f"trial {int(before['sendings'])}", span, timeout=self.terms.timeout))
         seconds = time.perf_counter() - begin
         cpu, after = end.endpoint.cpu_seconds - cpu, link.stats()
-        told = talk.hear("digest", "wrong", "cpu", "stats")
+        told = talk.hear("digest", "wrong", "cpu", "stats", within=self.terms.patience)
         there = told["stats"]
-        if not isinstance(there, dict) or not all(isinstance(there.get(name), int | float) for name in after):
+        if not isinstance(there, dict) or not all(_is_count(there.get(name)) for name in after):
             raise BindError(f"{talk.peer}: stats: expected numbers, got {there!r:.60}")
+        if not _is_count(told["cpu"]) or not isinstance(told["digest"], str) or not _DIGEST.fullmatch(told["digest"]):
+            raise BindError(f"{talk.peer}: expected a digest and seconds, got {told['digest']!r:.60}, {told['cpu']!r:.60}")
         if told["wrong"]:
-            raise DigestError(f"{tokens} tokens: {talk.peer} found what its digest did not: {told['wrong']!s:.400}")
+            wrong = printable(str(told["wrong"]), 400)
+            raise DigestError(f"{tokens} tokens: {talk.peer} found what its digest did not: {wrong}")
         stats = {name: after[name] - before[name] + there[name] for name in after}
         return seconds, (cpu, float(told["cpu"])), stats, str(told["digest"])
 

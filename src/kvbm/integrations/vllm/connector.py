@@ -6,9 +6,9 @@ import contextlib
 import secrets
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from ... import wire
-from ...errors import KvbmError
+from ...errors import BindError, KvbmError, printable
 from ...reshard import Endpoint, Link, Span
 from .caches import Caches
 from .holding import Holds
-from .meetings import Door, Links, Visit, Want
+from .identity import model_of
+from .meetings import MOST_PARTS, Door, Links, Visit, Want
 from .metrics import COUNTERS, ConnectorStats, PromMetrics
 from .scheduling import HOLD_SECONDS, Load, Scheduler, Source, Told, count_of, host_of, port_of, seconds_of
 
@@ -39,9 +40,6 @@ _PUSH_TOKENS, _TURNS = 2048, 4
 
 #: Most engines that are remembered although connecting failed.
 _MOST_VISITS = 256
-
-#: Most loads that begin at the same time: each may wait for an engine that does not answer.
-_LOADS = 16
 
 
 class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -56,9 +54,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ``kv_transfer_params`` for the decode engine.  Accept these parameters only from the router: they name the host to connect to.
 
     ``kv_connector_extra_config``: ``host``, address of this machine for the other engine (``127.0.0.1``); ``hold_seconds`` (120),
-    how long blocks are held for the decode engine; ``load_seconds`` (30), time limit of a load; ``model``, the same name on both
-    sides (default: its path); ``push_layers`` (a quarter of all), layers that are sent at a time while a prompt is computed;
-    ``push_tokens`` (2048), tokens per part of a prompt; ``chunk_bytes``, ``ring_bytes``, ``max_sms`` as for `Endpoint`.
+    how long blocks are held for the decode engine; ``load_seconds`` (30), time limit of a load; ``model``, a name of the weights,
+    the same on both sides (default: a hash of their files); ``secret_file``, a file with a secret that all engines share;
+    ``insecure`` (false), listen at a public address without a secret; ``push_layers`` (a quarter of all), layers that are sent at
+    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``chunk_bytes``, ``ring_bytes``,
+    ``max_sms`` as for `Endpoint`.
 
     If the router names a request (``"transfer_id"``), it may call both engines at once: the prompt's KV cache is sent while it is
     computed.
@@ -178,13 +178,15 @@ class _Worker:
         self._hold_seconds = seconds_of(self._transfer, "hold_seconds", HOLD_SECONDS)
         self._push_tokens = count_of(self._transfer, "push_tokens", _PUSH_TOKENS)
         self._push_layers = count_of(self._transfer, "push_layers", 0)
+        self._is_insecure = self._extra("insecure", False)
+        if not isinstance(self._is_insecure, bool):
+            raise BindError(f"kv_connector_extra_config: insecure: expected true or false, got {self._is_insecure!r:.100}")
         self._known = threading.RLock()
         self._arrivals: dict[str, _Coming] = {}
         self._lost: dict[str, str] = {}  # requests that the prefill engine refused, and why
         self._asking: dict[str, bool] = {}  # loads without arrivals yet → True if given up
         self._visits: dict[tuple[str, int, int], Visit] = {}
         self._over: KVConnectorTransferResults = KVConnectorTransferResults()
-        self._loading = ThreadPoolExecutor(_LOADS, "kvbm load")
         self._start = ""
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()  # last reported counters of these and of the links
@@ -200,7 +202,7 @@ class _Worker:
         self._endpoint = Endpoint(
             str(self._transfer.engine_id), self._caches.groups, rank,
             wire=wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}"),  # a new name after a restart
-            model=str(self._extra("model", self._config.model_config.model)), **options,
+            model=model_of(self._config, self._extra("model", None)), secret_file=self._extra("secret_file", None), **options,
         )  # fmt: skip
         self._links = Links(self._endpoint)
         count = max(place.model.nl for place, _ in self._caches.groups.values())
@@ -212,11 +214,14 @@ class _Worker:
             each=0 if each >= count else each, seconds=self._seconds, wait_seconds=self._hold_seconds, queued=self._queued,
             tell=self._tell,
         )  # fmt: skip
-        self._door = Door(self._links, host_of(self._transfer), port_of(self._config) + rank, self.holds.asked)
+        host, port = host_of(self._transfer), port_of(self._config) + rank
+        self._door = Door(self._links, host, port, self.holds.asked, is_insecure=self._is_insecure)
+        if self._endpoint.secret is None:
+            logger.warning("kvbm: no secret_file: whoever reaches %s:%d can ask for the KV caches of prompts", host, port)
 
     def _tell(self, link: Link, name: str, why: str) -> None:
-        assert self._door is not None
-        self._loading.submit(self._door.tell, link, name, why)
+        if self._door is not None:  # else it is being opened, and nobody has asked
+            self._door.tell(link, name, why)
 
     def stop(self, told: KVConnectorMetadata) -> None:
         """Before a step: stop reading blocks that the step uses for other requests."""
@@ -239,8 +244,14 @@ class _Worker:
         wait = self._queued()
         with self._known:
             self._asking.update(dict.fromkeys(told.loads, False))
+        end = time.monotonic() + self._seconds
         for request, load in told.loads.items():
-            self._loading.submit(self._load, request, load, wait)
+            with self._known:  # so that the visit is not forgotten meanwhile
+                try:
+                    visit = self._visit(load.source)
+                    visit.submit(self._load, request, load, visit, wait, end)
+                except KvbmError as error:
+                    self._loaded(request, load, _Coming(load.source, []), error)
 
     def _queued(self) -> Any:
         """An event after the GPU's queued work on the blocks; None on the CPU."""
@@ -260,33 +271,43 @@ class _Worker:
             at = source.host, source.port, source.workers
             if at not in self._visits:
                 if len(self._visits) >= _MOST_VISITS:  # most of them could not be reached
-                    self._visits = {key: visit for key, visit in self._visits.items() if visit.is_met}
+                    for key, visit in list(self._visits.items()):
+                        if not visit.is_met:
+                            self._visits.pop(key).leave()
                 self._visits[at] = Visit(self._links, self._start, world, *at)
             return self._visits[at]
 
-    def _load(self, request: str, load: Load, wait: Any) -> None:
+    def _load(self, request: str, load: Load, visit: Visit, wait: Any, end: float) -> None:
+        """Ask for a request, on the thread of its engine.  Everything has come at `end`, or the load has failed."""
         source = load.source
-        coming = _Coming(source, [])
+        coming, why = _Coming(source, []), None
         try:
-            visit = self._visit(source)
             want = Want(source.request, is_given_up=True)
             if load.first < load.last:
-                link, seconds = visit.link(), self._seconds
-                want = Want(source.request)
+                link = visit.link(end)
+                until, want = end, Want(source.request)
                 if source.is_early:  # it must be computed first
                     groups = tuple(sorted(self._caches.whole))
-                    want = Want(source.request, False, load.first, load.last, self._push_tokens, groups)
-                    seconds += self._hold_seconds
+                    each = max(self._push_tokens, -(-(load.last - load.first) // (MOST_PARTS - 1)))
+                    want = Want(source.request, False, load.first, load.last, each, groups)
+                    until += self._hold_seconds
+                seconds = max(until - time.monotonic(), 0.0)
                 for group, span in self._caches.spans(load.blocks, load.last, load.first, load.begins).items():
                     parts = want.parts() if group in want.groups else [(source.request, span.tokens)]
                     for key, tokens in parts:
                         part = Span(span.table, tokens)
                         coming.arrivals.append(link.receive(key, part, group=group, wait=wait, timeout=seconds))
-            visit.want(want)
+            visit.want(want, end)
         except Exception as error:
-            where = f"{source.request} of {source.host}:{source.port}"
-            logger.warning("request %s: %s was not loaded: %s", request, where, error)
-            coming.fail(str(error) or type(error).__name__)
+            why = error
+        self._loaded(request, load, coming, why)
+
+    def _loaded(self, request: str, load: Load, coming: _Coming, why: Exception | None) -> None:
+        """A request was asked for, or could not be."""
+        if why is not None:
+            where = printable(f"{load.source.request} of {load.source.host}:{load.source.port}")
+            logger.warning("request %s: %s was not loaded: %s", printable(request), where, why)
+            coming.fail(str(why) or type(why).__name__)
         with self._known:
             if self._asking.pop(request):
                 self._give_up(coming)
@@ -294,15 +315,15 @@ class _Worker:
                 self._arrivals[request] = coming
 
     def _give_up(self, coming: _Coming, why: str = "it was given up") -> None:
-        """Give up a load, and tell the prefill engine if it still computes."""
+        """Give up a load, and tell the prefill engine if it still computes.  The caller holds `_known`."""
         if not coming.failure and coming.source.is_early:
-            want = Want(coming.source.request, is_given_up=True)
-            self._loading.submit(self._say, self._visit(coming.source), want)
+            want, visit = Want(coming.source.request, is_given_up=True), self._visit(coming.source)
+            visit.submit(self._say, visit, want, time.monotonic() + self._seconds)
         coming.fail(why)
 
-    def _say(self, visit: Visit, want: Want) -> None:
+    def _say(self, visit: Visit, want: Want, end: float) -> None:
         with contextlib.suppress(KvbmError):
-            visit.want(want)
+            visit.want(want, end)
 
     # ---- results for the scheduler ---------------------------------------------------------------------------------
 
@@ -317,7 +338,7 @@ class _Worker:
                 failed = next((arrival.why for arrival in coming.arrivals if arrival.has_failed), "")
                 if failed := failed or self._lost.pop(coming.source.request, ""):
                     if not coming.failure and request not in finished:
-                        logger.warning("request %s: it was not loaded: %s", request, failed)
+                        logger.warning("request %s: it was not loaded: %s", printable(request), failed)
                     self._give_up(coming, failed)  # do not wait for the rest
                 elif request in finished:
                     self._give_up(coming)
@@ -354,7 +375,6 @@ class _Worker:
             visits = list(self._visits.values())
         for visit in visits:
             visit.close()
-        self._loading.shutdown(wait=False, cancel_futures=True)
         if self._endpoint is not None:
             with contextlib.suppress(KvbmError):
                 self._endpoint.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -9,11 +10,14 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from ...errors import KvbmError, TransferError
+from ...errors import BindError, KvbmError, TransferError, printable
 from ...reshard import Link, Span
 from .meetings import Want
 
 __all__ = ["Hold", "Holds", "Push"]
+
+#: The number of a held request in its name.
+_NUMBER = re.compile("[0-9]{1,18}")
 
 #: Seconds that a wanted request may wait until the worker is told that it is held.
 _TOLD = 20.0
@@ -21,8 +25,8 @@ _TOLD = 20.0
 #: Most requests that are remembered after they were sent or released, so that late questions are answered at once.
 _MOST_GONE = 4096
 
-#: Most requests that are wanted and not held yet.
-_MOST_WANTED = 4096
+#: Most requests that are wanted and not held yet: of one link, and of all.
+_SHARE, _MOST_WANTED = 1024, 8192
 
 
 @dataclass
@@ -139,6 +143,7 @@ class Holds:
         self._held: dict[str, _Held] = {}  # vLLM's name → request
         self._names: dict[str, str] = {}  # the name by which it is wanted → vLLM's name
         self._wanted: OrderedDict[str, tuple[Want, Link, float]] = OrderedDict()  # not held yet
+        self._waits: Counter[Link] = Counter()  # the number of these of each link
         self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # its link, or why it failed
         self._start, self._latest = "", -1
         self._step: list[tuple[Push, _Held]] = []
@@ -154,7 +159,11 @@ class Holds:
         ------
         TransferError
             The request will not come: it is not held here and will not be, or it was sent to another engine.
+        BindError
+            It is wanted in parts that are no groups here.
         """
+        if not self._whole.issuperset(want.groups):
+            raise BindError(f"want: groups: expected some of {sorted(self._whole)}, got {want.groups!r:.200}")
         with self._lock:
             held = self._held.get(self._names.get(want.name, ""))
             if held is None:
@@ -168,31 +177,44 @@ class Holds:
                 return  # already asked for, or sent while it is computed
         self._finish(held)
         if held.failure:
-            raise TransferError(f"request {want.name}: {held.failure}")
+            raise TransferError(f"request {printable(want.name)}: {held.failure}")
 
     def _require(self, want: Want, to: Link | None, why: str, link: Link) -> None:
         if why or (to is not None and to is not link):
-            raise TransferError(f"request {want.name}: {why or 'it was sent to another engine'}")
+            raise TransferError(f"request {printable(want.name)}: {why or 'it was sent to another engine'}")
 
     def _await(self, want: Want, link: Link) -> None:
         """Remember a wanted request that is not held yet."""
+        name = printable(want.name)
         if want.name in self._gone:
             self._require(want, *self._gone[want.name], link)
             return
         (start, number), seconds = (*want.name.split("/"), "")[:2], self._wait_seconds
         if start != "push":
             if start != self._start:
-                raise TransferError(f"request {want.name}: it was held before this engine was started again")
-            if not number.isdecimal() or int(number) <= self._latest:
-                raise TransferError(f"request {want.name}: not held here")
+                raise TransferError(f"request {name}: it was held before this engine was started again")
+            if not _NUMBER.fullmatch(number) or int(number) <= self._latest:
+                raise TransferError(f"request {name}: not held here")
             seconds = _TOLD
         if want.name in self._wanted:
             self._require(want, self._wanted[want.name][1], "", link)
             if not want.is_given_up:
                 return
-        elif len(self._wanted) >= _MOST_WANTED:
-            raise TransferError(f"request {want.name}: {_MOST_WANTED} others are waited for")
+        else:
+            if self._waits[link] >= _SHARE or len(self._wanted) >= _MOST_WANTED:
+                raise TransferError(f"request {name}: {self._waits[link]} others are waited for")
+            self._waits[link] += 1
         self._wanted[want.name] = want, link, time.monotonic() + seconds
+
+    def _take_wanted(self, name: str) -> tuple[Want, Link] | None:
+        """A wanted request that is waited for no longer, and the link that wants it."""
+        if (waiting := self._wanted.pop(name, None)) is None:
+            return None
+        want, link, _ = waiting
+        self._waits[link] -= 1
+        if not self._waits[link]:
+            del self._waits[link]
+        return want, link
 
     def _join(self, held: _Held, want: Want, link: Link) -> None:
         held.link, held.want = link, want
@@ -277,7 +299,7 @@ class Holds:
         if want.is_given_up:
             return
         if want.last > hold.tokens:
-            raise TransferError(f"request {want.name}: {want.last} tokens are asked for, {hold.tokens} were prefilled")
+            raise TransferError(f"request {printable(want.name)}: {want.last} tokens are asked for, {hold.tokens} were prefilled")
         for part in held.parts:
             if part.layers < self._count:
                 self._send_part(held, part, hold.blocks, self._count, held.wait)
@@ -299,8 +321,8 @@ class Holds:
         for name in held.names:
             self._gone.pop(name, None)
             self._names[name] = request
-            if waiting := self._wanted.pop(name, None):
-                want, link, _ = waiting
+            if waiting := self._take_wanted(name):
+                want, link = waiting
                 if held.link is None:
                     self._join(held, want, link)
                 else:
@@ -338,7 +360,7 @@ class Holds:
                 self._forget(request, why)
             else:
                 self._go(name, None, why)
-            waiting = self._wanted.pop(name, None)
+            waiting = self._take_wanted(name)
         if waiting is not None:
             self._tell(waiting[1], name, why)
 

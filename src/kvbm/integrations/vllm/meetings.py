@@ -7,25 +7,26 @@ never receives block ids from outside.
 from __future__ import annotations
 
 import base64
+import binascii
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...errors import BindError, KvbmError, TransferError, TransferTimeoutError
+from ...errors import BindError, KvbmError, TransferError, TransferTimeoutError, printable
 from ...reshard import Endpoint, Link
 from ...reshard.notes import Stopped
-from ...reshard.talk import Talk, connect, listen
+from ...reshard.talk import Reception, Talk, connect
 
-__all__ = ["Door", "Links", "Visit", "Want"]
+__all__ = ["MOST_PARTS", "Door", "Links", "Visit", "Want"]
 
-#: Time limit in seconds for an answer of the other side.  A side that needs longer answers that it is busy.
+#: Time limit in seconds of a door for an answer of the other side, and for the other ranks of its engine.
 WORD = 30.0
 
-#: Seconds for which a worker that asks may be silent; the limit of poll(2).
+#: Seconds for which a worker that asks may be silent.
 _QUIET = 1e6
 
 #: Seconds until an engine that could not be reached is tried again, so that other requests do not wait for it.
@@ -34,12 +35,17 @@ _AGAIN = 5.0
 #: Seconds of silence after which kvbm checks whether an engine still exists.  Its link is kept until it is lost.
 _KEPT = 600.0
 
-#: Most ranks of an engine, and most conversations at a time.
+#: Most ranks of an engine.
 _MOST_RANKS = 4096
-_MOST_TALKS = 4096
 
-#: Most parts of a request.
-_MOST_PARTS = 1 << 16
+#: Most parts of a request, and most groups and characters of a name.
+MOST_PARTS, _MOST_GROUPS, _MOST_NAME = 1024, 64, 2000
+
+#: Most messages of a worker about lost requests that are read at a time.
+_MOST_LOST = 64
+
+#: Most characters of a reason.
+_MOST_TEXT = 1000
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,21 @@ class Want:
         if not isinstance(given, dict) or set(given) - set(cls.__dataclass_fields__):
             raise BindError(f"{peer}: want: expected what is wanted, got {given!r:.100}")
         names = given.get("groups", [])
-        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-            raise BindError(f"{peer}: want: groups: expected names, got {names!r:.100}")
+        if (
+            not isinstance(names, list) or not all(isinstance(one, str) for one in names)
+            or not len(set(names)) == len(names) <= _MOST_GROUPS
+        ):  # fmt: skip
+            raise BindError(f"{peer}: want: groups: expected at most {_MOST_GROUPS} names, each once, got {names!r:.100}")
         want = cls(**{"name": None, **given, "groups": tuple(names)})
         kinds = (want.name, str), (want.is_given_up, bool), (want.first, int), (want.last, int), (want.each, int)
-        if any(type(value) is not kind for value, kind in kinds) or not want.name:
+        if any(type(value) is not kind for value, kind in kinds) or not 0 < len(want.name) <= _MOST_NAME:
             raise BindError(f"{peer}: want: expected a request's name and numbers, got {given!r:.200}")
-        if want.groups and not (0 <= want.first < want.last < 1 << 48 and want.last - want.first <= want.each * _MOST_PARTS):
-            raise BindError(f"{peer}: want: expected tokens in at most {_MOST_PARTS} parts, got {given!r:.200}")
+        if not (want.groups or want.first == want.last == want.each == 0):
+            raise BindError(f"{peer}: want: expected tokens only for a request in parts, got {given!r:.200}")
+        if want.groups and not (
+            0 <= want.first < want.last < 1 << 48 and want.last - want.first <= want.each * (MOST_PARTS - 1) < 1 << 60
+        ):
+            raise BindError(f"{peer}: want: expected tokens in at most {MOST_PARTS} parts, got {given!r:.200}")
         return want
 
     def parts(self) -> Iterator[tuple[str, range]]:
@@ -90,6 +103,16 @@ class Want:
             behind = min(self.last, (first // self.each + 1) * self.each)
             yield f"{self.name}@{first}", range(first, behind)
             first = behind
+
+
+@dataclass
+class _Made:
+    """A link that is made or used, and the number of its users.  Only those who want this link wait for its lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+    link: Link | None = None
+    error: KvbmError | None = None
 
 
 class Links:
@@ -104,15 +127,33 @@ class Links:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._lock = threading.Lock()
-        self._made: dict[frozenset[bytes], tuple[Link, int]] = {}  # cards of all ranks → link, and its number of users
+        self._made: dict[frozenset[bytes], _Made] = {}  # by the cards of all ranks
 
     def meet(self, cards: Iterable[bytes]) -> Link:
         """The link to the ranks of these cards.  Call `part` after use.  Raises the errors of `Endpoint.meet`."""
         at = frozenset(cards)
         with self._lock:
-            link, users = self._made.get(at) or (self.endpoint.meet(at), 0)
-            self._made[at] = link, users + 1
-            return link
+            made = self._made.setdefault(at, _Made())
+            made.users += 1
+        with made.lock:  # others read cards and make links meanwhile
+            try:
+                if made.error is not None:
+                    raise made.error.with_traceback(None)
+                if made.link is None:
+                    made.link = self.endpoint.meet(at)
+                return made.link
+            except BaseException as error:
+                made.error = error if isinstance(error, KvbmError) else None
+                self._leave(at, made)
+                raise
+
+    def _leave(self, at: frozenset[bytes], made: _Made) -> bool:
+        """End one use of a link.  True if it was the last one."""
+        with self._lock:
+            made.users -= 1
+            if (made.users == 0 or made.link is None) and self._made.get(at) is made:
+                del self._made[at]
+            return made.users == 0
 
     def is_lost(self, link: Link | None) -> bool:
         """True if a rank of a link is known to have ended.  It also asks the ranks; the next call knows the result.
@@ -133,13 +174,10 @@ class Links:
     def part(self, link: Link) -> None:
         """End one use of a link.  The last use closes it."""
         with self._lock:
-            at, users = next((at, users) for at, (made, users) in self._made.items() if made is link)
-            if users > 1:
-                self._made[at] = link, users - 1
-                return
-            del self._made[at]
-        with contextlib.suppress(KvbmError):
-            link.close()
+            at, made = next((at, made) for at, made in self._made.items() if made.link is link)
+        if self._leave(at, made):
+            with contextlib.suppress(KvbmError):
+                link.close()
 
 
 @dataclass
@@ -152,10 +190,14 @@ class _Guest:
     link: Link | None = None
     talks: set[Talk] = field(default_factory=set)
     left_at: float = 0.0
+    making: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Door:
     """The server of a worker: workers of other engines ask it for requests.
+
+    Each conversation has its own thread.  While a lock is held that others need, nothing of another side is read, computed or
+    waited for.
 
     Parameters
     ----------
@@ -168,6 +210,8 @@ class Door:
         may be called twice for one request.
     word : float
         Time limit in seconds for an answer of the other side, and for the other ranks of its engine.
+    is_insecure : bool
+        Listen at any address, even if the endpoint has no secret.
 
     Attributes
     ----------
@@ -176,141 +220,139 @@ class Door:
     """
 
     def __init__(
-        self, links: Links, host: str, port: int, begin: Callable[[Want, Link], None], word: float = WORD
+        self,
+        links: Links,
+        host: str,
+        port: int,
+        begin: Callable[[Want, Link], None],
+        word: float = WORD,
+        *,
+        is_insecure: bool = False,
     ) -> None:
         self._links, self._begin, self._word = links, begin, word
         self._met = threading.Condition()
         self._guests: dict[tuple[str, str], _Guest] = {}
-        self._talks: set[Talk] = set()
         self._is_closed = False
-        self._socket = listen(host, port)
-        self.port = int(self._socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._listen, name="kvbm door", daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                time.sleep(0.1)  # such as too many open files: it may pass
-                continue
-            try:
-                talk = Talk(connection, self._word)
-            except OSError:
-                connection.close()
-                continue  # the client has gone already
-            with self._met:
-                is_welcome = not self._is_closed and len(self._talks) < _MOST_TALKS
-                if is_welcome:
-                    self._talks.add(talk)
-            if is_welcome:
-                threading.Thread(target=self._serve, args=(talk,), name=f"kvbm door {talk.peer}", daemon=True).start()
-            else:
-                talk.close()
+        secret = links.endpoint.secret
+        self._reception = Reception(
+            host, port, self._serve, timeout=word, name="kvbm door", secret=secret, is_insecure=is_insecure
+        )
+        self.port = self._reception.port
 
     def _serve(self, talk: Talk) -> None:
         """Serve one worker of another engine until it disconnects."""
-        guest = None
+        guest = self._hear(talk)
         try:
-            guest = self._hear(talk)
+            talk.is_known, talk.timeout = True, self._word
             link = self._meet(talk, guest)
             while True:
-                talk.timeout = _QUIET  # it is silent until it has a request
-                heard = talk.hear("want")
-                talk.timeout = self._word
-                want = Want.of(heard, talk.peer)
+                talk.wait(_QUIET, _QUIET)  # it is silent until it has a request
+                want = Want.of(talk.hear("want"), talk.peer)
                 try:
                     self._begin(want, link)
                 except KvbmError as error:
-                    talk.say(refused=str(error)[:4000])
+                    talk.say(refused=printable(str(error), _MOST_TEXT))
                 else:
                     talk.say(begun=want.name)
-        except KvbmError as error:
-            talk.fail(error)
-        except Exception as error:  # for any message
-            talk.fail(BindError(f"{type(error).__name__}: {error}"))
         finally:
-            talk.close()
             with self._met:
-                self._talks.discard(talk)
-                if guest is not None:
-                    guest.talks.discard(talk)
-                    guest.left_at = time.monotonic()
-                    if not guest.talks and guest.link is None:
-                        self._guests.pop(guest.name, None)
-                    self._met.notify_all()
+                guest.talks.discard(talk)
+                guest.left_at = time.monotonic()
+                if not guest.talks and guest.link is None and self._guests.get(guest.name) is guest:
+                    del self._guests[guest.name]
+                self._met.notify_all()
 
     def _hear(self, talk: Talk) -> _Guest:
         """Read the identity and the card of a worker.  Remains of earlier starts of its engine are removed."""
         hello = talk.hear("engine", "start", "rank", "world", "card")
-        name, rank, world = (str(hello["engine"]), str(hello["start"])), hello["rank"], hello["world"]
+        engine, start, rank, world = (hello[key] for key in ("engine", "start", "rank", "world"))
+        if not all(isinstance(text, str) and len(text) <= _MOST_NAME for text in (engine, start)):
+            raise BindError(f"{talk.peer}: expected names of an engine and its start, got {engine!r:.40}, {start!r:.40}")
+        name = engine, start
         if type(world) is not int or type(rank) is not int or not 0 <= rank < world <= _MOST_RANKS:
             raise BindError(f"{talk.peer}: expected a rank of a world, got {rank!r:.40} of {world!r:.40}")
-        card = base64.b64decode(str(hello["card"]), validate=True)
-        now = time.monotonic()
+        card = _card(hello, talk.peer)
+        self._links.endpoint.require_alike(card)
+        self._forget(name)
         with self._met:
-            for other, one in list(self._guests.items()):
-                is_older = other[0] == name[0] and other != name  # the engine was restarted
-                is_silent = one.left_at + _KEPT < now and other != name
-                if not one.talks and (is_older or (is_silent and self._links.is_lost(one.link))):
-                    self._part(other)
             guest = self._guests.setdefault(name, _Guest(name, world))
-            if guest.world != world or (guest.link is not None and guest.cards[rank] != card):
-                raise BindError(f"{talk.peer}: rank {rank} of {name[0]}: another card than before, at the same start")
+            if guest.world != world or guest.cards.get(rank, card) != card:
+                raise BindError(
+                    f"{talk.peer}: rank {rank} of {printable(engine)}: another card than before, at the same start"
+                )
             guest.cards[rank] = card
             guest.talks.add(talk)
             self._met.notify_all()
         return guest
 
-    def _part(self, name: tuple[str, str]) -> None:
-        link = self._guests.pop(name).link
-        if link is not None:
-            self._links.part(link)
+    def _forget(self, name: tuple[str, str]) -> None:
+        """Forget earlier starts of this engine, and engines that are gone."""
+        now, older, silent = time.monotonic(), [], []
+        with self._met:
+            for other, one in self._guests.items():
+                if one.talks or other == name:
+                    continue
+                if other[0] == name[0]:  # the engine was restarted
+                    older.append(one)
+                elif one.left_at + _KEPT < now:
+                    silent.append(one)
+        for guest in [*older, *(one for one in silent if self._links.is_lost(one.link))]:
+            self._part(guest)
+
+    def _part(self, guest: _Guest) -> None:
+        with self._met:
+            if guest.talks or self._guests.get(guest.name) is not guest:
+                return  # it has come back, or another thread was here
+            del self._guests[guest.name]
+        if guest.link is not None:
+            self._links.part(guest.link)
 
     def _meet(self, talk: Talk, guest: _Guest) -> Link:
         """Wait until all workers of the engine have sent their cards."""
         talk.say(card=base64.b64encode(self._links.endpoint.card()).decode())
         end = time.monotonic() + self._word
-        with self._met:
-            while len(guest.cards) < guest.world and not self._is_closed:
-                if time.monotonic() > end:
-                    raise TransferTimeoutError(f"{talk.peer}: of {guest.world} ranks only {sorted(guest.cards)} have come")
-                self._met.wait(min(1.0, self._word))
-                talk.busy()
-                talk.look()
-            if self._is_closed:
-                raise BindError(f"{talk.peer}: this engine is shutting down")
+        while True:
+            with self._met:
+                left = end - time.monotonic()
+                if not self._is_closed and len(guest.cards) < guest.world and left > 0:
+                    self._met.wait(min(1.0, left))
+                if self._is_closed:
+                    raise BindError(f"{talk.peer}: this engine is shutting down")
+                if len(guest.cards) == guest.world:
+                    break
+                ranks = sorted(guest.cards)
+            if left <= 0:
+                raise TransferTimeoutError(
+                    f"{talk.peer}: of {guest.world} ranks only {str(ranks)[:200]} have come within {self._word:g} s"
+                )
+            talk.busy()
+            talk.look()
+        with guest.making:  # only workers of this engine wait
             if guest.link is None:
                 guest.link = self._links.meet(guest.cards.values())
         talk.say(met=True)
         return guest.link
 
     def tell(self, link: Link, name: str, why: str) -> None:
-        """Tell an engine that a request will not come, after it was accepted."""
+        """Tell an engine that a request will not come, after it was accepted.  It does not wait."""
         with self._met:
             talks = [talk for guest in self._guests.values() if guest.link is link for talk in guest.talks]
         for talk in talks:
             with contextlib.suppress(KvbmError):  # a peer that has gone does not wait
-                talk.say(lost=name, why=why[:4000])
+                talk.tell(lost=name, why=printable(why, _MOST_TEXT))
 
     def close(self) -> None:
         with self._met:
             self._is_closed = True
-            talks = list(self._talks)
             self._met.notify_all()
-        with contextlib.suppress(OSError):  # wakes `accept`; closing alone does not
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for talk in talks:
-            talk.close()
-        self._thread.join(5)
+        self._reception.close()
 
 
 class Visit:
     """The client of a decode worker: connections to all workers of a prefill engine.  It connects on first use.
+
+    Calls for one engine are made one after the other by its own thread (`submit`), so an engine that does not answer delays no
+    other.  Each call has an end.
 
     Parameters
     ----------
@@ -323,17 +365,19 @@ class Visit:
     host, port, ports
         Address of the other engine's first worker, and the number of its workers, which listen at consecutive ports.
     word : float
-        Time limit in seconds for an answer of the other side.
+        Seconds that a call may take if it is not given its end.
     """
 
     def __init__(
         self, links: Links, start: str, world: int, host: str, port: int, ports: int, word: float = WORD
     ) -> None:
-        if not 0 < ports <= _MOST_RANKS:
-            raise BindError(f"{host}:{port}: expected a number of workers up to {_MOST_RANKS}, got {ports}")
+        self._where = f"{printable(host)}:{port}"
+        if not 0 < ports <= _MOST_RANKS or not 0 < port < port + ports <= 1 << 16:
+            raise BindError(f"{self._where}: expected a port, and a number of workers up to {_MOST_RANKS}, got {ports}")
         self._links, self._start, self._world, self._word = links, start, world, word
         self._host, self._port, self._ports = host, port, ports
         self._lock = threading.Lock()
+        self._waiter = ThreadPoolExecutor(1, f"kvbm load {self._where}")
         self._talks: list[Talk] = []
         self._cards: list[bytes] = []
         self._link: Link | None = None
@@ -345,8 +389,13 @@ class Visit:
     def is_met(self) -> bool:
         return self._link is not None
 
-    def link(self) -> Link:
-        """The link to the workers.  Connects first if needed.
+    def submit(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Make the engine's thread call a function, after those that were submitted before."""
+        with contextlib.suppress(RuntimeError):  # this engine is shutting down
+            self._waiter.submit(call, *arguments)
+
+    def link(self, end: float | None = None) -> Link:
+        """The link to the workers.  Connects first if needed.  `end` is the time (`time.monotonic`) at which the caller gives up.
 
         Raises
         ------
@@ -354,9 +403,17 @@ class Visit:
             A worker cannot be reached, or does not fit.
         """
         with self._lock:
-            return self._meet()
+            return self._meet(self._end(end))
 
-    def _meet(self) -> Link:
+    def _end(self, end: float | None) -> float:
+        return time.monotonic() + self._word if end is None else end
+
+    def _left(self, end: float) -> float:
+        if (left := end - time.monotonic()) <= 0:
+            raise TransferTimeoutError(f"{self._where}: no answer in time")
+        return left
+
+    def _meet(self, end: float) -> Link:
         with contextlib.suppress(KvbmError):
             for talk in self._talks:
                 talk.look()  # a worker that has gone has closed the connection
@@ -368,54 +425,59 @@ class Visit:
         try:
             cards = []
             for number in range(self._ports):
-                talk = connect(self._host, self._port + number, self._word)
+                talk = connect(self._host, self._port + number, self._left(end), self._links.endpoint.secret)
                 self._talks.append(talk)
                 if self._is_closed:
                     raise BindError("this engine is shutting down")
                 here = self._links.endpoint
                 card = base64.b64encode(here.card()).decode()
                 talk.say(engine=here.engine, start=self._start, rank=here.rank, world=self._world, card=card)
-                cards.append(base64.b64decode(str(talk.hear("card")["card"]), validate=True))
+                cards.append(_card(talk.hear("card", within=self._left(end)), talk.peer))
             if self._link is None or cards != self._cards:  # a restarted engine has other cards
                 if self._link is not None:
                     link, self._link = self._link, None
                     self._links.part(link)
                 self._link, self._cards = self._links.meet(cards), cards
             for talk in self._talks:
-                talk.hear("met")
+                talk.hear("met", within=self._left(end))
             return self._link
         except BaseException as error:
             self._failed_at, self._why = time.monotonic(), str(error)
             self._part()
             raise
 
-    def want(self, want: Want) -> None:
-        """Ask every worker to send a request when it is computed, or to release it.
+    def want(self, want: Want, end: float | None = None) -> None:
+        """Ask every worker to send a request when it is computed, or to release it.  `end` as for `link`.
 
         Raises
         ------
         TransferError
             A worker does not have the request and will not get it, or is gone.  The next call connects again.
         """
+        end = self._end(end)
         with self._lock:
-            self._meet()
+            self._meet(end)
             try:
                 for talk in self._talks:
+                    talk.timeout = self._left(end)
                     talk.say(want=asdict(want))
-                answers = [self._answer(talk) for talk in self._talks]
+                answers = [self._answer(talk, end) for talk in self._talks]
             except BaseException:
                 self._part()
                 raise
         if refused := [answer["refused"] for answer in answers if "refused" in answer]:
-            raise TransferError(str(refused[0]))
+            raise TransferError(printable(str(refused[0]), _MOST_TEXT))
 
-    def _answer(self, talk: Talk) -> dict[str, Any]:
-        while "lost" in (heard := talk.hear()):
+    def _answer(self, talk: Talk, end: float) -> dict[str, Any]:
+        while True:
+            heard = talk.hear(within=self._left(end))
+            if "lost" not in heard:
+                return heard
             self._hear_of(heard)
-        return heard
 
     def _hear_of(self, heard: dict[str, Any]) -> None:
-        self._lost[str(heard["lost"])] = str(heard.get("why", ""))
+        if len(self._lost) < _MOST_LOST * self._ports:
+            self._lost[str(heard["lost"])] = printable(str(heard.get("why", "")), _MOST_TEXT)
 
     def lost(self) -> dict[str, str]:
         """Accepted requests that will not come, and why, since the last call.  It does not wait."""
@@ -424,8 +486,11 @@ class Visit:
         try:
             for talk in self._talks:
                 with contextlib.suppress(KvbmError):  # the next request connects again
-                    while talk.has_news():
-                        self._hear_of(talk.hear("lost"))
+                    for _ in range(_MOST_LOST):
+                        if (heard := talk.news()) is None:
+                            break
+                        if "lost" in heard:
+                            self._hear_of(heard)
             found, self._lost = self._lost, {}
             return found
         finally:
@@ -436,8 +501,21 @@ class Visit:
             talk.close()
         self._talks = []
 
+    def leave(self) -> None:
+        """End the engine's thread after what was submitted."""
+        self._waiter.shutdown(wait=False)
+
     def close(self) -> None:
         """Close the connections.  Threads that wait for an answer get an error."""
         self._is_closed = True
+        self._waiter.shutdown(wait=False, cancel_futures=True)
         for talk in list(self._talks):
             talk.close()
+
+
+def _card(heard: dict[str, Any], peer: str) -> bytes:
+    """The card in a message."""
+    try:
+        return base64.b64decode(heard["card"], validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise BindError(f"{peer}: expected a card in base64, got {heard['card']!r:.40}") from None

@@ -14,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from ...errors import BindError
+from ...errors import BindError, printable
 from .caches import window_of
 from .holding import Hold, Push
+from .identity import inputs_of
 
 __all__ = ["HOLD_SECONDS", "Load", "Scheduler", "Source", "Told", "count_of", "host_of", "port_of", "seconds_of"]
 
@@ -182,8 +183,16 @@ class Scheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return None
+        inputs = inputs_of(request)
         try:
             source = Source.of(params)
+            if source.is_early:
+                source.request += inputs and f"#{inputs}"
+            elif (theirs := params.get("remote_inputs", "")) != inputs:
+                raise BindError(
+                    "remote_inputs: expected the adapter, pictures, sound and embeddings of this request, "
+                    f"{inputs or 'none'}, got those of another, {theirs or 'none'!r:.100}"
+                )
             if params.get("remote_engine_id") == self._engine:  # use the prefix cache, and copy nothing
                 _, _, name = (*source.request.split("/", 2), "", "")[:3]
                 self._told.unheld += [name] if name and not source.is_early else []
@@ -192,7 +201,7 @@ class Scheduler:
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
         except BindError as error:
             params["do_remote_prefill"] = False
-            logger.warning("request %s: it is prefilled here: %s", request.request_id, error)
+            logger.warning("request %s: it is prefilled here: %s", printable(str(request.request_id)), error)
             return None
         return source
 
@@ -210,7 +219,7 @@ class Scheduler:
         if params.get("do_remote_decode"):
             if self._windows:
                 self._prefills[request.request_id] = request.num_prompt_tokens
-            if (name := self._name(params)) and request.request_id not in self._pushes:
+            if (name := self._name(request)) and request.request_id not in self._pushes:
                 self._pushes[request.request_id] = _Pushed(name, request, request.num_preemptions)
         source = self._source(request)
         if source is None:
@@ -220,10 +229,10 @@ class Scheduler:
         begins = self._begins(request.request_id, source, tables, first, first + external) if external else {}
         self._ask(request, Load(source, tables, first, first + external, begins))
 
-    def _name(self, params: dict[str, Any]) -> str:
+    def _name(self, request: Any) -> str:
         """The name under which a request may be sent while it is computed; empty if another request has this name."""
-        given = params.get("transfer_id")
-        name = f"push/{given}" if isinstance(given, str) and 0 < len(given) <= _MOST_NAME else ""
+        given, inputs = request.kv_transfer_params.get("transfer_id"), inputs_of(request)
+        name = f"push/{given}{inputs and f'#{inputs}'}" if isinstance(given, str) and 0 < len(given) <= _MOST_NAME else ""
         return "" if any(one.name == name for one in self._pushes.values()) else name
 
     def _begins(self, request: str, source: Source, tables: tuple[list[int], ...], first: int, last: int) -> dict[int, int]:
@@ -254,7 +263,7 @@ class Scheduler:
             self._ask(request, Load(source))
         params = request.kv_transfer_params or {}
         ended = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        name = pushed.name if pushed is not None else self._name(params) if params.get("do_remote_decode") else ""
+        name = pushed.name if pushed is not None else self._name(request) if params.get("do_remote_decode") else ""
         self._number += 1
         if not params.get("do_remote_decode") or request.status not in ended or not any(blocks):
             if name and any(blocks):  # workers may still read them
@@ -273,6 +282,8 @@ class Scheduler:
             "remote_request_id": f"{self._told.start}/{self._number}/{request.request_id}", "remote_host": self._host,
             "remote_port": self._port, "remote_workers": self._workers, "remote_num_tokens": tokens,
         }  # fmt: skip
+        if inputs := inputs_of(request):
+            told["remote_inputs"] = inputs
         if self._windows:
             blocks_of = {one.group: one.block for one in self._windows}
             told["remote_first_tokens"] = [

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import vllm
 from vllm.logger import init_logger
-from vllm.transformers_utils.repo_utils import get_model_path
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -25,6 +24,7 @@ from ...reshard.presets import of_vllm
 from ...shapes import BlockShape
 from ...vllm_groups import groups, number_of_layer
 from .copier import Copier
+from .identity import folder_of, long_factors
 from .shelf import Shelf, Shelved
 from .tier import Chain, Content, KvbmTier, key_of_files
 
@@ -195,18 +195,18 @@ def key_of_model(vllm_config: Any, settings: Settings) -> str:
         told.pop(name, None)
     version = ".".join(vllm.__version__.split(".")[:2])
     more = [told, str(model.dtype), str(model.quantization), bool(model.disable_sliding_window), f"vLLM {version}"]
+    for extra in (long_factors(model), getattr(model, "quantization_config", None)):
+        more += [] if extra is None else [extra]  # most models have none of them, and keep their folders
     text = json.dumps(more, sort_keys=True, default=str)
     if settings.model_key:
         return f"{settings.model_key} {text}"
     advice = "expected model_key in kv_connector_extra_config, a name that no other weights have"
     if vllm_config.load_config.load_format == "dummy":
         raise BindError(f"folder: load_format: dummy weights have no files to tell models apart by; {advice}")
-    path = Path(model.model)
-    if not path.exists():
-        try:
-            path = Path(get_model_path(model.model, model.revision))
-        except Exception as error:
-            raise BindError(f"folder: the files of {model.model!r} are not found here ({error}); {advice}") from None
+    try:
+        path = folder_of(str(model.model), model.revision, vllm_config.load_config.download_dir)
+    except Exception as error:
+        raise BindError(f"folder: the files of {model.model!r} are not found here ({error}); {advice}") from None
     return key_of_files(path, text)
 
 
