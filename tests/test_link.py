@@ -319,6 +319,63 @@ def test_a_lost_peer_is_no_wrong_chunk(side: int, pulls: bool) -> None:
     assert killed > 2
 
 
+def written(found: Linked) -> list[Any]:
+    """For each receiving rank, the bytes that a transfer of the case writes: those that it makes equal whatever they were."""
+    after = []
+    for number, fill in enumerate((0x55, 0xAA)):
+        for buffer in found.run.buffers[1]:
+            buffer[:] = fill
+        assert not any(ended(found.begin(name=f"written {number}")))
+        after.append([np.array(buffer) for buffer in found.run.buffers[1]])
+    return [one == two for one, two in zip(*after, strict=True)]
+
+
+def require_nothing_left(found: Linked, masks: list[Any], errors: list[Any]) -> int:
+    """After failed receives into memory of 0x55: all their tokens are zero or none is, and no other byte has changed."""
+    cleared = 0
+    for buffer, mask, error in zip(found.run.buffers[1], masks, errors, strict=True):
+        assert (buffer[~mask] == 0x55).all()
+        if error is not None and not (buffer[mask] == 0x55).all():
+            assert (buffer[mask] == 0).all(), error
+            cleared += 1
+    return cleared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verify", ["after", "before"])
+def test_a_failed_receive_leaves_zeros_in_its_tokens_and_no_other_byte(
+    verify: str,
+) -> None:
+    """A chunk that is wrong each time, an abort, a deadline, a lost peer, an endpoint that is closed: nothing is left."""
+    cleared = {what: 0 for what in ("wrong", "abort", "deadline", "kill", "close")}
+    for what in cleared:
+        for first in (2, 5):
+            faults = [wire.Fault("bit" if what == "wrong" else "kill", at) for at in range(first, 200)]
+            with on_faulty({}) as found:
+                masks = written(found)
+            with on_faulty({(0, SENDER): faults} if what in ("wrong", "kill") else {}) as found:
+                for buffer in found.run.buffers[1]:
+                    buffer[:] = 0x55
+                seconds = 0.4 if what == "deadline" else 60
+                with held(*found.all_ends):
+                    if what in ("wrong", "kill"):
+                        begun(found, 0)
+                    else:  # one rank sends, and the others never do
+                        found.links[0][SENDER].send("one", found.spans(0)[SENDER][0], timeout=60)
+                    came = begun(found, 1, timeout=seconds, verify=verify)
+                if what in ("abort", "close"):
+                    until(lambda came=came: any(one.zero for one in came), "something was written")  # type: ignore[misc]
+                if what == "abort":
+                    for one in came:
+                        one.abort()
+                if what == "close":
+                    for end in found.ends[1]:
+                        end.close()
+                errors = ended(came)
+                cleared[what] += require_nothing_left(found, masks, errors)
+    assert all(cleared.values()), cleared
+
+
 def test_deadlines() -> None:
     """Nobody sends, or nobody receives: each side gets an error, and the next transfer works."""
     with on_faulty({}) as found:
