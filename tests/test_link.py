@@ -347,7 +347,7 @@ def test_a_failed_receive_leaves_zeros_in_its_tokens_and_no_other_byte(
     verify: str,
 ) -> None:
     """A chunk that is wrong each time, an abort, a deadline, a lost peer, an endpoint that is closed: nothing is left."""
-    cleared = {what: 0 for what in ("wrong", "abort", "deadline", "kill", "close")}
+    cleared = dict.fromkeys(("wrong", "abort", "deadline", "kill", "close"), 0)
     for what in cleared:
         for first in (2, 5):
             faults = [wire.Fault("bit" if what == "wrong" else "kill", at) for at in range(first, 200)]
@@ -623,6 +623,58 @@ def test_who_is_told_polls_seldom() -> None:
         polls = [one.calls["poll"] for one in found.wires[1]]
         most = 110 * (time.monotonic() - begin) + 10
         assert all(0 < many < most for many in polls), (polls, most)
+
+
+class Sleeps(threading.Event):
+    """An event that notes how long its owner would sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return super().wait(timeout)
+
+
+class Silent:
+    """A wire that must be polled, as NIXL's."""
+
+    def __init__(self, below: Any) -> None:
+        self.below = below
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "on_news":
+            raise AttributeError(name)
+        return getattr(self.below, name)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_idle_endpoint_wakes_up_seldom_or_never(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never if its wire wakes it, or if it has no peers; else at most 10 times a second.  It still hears what begins."""
+    monkeypatch.setattr(endpoints.threading, "Event", Sleeps)
+    hub = wire.Hub()
+
+    def make(side: int, rank: int) -> Any:
+        below = wire.memory(f"{side}/{rank}", hub)
+        return below if is_told else Silent(below)
+
+    with Linked(CASE, make, chunk_bytes=1 << 12, ring_bytes=1 << 16) as found:
+        for name in ("first", "second"):
+            found.refill()
+            assert not any(ended(found.begin(name=name)))
+            found.check()
+            for end in found.all_ends:
+                slept = end._wake.seconds  # type: ignore[attr-defined]
+                until(lambda slept=slept: slept and slept[-1] == (None if is_told else 0.1), "it sleeps long")  # type: ignore[misc]
+        alone = Pool.allocate(kvbm.load("nhd"), SHAPE, 4)
+        with reshard.Endpoint("alone", reshard.vllm(SHAPE, name="alone"), 0, alone, wire=make(0, 9), chunk_bytes=1 << 12) as end:
+            slept = end._wake.seconds  # type: ignore[attr-defined]
+            until(lambda: slept[-1:] == [None], "it sleeps until something happens")
+            count = len(slept)
+            end.call(int)
+            until(lambda: len(slept) > count, "it sleeps again")
+            assert len(slept) <= count + 2 and slept[-1] is None
 
 
 def test_what_is_on_its_way_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:

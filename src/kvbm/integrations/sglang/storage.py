@@ -24,6 +24,7 @@ from ...pool import Pool
 from ...shapes import BlockShape
 from ...store import read, save
 from ...transfer import Transfer
+from ..settings import unknown
 
 __all__ = ["KvbmStorage", "pool_of"]
 
@@ -31,6 +32,13 @@ logger = logging.getLogger(__name__)
 
 #: Key in a file's metadata for its name, which contains the page, its layers and its heads.
 _NAME = "sglang.page"
+
+#: Names in ``--hicache-storage-backend-extra-config``: kvbm's, and those that SGLang reads itself.
+_SETTINGS = (
+    "path", "file_layout", "heads_per_file", "model_id",
+    "backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold", "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+)  # fmt: skip
 
 #: SGLang's ``--hicache-mem-layout`` → the layout of keys and values, and of latents.
 _LAYOUTS = {
@@ -120,6 +128,8 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:  # noqa: ARG002  (SGLang passes it)
         given = dict(storage_config.extra_config or {})
+        if said := unknown(given, _SETTINGS):  # no error: SGLang and its other parts may read more
+            logger.warning("kvbm: hicache-storage-backend-extra-config: %s", said)
         if not given.get("interface_v1"):
             raise BindError(
                 f"interface_v1: expected 1, got {given.get('interface_v1')!r:.100}: pages are read in place"

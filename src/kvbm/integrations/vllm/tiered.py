@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import vllm
-from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_model_path
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
@@ -25,12 +24,11 @@ from ...reshard.presets import of_vllm
 from ...shapes import BlockShape
 from ...vllm_groups import groups, number_of_layer
 from .copier import Copier
+from .log import logger
 from .shelf import Shelf, Shelved
 from .tier import Chain, Content, KvbmTier, key_of_files
 
 __all__ = ["LOST", "READ", "WRITTEN", "Settings", "TierIndex", "TierSpec", "TierWorker", "Tiered", "Units"]
-
-logger = init_logger("vllm.kvbm")
 
 #: Default tokens per unit.  Engines that share a folder must have blocks of a multiple of it.
 UNIT_TOKENS = 16
