@@ -16,7 +16,8 @@ def unknown(given: Mapping[str, Any], known: Iterable[str]) -> str:
     names = sorted(known)
     for name in given:
         if name not in names:
-            return f"{name!s:.100}: expected one of {', '.join(names)}, got a setting that nobody reads.{suggestion(str(name), names)}"
+            similar = suggestion(str(name), names)
+            return f"{name!s:.100}: expected one of {', '.join(names)}, got a setting that nobody reads.{similar}"
     return ""
 
 

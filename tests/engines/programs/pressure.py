@@ -1,4 +1,4 @@
-"""vLLM with a small pool, whose offloaded blocks are damaged between rounds: ``pressure.py SETTINGS`` (JSON); prints JSON behind RESULT."""
+"""vLLM with a small pool; blocks in host memory are damaged between rounds: ``pressure.py SETTINGS``; prints JSON behind RESULT."""
 
 from __future__ import annotations
 

@@ -450,7 +450,7 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
             tier.begin(request, self.scheduler._req_status[request.request_id].req_context)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         answer = self._failed.answer(request)
         if answer is None:
             return self._failed.defer(found)

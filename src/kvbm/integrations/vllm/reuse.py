@@ -31,15 +31,17 @@ def require_reuse(vllm_config: Any, extra: Mapping[str, Any]) -> None:
         return
     if why := _why(vllm_config.model_config):
         raise BindError(
-            f"vLLM has switched prefix caching off: {why}.  A prompt whose cache is loaded may then get other tokens than a computed "
-            f'one, so kvbm loads none; to load them anyway, add "{WITHOUT_PREFIX_CACHING}": true to kv_connector_extra_config'
+            f"vLLM has switched prefix caching off: {why}.  A prompt whose cache is loaded may then get other tokens than a "
+            f'computed one, so kvbm loads none; to load them anyway, add "{WITHOUT_PREFIX_CACHING}": true to '
+            "kv_connector_extra_config"
         )
 
 
 def _why(model: Any) -> str:
     """Why vLLM has switched prefix caching off; empty if it was the user."""
     if not current_platform.is_cuda_alike() and getattr(model, "use_mla", False):
-        return f"on this platform ({current_platform.device_type}), it computes a prompt with a latent (MLA) in another way than it decodes"
+        where = current_platform.device_type
+        return f"on this platform ({where}), it computes a prompt with a latent (MLA) in another way than it decodes"
     if not getattr(model, "is_prefix_caching_supported", True):
         return f"it does not support it for {model.model}"
     if current_platform.is_cpu() and current_platform.get_cpu_architecture().name == "RISCV":

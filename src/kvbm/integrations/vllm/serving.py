@@ -384,8 +384,8 @@ def as_json(
     Returns
     -------
     dict
-        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what is not possible, with
-        the reasons.  Values that were not measured are None.
+        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), ``notes``: what depends on the machine that
+        serves, and ``refused``: what is not possible, with the reasons.  Values that were not measured are None.
     """
     refused: list[dict[str, str]] = []
     disaggregation = None
@@ -398,8 +398,19 @@ def as_json(
             refused, "KvbmOffloadingConnector", lambda: _offloading(engine, host_bytes, host_layout, blocks, device)
         ),
         "disaggregation": disaggregation,
+        "notes": _notes(engine.model),
         "refused": refused,
     }
+
+
+def _notes(model: Model) -> list[str]:
+    if not model.is_latent:
+        return []
+    return [
+        "on a platform without CUDA or ROCm, such as CPUs, vLLM switches prefix caching off for a latent (MLA), as it computes a "
+        'prompt there in another way than it decodes: kvbm\'s connectors then refuse to start without "without_prefix_caching": true '
+        "in kv_connector_extra_config, and tokens may differ"
+    ]
 
 
 def _tried(refused: list[dict[str, str]], what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
