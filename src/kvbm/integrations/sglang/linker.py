@@ -222,7 +222,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         batch = self.layer_done_counter.batches.pop(counter_index, None)
         if batch is None:
             return True
-        right = [self.pools[name].loaded(loading) for name, loading in batch.loads.items()]
+        right = [self.pools[name].loaded(loading, self._streams[0]) for name, loading in batch.loads.items()]
         for pages in self.pools.values():
             pages.let_go()
         if not all(right):

@@ -256,10 +256,10 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
                 raise BindError(f"{path}: expected a file with digests")
             for near, far in zip(piece.near.arrays, mapped.arrays, strict=True):
                 np.copyto(near, far)
-            found, is_files_fault = np.zeros(1, np.uint64), False
-            piece.get.copy([0], [page], digests=found).synchronize()
+            found = piece.near.digest([0])
             if is_files_fault := bool(found[0] != stored.digests.blocks[0]):
                 raise DigestError(f"{path}: expected digest {stored.digests.blocks[0]:#x}, got {found[0]:#x}")
+            piece.get.copy([0], [page]).synchronize()  # compared before: nothing of a wrong file is left
         except FileNotFoundError:
             return False
         except (KvbmError, OSError) as error:

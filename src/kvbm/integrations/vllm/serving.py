@@ -408,7 +408,7 @@ def _notes(model: Model) -> list[str]:
         return []
     return [
         "on a platform without CUDA or ROCm, such as CPUs, vLLM switches prefix caching off for a latent (MLA), as it computes a "
-        'prompt there in another way than it decodes: kvbm\'s connectors then refuse to start without "without_prefix_caching": true '
+        'prompt there in another way than it decodes: kvbm then refuses to start without "without_prefix_caching": true '
         "in kv_connector_extra_config, and tokens may differ"
     ]
 
