@@ -1259,6 +1259,7 @@ def test_a_receive_that_was_called_before_notes_came_hears_them() -> None:
                 return poll()
 
             link.endpoint.wire.poll = late  # type: ignore[method-assign]
+            link.endpoint.submit(int)  # it sleeps
             assert is_asked.wait(LIMIT)
         came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
         sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]
