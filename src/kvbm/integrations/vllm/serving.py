@@ -384,7 +384,8 @@ def as_json(
     Returns
     -------
     dict
-        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what is not possible, with the reasons.  Values that were not measured are None.
+        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what is not possible,
+        with the reasons.  Values that were not measured are None.
     """
     refused: list[dict[str, str]] = []
     disaggregation = None
