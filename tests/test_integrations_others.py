@@ -61,6 +61,9 @@ def test_host_pages(device: str) -> None:
     held.host.arrays[held._pages["a"].block].view("u1").reshape(-1)[0] ^= 1
     *_, loading = held.load(["b", "a"], [1, 2], [range(5)], stream_of(device))
     assert not held.loaded(loading) and held.wrong == 1 and "a" not in held and "b" in held
+    for tensor, was in zip(tensors, before, strict=True):  # nothing of it is left, and no other page has changed
+        was[2] = 0
+        assert torch.equal(tensor, was)
     held.host.arrays[held._pages["b"].block].view("u1").reshape(-1)[0] ^= 1
     held.check(["b"])
     assert "b" not in held and held.wrong == 2 and held.room(4)

@@ -321,6 +321,63 @@ def test_a_lost_peer_is_no_wrong_chunk(side: int, pulls: bool) -> None:
     assert killed > 2
 
 
+def written(found: Linked) -> list[Any]:
+    """For each receiving rank, the bytes that a transfer of the case writes: those that it makes equal whatever they were."""
+    after = []
+    for number, fill in enumerate((0x55, 0xAA)):
+        for buffer in found.run.buffers[1]:
+            buffer[:] = fill
+        assert not any(ended(found.begin(name=f"written {number}")))
+        after.append([np.array(buffer) for buffer in found.run.buffers[1]])
+    return [one == two for one, two in zip(*after, strict=True)]
+
+
+def require_nothing_left(found: Linked, masks: list[Any], errors: list[Any]) -> int:
+    """After failed receives into memory of 0x55: all their tokens are zero or none is, and no other byte has changed."""
+    cleared = 0
+    for buffer, mask, error in zip(found.run.buffers[1], masks, errors, strict=True):
+        assert (buffer[~mask] == 0x55).all()
+        if error is not None and not (buffer[mask] == 0x55).all():
+            assert (buffer[mask] == 0).all(), error
+            cleared += 1
+    return cleared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verify", ["after", "before"])
+def test_a_failed_receive_leaves_zeros_in_its_tokens_and_no_other_byte(
+    verify: str,
+) -> None:
+    """A chunk that is wrong each time, an abort, a deadline, a lost peer, an endpoint that is closed: nothing is left."""
+    cleared = dict.fromkeys(("wrong", "abort", "deadline", "kill", "close"), 0)
+    for what in cleared:
+        for first in (2, 5):
+            faults = [wire.Fault("bit" if what == "wrong" else "kill", at) for at in range(first, 200)]
+            with on_faulty({}) as found:
+                masks = written(found)
+            with on_faulty({(0, SENDER): faults} if what in ("wrong", "kill") else {}) as found:
+                for buffer in found.run.buffers[1]:
+                    buffer[:] = 0x55
+                seconds = 0.4 if what == "deadline" else 60
+                with held(*found.all_ends):
+                    if what in ("wrong", "kill"):
+                        begun(found, 0)
+                    else:  # one rank sends, and the others never do
+                        found.links[0][SENDER].send("one", found.spans(0)[SENDER][0], timeout=60)
+                    came = begun(found, 1, timeout=seconds, verify=verify)
+                if what in ("abort", "close"):
+                    until(lambda came=came: any(one.zero for one in came), "something was written")  # type: ignore[misc]
+                if what == "abort":
+                    for one in came:
+                        one.abort()
+                if what == "close":
+                    for end in found.ends[1]:
+                        end.close()
+                errors = ended(came)
+                cleared[what] += require_nothing_left(found, masks, errors)
+    assert all(cleared.values()), cleared
+
+
 def test_deadlines() -> None:
     """Nobody sends, or nobody receives: each side gets an error, and the next transfer works."""
     with on_faulty({}) as found:
@@ -568,6 +625,58 @@ def test_who_is_told_polls_seldom() -> None:
         polls = [one.calls["poll"] for one in found.wires[1]]
         most = 110 * (time.monotonic() - begin) + 10
         assert all(0 < many < most for many in polls), (polls, most)
+
+
+class Sleeps(threading.Event):
+    """An event that notes how long its owner would sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return super().wait(timeout)
+
+
+class Silent:
+    """A wire that must be polled, as NIXL's."""
+
+    def __init__(self, below: Any) -> None:
+        self.below = below
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "on_news":
+            raise AttributeError(name)
+        return getattr(self.below, name)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_idle_endpoint_wakes_up_seldom_or_never(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never if its wire wakes it, or if it has no peers; else at most 10 times a second.  It still hears what begins."""
+    monkeypatch.setattr(endpoints.threading, "Event", Sleeps)
+    hub = wire.Hub()
+
+    def make(side: int, rank: int) -> Any:
+        below = wire.memory(f"{side}/{rank}", hub)
+        return below if is_told else Silent(below)
+
+    with Linked(CASE, make, chunk_bytes=1 << 12, ring_bytes=1 << 16) as found:
+        for name in ("first", "second"):
+            found.refill()
+            assert not any(ended(found.begin(name=name)))
+            found.check()
+            for end in found.all_ends:
+                slept = end._wake.seconds  # type: ignore[attr-defined]
+                until(lambda slept=slept: slept and slept[-1] == (None if is_told else 0.1), "it sleeps long")  # type: ignore[misc]
+        alone = Pool.allocate(kvbm.load("nhd"), SHAPE, 4)
+        with reshard.Endpoint("alone", reshard.vllm(SHAPE, name="alone"), 0, alone, wire=make(0, 9), chunk_bytes=1 << 12) as end:
+            slept = end._wake.seconds  # type: ignore[attr-defined]
+            until(lambda: slept[-1:] == [None], "it sleeps until something happens")
+            count = len(slept)
+            end.call(int)
+            until(lambda: len(slept) > count, "it sleeps again")
+            assert len(slept) <= count + 2 and slept[-1] is None
 
 
 def test_what_is_on_its_way_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1255,6 +1364,7 @@ def test_a_receive_that_was_called_before_notes_came_hears_them() -> None:
                 return poll()
 
             link.endpoint.wire.poll = late  # type: ignore[method-assign]
+            link.endpoint.submit(int)  # it sleeps
             assert is_asked.wait(LIMIT)
         came = [link.receive("one", span, timeout=60) for link, (span,) in ends[1]]
         sent = [link.send("one", span, timeout=60) for link, (span,) in ends[0]]

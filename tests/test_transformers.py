@@ -333,6 +333,9 @@ def test_a_block_that_came_back_wrong_is_computed_again(kind: str, check: bool, 
             array, _ = stored.resolved.address(parked.held.ids[group.name][1], l=0, o=0, t=3)
             stored.arrays[array].reshape(-1).view(np.uint8)[at + 3] ^= 0x42  # exponent
             assert ours.restore(parked, host) is not check
+            for one in ours.groups.values() if check else ():  # nothing of it is left
+                blocks = one.table(parked.state.request_id)
+                assert blocks and not bool(one.pool.arrays[0][blocks].any())
         tokens = ended(manager, name)[0]
         assert (tokens == untouched(kind, "float32", device)[0]) is check
         assert host.stats["wrong"] == int(check)

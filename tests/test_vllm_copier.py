@@ -127,7 +127,7 @@ def test_groups_share_chunks(copiers: list[Copier], device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None:
-    """It is reported for its block; without verification it is copied."""
+    """It is reported for its block, which is zero; without verification it is copied."""
     engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, device_of(device)), 2, verify))
     before = arrays(engine).clone()
@@ -136,8 +136,71 @@ def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None
     found = moved(copier, 2, [8, 9, 10, 11], [2, 1], is_load=True)
     assert not torch.equal(arrays(engine)[:, 11], before[:, 3])
     assert (found.wrong_blocks, found.wrong_chunks) == (([11], {1}) if verify else ([], set()))
+    assert bool((arrays(engine)[:, 11] == 0).all()) is verify
     found = moved(copier, 3, [8, 9, 10, 11], [3, 2], is_load=True)  # of which nobody has stored chunk 3
     assert (found.wrong_blocks, found.wrong_chunks) == ([8, 9], {3})
+    assert bool((arrays(engine)[:, 8:10] == 0).all()) and torch.equal(arrays(engine)[:, 10:12], before[:, 0:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_failed_load_leaves_zeros_in_all_layers_of_its_blocks_and_no_other_byte(
+    copiers: list[Copier], device: str, value: float
+) -> None:
+    """Groups with layers of two kinds: what is wrong in one of them is zero in both, when the failure is told."""
+    full, latent = pages(KV, device), pages(LATENT, device)
+    groups = [[full], [full, latent]]
+    copiers.append(copier := Copier(HostMemory(load("universal"), groups, 8, device_of(device)), 1))
+    before = arrays(full).clone(), arrays(latent).clone()
+    moved(copier, 1, [1, 2, 3, 4], [5, 0, 1, 7], sizes=[2, 2], indices=[0, 0], is_load=False)
+    # Block 1 of the first group, and block 3 of the second one in its second kind of layers alone.
+    copier.memory.lanes[0][0].host.arrays[5][1, 1, 0, 2, 3] = value
+    copier.memory.lanes[1][1].host.arrays[1].view(np.uint16)[0, 0, 0, 1, 1] = 0x7FC0 if value != value else 0x7F80
+    found = moved(copier, 2, [8, 9, 10, 11], [5, 0, 1, 7], sizes=[2, 2], indices=[0, 0], is_load=True)
+    assert (found.wrong_blocks, found.wrong_chunks) == ([8, 10], {5, 1})
+    expected = before[0].clone(), before[1].clone()
+    expected[0][:, [8, 9, 10, 11]] = before[0][:, [1, 2, 3, 4]]
+    expected[1][:, [10, 11]] = before[1][:, [3, 4]]
+    expected[0][:, [8, 10]] = 0
+    expected[1][:, 10] = 0
+    assert torch.equal(arrays(full), expected[0]) and torch.equal(arrays(latent), expected[1])
+
+
+def test_on_the_host_what_is_wrong_is_never_copied(copiers: list[Copier], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is compared before it is copied: until its failure is told it holds what it held before."""
+    engine = pages(KV, "cpu")
+    copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, "cpu"), 1))
+    before = arrays(engine).clone()
+    moved(copier, 1, [0, 1], [2, 1], is_load=False)
+    [[lane]] = copier.memory.lanes
+    lane.host.arrays[1][...] = float("nan")
+    copier.submit(2, np.array([8, 9]), np.array([2, 1]), [2], [0], is_load=True)
+    assert torch.equal(arrays(engine)[:, [8, 9]], before[:, [0, 9]])
+    [found] = copier.finished()
+    assert found.wrong_blocks == [9] and bool((arrays(engine)[:, 9] == 0).all())
+
+    def late(*_: Any) -> Any:  # the memory changes between the comparison and the copy
+        lane.host.arrays[2][...] = float("inf")
+        return np.zeros(0, np.int64)
+
+    monkeypatch.setattr(copier, "_refused", late)
+    assert moved(copier, 3, [8], [2], is_load=True).wrong_blocks == [8]
+    assert bool((arrays(engine)[:, 8] == 0).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_that_follow_a_failed_load_are_not_cleared(copiers: list[Copier], device: str) -> None:
+    """Once a failure was told its blocks may belong to others: nothing writes them any more."""
+    engine = pages(KV, device)
+    copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, device_of(device)), 1))
+    moved(copier, 1, [0, 1], [2, 1], is_load=False)
+    copier.memory.lanes[0][0].host.arrays[1].view(np.uint8)[0, 0, 0, 0, 0] ^= 1
+    assert moved(copier, 2, [8, 9], [2, 1], is_load=True).wrong_blocks == [9]
+    for tensor in engine.pool.arrays:
+        tensor[9] = 7
+    assert not moved(copier, 3, [8], [2], is_load=True).wrong_blocks and copier.finished() == []
+    copier.wait()
+    assert bool((arrays(engine)[:, 9] == 7).all())
 
 
 def test_memory_of_all_ranks() -> None:

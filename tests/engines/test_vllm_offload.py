@@ -57,7 +57,7 @@ CASES = {
     "sliding window, two a chunk, tokens outermost": (
         "sliding", {"blocks_per_chunk": 2, "host_layout": "operational_nhd"}, {}, [192, 64], 0, 192,
     ),
-    "MLA, one copy of both ranks": ("mla", {}, {"tensor_parallel_size": 2}, [192, 96], 96, 192),
+    "MLA, one copy of both ranks": ("mla", {"without_prefix_caching": True}, {"tensor_parallel_size": 2}, [192, 96], 96, 192),
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from ..reshard.placement import Placement
 from ..reshard.sequence import Span
 from ..shapes import BlockShape
 from ..transfer import Transfer
+from ..zeros import Zeros
 
 __all__ = ["VERSIONS", "Group", "Held", "Host", "away", "groups_of", "require"]
 
@@ -249,6 +250,9 @@ class Host:
     def get(self, held: Held, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> bool:
         """Copy blocks back, into the first blocks of the tables.  True if they are unchanged.
 
+        If not, all these blocks are zero, in all groups: the request is computed again.  On the CPU blocks are compared before they
+        are copied.
+
         Raises
         ------
         BindError
@@ -257,11 +261,23 @@ class Host:
         self._require(held)
         right = True
         for name, ids in held.ids.items():
-            found = self._copy(self.pools[name], groups[name].pool, ids, tables[name][: len(ids)], stream)
-            wrong = sum(map(int.__ne__, found, held.digests[name])) if self.check else 0
+            host, pool, into = self.pools[name], groups[name].pool, tables[name][: len(ids)]
+            if self.check and ids and pool.device == "cpu":
+                tokens = np.arange(len(ids)) * host.shape.nt
+                before = host.digest(ids, tokens=tokens).tolist()
+                into = [at if one == kept else -1 for at, one, kept in zip(into, before, held.digests[name], strict=True)]
+            found = self._copy(host, pool, ids, into, stream)
+            pairs = zip(found, held.digests[name], into, strict=True) if self.check else ()
+            wrong = sum(at < 0 or one != kept for one, kept, at in pairs)
             self.stats["loaded"] += len(ids)
             self.stats["wrong"] += wrong
             right = right and not wrong
+        if not right:
+            with torch.cuda.stream(stream):
+                for name, ids in held.ids.items():
+                    zeros = Zeros(groups[name].pool)
+                    zeros(tables[name][: len(ids)])
+                    zeros.close()
         return right
 
     def drop(self, held: Held) -> None:
@@ -291,4 +307,4 @@ class Host:
             found = torch.empty(len(src_ids), dtype=torch.int64, device=device)
             tokens = np.arange(len(src_ids)) * src.shape.nt
             transfer.copy(src_ids, dst_ids, digests=found, tokens=tokens).synchronize()
-            return [int(one) for one in found.tolist()]
+            return [int(one) % (1 << 64) for one in found.tolist()]

@@ -53,7 +53,7 @@ _MOST_CARD, _MOST_VALUES = 80 << 10, 1 << 13
 #: The model in a card: all its sizes.
 _SIZES = re.compile(r"[a-z0-9_,=]{1,200}", re.ASCII)
 
-#: Seconds that the thread sleeps: while transfers run, and while none does or nothing has happened for many rounds.
+#: Seconds that the thread sleeps: while transfers run, and while nothing has happened for many rounds.
 _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
 
 #: Rounds without work before the thread sleeps at all: the next work mostly comes at once.
@@ -61,6 +61,10 @@ _AT_ONCE = 20
 
 #: Most seconds of sleep if the wire wakes the thread: repeated notes and deadlines may be late by this much.
 _TOLD = 10e-3
+
+#: Seconds of sleep while no transfer runs, if the wire must be polled: the first, doubled each time up to the last.  Calls of this
+#: side wake the thread, and a peer's offer waits for one anyway; only the end of a connection is answered this much later.
+_IDLE = (1e-3, 0.1)
 
 #: Seconds until the thread tries again to drop a peer.  An attempt blocks the thread for as long as the wire's time limit.
 _DROPS = 30.0
@@ -396,7 +400,7 @@ class Endpoint:
         return found["value"]
 
     def _run(self) -> None:
-        quiet = 0  # rounds without work
+        quiet, idle = 0, _IDLE[0]  # rounds without work; seconds of the next sleep without transfers
         sleep_exactly()
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
@@ -406,9 +410,16 @@ class Endpoint:
                     continue
                 quiet += 1
                 is_idle = all(link.is_idle for link in self._links) and not self.dropping
-                if self._is_told and (is_idle or self.ring.device == "cpu"):
+                if not is_idle:
+                    idle = _IDLE[0]
+                if is_idle and (self._is_told or not self._by_peer):
+                    self._wake.wait()  # nothing has a deadline, and nobody else can begin anything unnoticed
+                elif is_idle:
+                    self._wake.wait(idle)
+                    idle = min(2 * idle, _IDLE[1])
+                elif self._is_told and self.ring.device == "cpu":
                     self._wake.wait(_TOLD)
-                elif quiet < _ROUNDS and not is_idle:
+                elif quiet < _ROUNDS:
                     time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: only releases Python's lock
                 else:
                     self._wake.wait(_LONG)

@@ -6,6 +6,7 @@ Only the endpoint's thread runs this code.  `tick` repeats every note that may h
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections import Counter, deque
@@ -546,6 +547,8 @@ class Inflow:
     def _unpack(self, some: Sequence[_Coming]) -> ChunksDone:
         arrival, array, sizes = self.arrival, self.link.ring.array, self._chunks
         slots = {(self.rank, one.grant.chunk): array(one.slot, sizes[one.grant.chunk].size) for one in some}
+        if arrival.zero is None:  # from now on something is written
+            arrival.zero = functools.partial(self.link.zero, arrival, self.offer.group, self.offer.origin)
         return self._cut.unpack(slots, key=arrival.key, epoch=arrival.number, verify=arrival.verify, **arrival.order)
 
     def _unpack_some(self) -> None:

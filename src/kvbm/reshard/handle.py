@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BindError, KvbmError, TransferError, TransferTimeoutError
@@ -121,12 +122,14 @@ class Arrival(Handle):
     """The arrival of a sequence from the ranks of the other engine.
 
     Do not read its blocks before it is done: they may be incomplete.  When it is done, all chunks of all ranks have arrived and
-    were verified.
+    were verified.  If it failed after something was written, its tokens are zero when it has ended: nothing of it is left.
 
     Attributes
     ----------
     digest : int
         kvbm-digest-1 of what arrived, after it is done.
+    zero : callable or None
+        Writes zeros into the tokens of the arrival; set when the first chunk is written.
     """
 
     what = "receiving"
@@ -149,11 +152,29 @@ class Arrival(Handle):
         self.digest = 0
         self.failed_at = 0.0
         self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that have not arrived
+        self.zero: Callable[[], None] | None = None
 
     def fail(self, error: KvbmError) -> None:
         if not self.has_failed:
             self.failed_at = time.monotonic()
         super().fail(error)
+
+    def settle(self) -> None:
+        if self.has_failed and self.whole is None:
+            self.clear()
+        super().settle()
+
+    def clear(self) -> None:
+        """Write zeros over what was written.  No kernel may use the pool.  If it is not possible, the error says so."""
+        zero, self.zero = self.zero, None
+        if zero is not None:
+            try:
+                zero()
+            except Exception as error:  # for any error: the thread goes on with other transfers
+                told = copy(self._error)
+                assert told is not None
+                told.args = (f"{self.why}; its blocks still hold a part of it, as writing zeros there failed: {error}",)
+                self._error = told
 
     @property
     def is_awaited(self) -> bool:
@@ -218,6 +239,9 @@ class Gathering(Handle):
                     for flow in self._passing.flows:
                         flow.fail(self._error)
         if all(one.has_ended for one in self._parts):
+            if self._error is not None:  # also a part that had arrived: the sequence as a whole did not
+                self._share.clear()
+                self._rest.clear()
             self._ended.set()
 
 

@@ -582,6 +582,13 @@ class Link:
             found = handle.cuts[at] = Cut(packer, span, origin=origin, layers=layers, most=self._chunk_bytes)
         return found
 
+    def zero(self, arrival: Arrival, group: int, origin: int) -> None:
+        """Write zeros into the tokens of an arrival, in all its layers, and wait until they are there."""
+        packer = self._packers[sorted(self.endpoint.groups)[group], False]
+        # Its chunks were unpacked, so the host has seen that its stream's work on the blocks is done.
+        stream = None if packer.device < 0 else self.endpoint.stream
+        packer.zero(arrival.span, origin=origin, layers=arrival.layers, stream=stream)
+
     def _packer(self, group: str, *, sends: bool) -> Packer:
         given: Any = group
         if not isinstance(given, str) or given not in self.endpoint.groups:

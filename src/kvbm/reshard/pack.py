@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 from ..arrays import Array, describe
 from ..digest import Keys, Model, alone, fused, keys_of
-from ..digesting import fused_copies
+from ..digesting import fused_copies, pinned
 from ..errors import BindError, LayoutError, PlanError
 from ..lower import Steps
 from ..mover import current_stream
@@ -236,6 +236,53 @@ class Packer:
                     self._run(copy, table, self.table, pairs, handle)
         if not self.sends:
             self.pool.written()
+
+    def zero(self, span: Span, *, origin: int = 0, layers: range, stream: Any = None) -> None:
+        """Write zeros where messages with these tokens and layers would be unpacked, and wait until they are there.
+
+        Parameters
+        ----------
+        span : Span
+            Tokens and blocks of the rank.  Tokens without a block are skipped.
+        origin : int
+            The origin of the peers' spans.
+        layers : range
+            Layers of the model.
+        stream : optional
+            On a GPU: the stream to use.
+
+        Raises
+        ------
+        BindError
+            The span does not fit, or the pool is closed.
+        CudaError
+            A call of the driver failed.
+        """
+        self.require_usable()
+        work = []
+        for message, listed in self.listed(span, origin).items():
+            if (some := message.of_layers(layers)) is not None:
+                for single, ids in enumerate(listed.ids):
+                    if (ids >= 0).any():
+                        work.append((self.lane(some, single=bool(single)), ids[ids >= 0]))
+        if not work:
+            return
+        on_gpu = self.device >= 0
+        size, count = 2 + max(lane.nbytes for lane, _ in work) // 8, max(ids.size for _, ids in work)
+        memory = pinned.take(size + count) if on_gpu else np.zeros(size + count, np.uint64)
+        memory[:size] = 0
+        address, digests = int(memory.ctypes.data), int(memory.ctypes.data) + 8 * size
+        for lane, ids in work:  # the launches that unpack chunks; every unit is read from the same zeros
+            base, cell = self.cells(-(-address // _ALIGNMENT) * _ALIGNMENT, lane.nbytes, 1)
+            places = np.zeros(ids.size, np.int64)
+            ends = self.in_order(ids, places + cell[0])
+            pairs = _core.Pairs(*ends, *self.in_order(lane.num_ids, NUM_CELLS), False, self.device)
+            positions = _core.Positions(places, ids.size, self.device)
+            route = self.route(lane, base, copies=True)
+            route.copy_digested(pairs, positions, digests, on_gpu, (0, 0), stream, None, (self, memory)).synchronize()
+        self.pool.written()
+        if on_gpu:
+            pinned.give(memory)
 
     # ---- planning --------------------------------------------------------------------------------------------------
 

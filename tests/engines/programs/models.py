@@ -11,6 +11,7 @@ import transformers
 COMMON = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "max_position_embeddings": 2048,
     "bos_token_id": 1, "eos_token_id": 2,
+    "initializer_range": 0.08,  # with 0.02 a wrong cache hardly changes a token
 }  # fmt: skip
 
 
@@ -23,9 +24,10 @@ def llama() -> transformers.PreTrainedModel:
 
 
 def mla() -> transformers.PreTrainedModel:
-    """A latent in place of K and V."""
+    """A latent in place of K and V.  vLLM decodes it on the CPU in another way than it prefills: larger weights would show it."""
     config = transformers.DeepseekV2Config(
-        **COMMON, num_hidden_layers=3, num_key_value_heads=4, moe_intermediate_size=128, n_routed_experts=4,
+        **{**COMMON, "initializer_range": 0.02}, num_hidden_layers=3, num_key_value_heads=4,
+        moe_intermediate_size=128, n_routed_experts=4,
         num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=None,
         qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_group=1, topk_group=1,
     )  # fmt: skip

@@ -6,19 +6,30 @@ import os
 from typing import Any
 
 from lmcache._version import __version__
+from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
 from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
 
+from ...naming import suggestion
 from ..versions import require_version
 from . import VERSIONS
 
 __all__ = ["KvbmCpuDeviceSpec", "KvbmDeviceSpec"]
 
+logger = init_logger("lmcache.kvbm")
+
+_NAMES = ("kvbm", "kvbm_cpu")
+_WARNED: set[str] = set()
+
 require_version("LMCache", __version__, *VERSIONS)
 
 
 def _is_chosen(name: str) -> bool:
-    return os.environ.get("LMCACHE_DEVICE_BACKEND", "").strip().lower() == name
+    given = os.environ.get("LMCACHE_DEVICE_BACKEND", "").strip().lower()
+    if given and given.startswith("kv") and given not in _NAMES and given not in _WARNED:
+        _WARNED.add(given)  # LMCache asks for each of its devices, and then takes another one without a word
+        logger.warning("LMCACHE_DEVICE_BACKEND: expected kvbm or kvbm_cpu, got %.100r.%s", given, suggestion(given, _NAMES))
+    return given == name
 
 
 class KvbmDeviceSpec(CudaDeviceSpec):  # type: ignore[misc]  # LMCache is not typed

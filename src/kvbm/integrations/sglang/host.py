@@ -12,6 +12,7 @@ import torch
 from ...layout import Layout
 from ...pool import Pool
 from ...transfer import Transfer
+from ...zeros import Zeros
 
 __all__ = ["HostPages", "Loading", "Storing"]
 
@@ -36,6 +37,8 @@ class Loading(NamedTuple):
     """A running copy of pages to the engine.  `digests` has a row per part of the layers; the rows add up to the pages' digests."""
 
     keys: list[str]
+    ids: list[int]  # the engine's pages
+    wrong: frozenset[int]  # of them those that are not copied, as host memory has changed
     pages: list[Page]
     digests: torch.Tensor
     dones: list[Any]
@@ -64,6 +67,7 @@ class HostPages:
         self.engine = engine
         self.host = Pool.allocate(layout, engine.shape, num_pages, "cpu" if engine.device == "cpu" else "pinned")
         self._out, self._back = Transfer(engine, self.host), Transfer(self.host, engine)
+        self._zeros = Zeros(engine)
         self._pages: OrderedDict[str, Page] = OrderedDict()
         self._coming: set[str] = set()
         self._held: set[str] = set()
@@ -98,15 +102,15 @@ class HostPages:
             pages = [self._pages[key] for key in here]
             self._compare(here, pages, self.host.digest([page.block for page in pages]))
 
-    def _compare(self, keys: Sequence[str], pages: Sequence[Page], found: Any) -> bool:
-        """True if all pages have their digests.  Pages that differ are removed."""
+    def _compare(self, keys: Sequence[str], pages: Sequence[Page], found: Any) -> set[str]:
+        """The keys of pages that do not have their digests.  They are removed."""
         bad = {key: page for key, page, one in zip(keys, pages, found.tolist(), strict=True) if one != page.digest}
         for key, page in bad.items():
             if self._pages.get(key) is page:
                 self._free.append(self._pages.pop(key).block)
                 self._held.discard(key)
             self.wrong += 1
-        return not bad
+        return set(bad)
 
     def room(self, count: int) -> bool:
         """True if there is space for `count` pages, after eviction if needed."""
@@ -133,24 +137,37 @@ class HostPages:
     def load(
         self, keys: Sequence[str], ids: Sequence[int], parts: Iterable[range], stream: Any = None
     ) -> Iterator[Loading]:
-        """Begin to copy pages to the engine, one part of the layers per item.  Call `loaded` at the end."""
+        """Begin to copy pages to the engine, one part of the layers per item.  Call `loaded` at the end.
+
+        On the CPU pages are compared before they are copied, so that wrong ones never reach the engine.
+        """
         pages = [self._pages[key] for key in keys]
         blocks = [page.block for page in pages]
+        wrong = frozenset[int]()
+        if self.engine.device == "cpu" and blocks:
+            found = self.host.digest(blocks).tolist()
+            wrong = frozenset(at for at, page, one in zip(ids, pages, found, strict=True) if one != page.digest)
         parts = list(parts)
         digests = torch.zeros(len(parts), len(keys), dtype=torch.int64, pin_memory=self.engine.device != "cpu")
-        loading = Loading(list(keys), pages, digests, [])
+        loading = Loading(list(keys), list(ids), wrong, pages, digests, [])
+        into = [-1 if at in wrong else at for at in ids]
         for row, layers in zip(digests, parts, strict=True):
             if layers:
-                done = self._back.copy(blocks, list(ids), layers=layers, digests=row, **_on(stream))
+                done = self._back.copy(blocks, into, layers=layers, digests=row, **_on(stream))
                 loading.dones.append(done)
             yield loading
 
-    def loaded(self, loading: Loading) -> bool:
-        """Wait for a load.  True if all its pages have their digests."""
+    def loaded(self, loading: Loading, stream: Any = None) -> bool:
+        """Wait for a load.  True if all its pages have their digests; the engine's pages of the others are zero then."""
         for done in loading.dones:
             done.synchronize()
         found = loading.digests.numpy().view(np.uint64).sum(0, dtype=np.uint64)
-        return self._compare(loading.keys, loading.pages, found)
+        for row, (at, page) in enumerate(zip(loading.ids, loading.pages, strict=True)):
+            if at in loading.wrong:  # not copied
+                found[row] = ~np.uint64(page.digest)
+        bad = self._compare(loading.keys, loading.pages, found)
+        self._zeros((at for key, at in zip(loading.keys, loading.ids, strict=True) if key in bad), stream)
+        return not bad
 
     def clear(self) -> None:
         """Remove all pages.  No copy may be running."""
@@ -164,6 +181,7 @@ class HostPages:
         self.clear()
         self._out.close()
         self._back.close()
+        self._zeros.close()
         self.host.close()
 
 

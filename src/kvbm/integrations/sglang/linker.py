@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from ... import spec as layouts
 from ...errors import BindError
 from ...pool import Pool
+from ..settings import require_known
 from .host import HostPages, Loading, Storing
 
 __all__ = ["KvbmLinker", "LayerGate"]
@@ -221,7 +222,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         batch = self.layer_done_counter.batches.pop(counter_index, None)
         if batch is None:
             return True
-        right = [self.pools[name].loaded(loading) for name, loading in batch.loads.items()]
+        right = [self.pools[name].loaded(loading, self._streams[0]) for name, loading in batch.loads.items()]
         for pages in self.pools.values():
             pages.let_go()
         if not all(right):
@@ -319,13 +320,12 @@ class _Settings(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> _Settings:
+        require_known(given, cls._fields, "linker_extra_config")
         found = {"host_bytes": None, "host_layout": "universal", "check_at_lookup": True, **given}
         for name, kind in (("host_bytes", int), ("host_layout", str), ("check_at_lookup", bool)):
             value = found.pop(name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise BindError(f"linker_extra_config: {name}: expected {kind.__name__}, got {value!r:.100}")
-        if found:
-            raise BindError(f"linker_extra_config: expected {', '.join(cls._fields)}, got {sorted(found)}")
         return cls(**{"host_layout": "universal", "check_at_lookup": True, **given})
 
 

@@ -26,6 +26,7 @@ from ...store import save
 from ...store.file import opened
 from ...store.opened import Opened
 from ...transfer import Transfer
+from ..settings import unknown
 
 __all__ = ["KvbmStorage", "pool_of"]
 
@@ -33,6 +34,13 @@ logger = logging.getLogger(__name__)
 
 #: Key in a file's metadata for its name, which contains the page, its layers and its heads.
 _NAME = "sglang.page"
+
+#: Names in ``--hicache-storage-backend-extra-config``: kvbm's, and those that SGLang reads itself.
+_SETTINGS = (
+    "path", "file_layout", "heads_per_file", "model_id",
+    "backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold", "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+)  # fmt: skip
 
 #: SGLang's ``--hicache-mem-layout`` → the layout of keys and values, and of latents.
 _LAYOUTS = {
@@ -122,6 +130,8 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:  # noqa: ARG002  (SGLang passes it)
         given = dict(storage_config.extra_config or {})
+        if said := unknown(given, _SETTINGS):  # no error: SGLang and its other parts may read more
+            logger.warning("kvbm: hicache-storage-backend-extra-config: %s", said)
         if not given.get("interface_v1"):
             raise BindError(
                 f"interface_v1: expected 1, got {given.get('interface_v1')!r:.100}: pages are read in place"
@@ -248,10 +258,10 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             if stored.digests is None:
                 raise BindError(f"{path}: expected a file with digests")
             source.fill(piece.near, [0], [0])
-            found, is_files_fault = np.zeros(1, np.uint64), False
-            piece.get.copy([0], [page], digests=found).synchronize()
+            found, is_files_fault = piece.near.digest([0]), False
             if is_files_fault := bool(found[0] != stored.digests.blocks[0]):
                 raise DigestError(f"{path}: expected digest {stored.digests.blocks[0]:#x}, got {found[0]:#x}")
+            piece.get.copy([0], [page]).synchronize()  # compared before: nothing of a wrong file is left
         except FileNotFoundError:
             return False
         except (KvbmError, OSError) as error:

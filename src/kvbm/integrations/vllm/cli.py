@@ -91,6 +91,8 @@ def serve_check(
                 click.echo(line)
             else:
                 print_prose(line)
+    for note in serving.notes(found["model"]):
+        click.echo(f"{click.style('note:', bold=True)} {note}", err=True)
     for one in found["refused"]:
         click.echo(f"{click.style('refused:', fg='red', bold=True)} {one['what']}: {one['why']}", err=True)
     if found["refused"]:

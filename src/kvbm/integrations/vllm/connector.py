@@ -19,24 +19,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 
 from ... import wire
 from ...errors import BindError, KvbmError, printable
 from ...reshard import Endpoint, Link, Span
+from ..settings import require_known
 from .caches import Caches
 from .holding import Holds
 from .identity import model_of
+from .log import logger
 from .meetings import MOST_PARTS, Door, Links, Visit, Want
 from .metrics import COUNTERS, ConnectorStats, PromMetrics
+from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
 from .scheduling import HOLD_SECONDS, Load, Scheduler, Source, Told, count_of, host_of, port_of, seconds_of
 
 __all__ = ["KvbmConnector"]
 
-logger = init_logger("vllm.kvbm")
-
 #: Defaults for a request that is sent while it is computed: tokens per part, and the number of groups of layers.
 _PUSH_TOKENS, _TURNS = 2048, 4
+
+#: Names in ``kv_connector_extra_config``.
+_SETTINGS = (
+    "chunk_bytes", "hold_seconds", "host", "insecure", "load_seconds", "max_sms", "model", "push_layers", "push_tokens",
+    "ring_bytes", "secret_file", WITHOUT_PREFIX_CACHING,
+)  # fmt: skip
 
 #: Most engines that are remembered although connecting failed.
 _MOST_VISITS = 256
@@ -57,8 +63,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     how long blocks are held for the decode engine; ``load_seconds`` (30), time limit of a load; ``model``, a name of the weights,
     the same on both sides (default: a hash of their files); ``secret_file``, a file with a secret that all engines share;
     ``insecure`` (false), listen at a public address without a secret; ``push_layers`` (a quarter of all), layers that are sent at
-    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``chunk_bytes``, ``ring_bytes``,
-    ``max_sms`` as for `Endpoint`.
+    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``without_prefix_caching`` (false), true
+    to load caches into an engine that has switched prefix caching off itself; ``chunk_bytes``, ``ring_bytes``, ``max_sms`` as for
+    `Endpoint`.
 
     If the router names a request (``"transfer_id"``), it may call both engines at once: the prompt's KV cache is sent while it is
     computed.
@@ -66,12 +73,15 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        require_known(extra, _SETTINGS, "kv_connector_extra_config")
+        require_reuse(vllm_config, extra)
         self._scheduler = Scheduler(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = _Worker(vllm_config, kv_cache_config) if role == KVConnectorRole.WORKER else None
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._of_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -83,6 +93,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._of_scheduler.sent(connector_output.finished_sending or ())
+        self._of_scheduler.loaded(connector_output.finished_recving or ())
 
     def build_connector_meta(self, scheduler_output: Any) -> Told:
         return self._of_scheduler.told(scheduler_output.num_scheduled_tokens)

@@ -18,11 +18,14 @@ from ...layout import Layout
 from ...pool import Pool
 from ...shapes import BlockShape, numpy_name, round_up
 from ...transfer import Strategy, Transfer
+from ...zeros import Zeros
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory"]
 
 Ids = npt.NDArray[np.int64]
+
+_NONE: Ids = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -34,6 +37,8 @@ class Lane:
     out, back : Transfer
         Copies from the engine, and to the engine.
     host : Pool
+    zeros : Zeros
+        Writes zeros into the engine's blocks.
     digests : numpy.ndarray of uint64
         The digest of each block of `host` when it was stored.
     known : numpy.ndarray of bool
@@ -43,6 +48,7 @@ class Lane:
     out: Transfer
     back: Transfer
     host: Pool
+    zeros: Zeros
     digests: npt.NDArray[np.uint64]
     known: npt.NDArray[np.bool_]
 
@@ -102,7 +108,7 @@ class HostMemory:
             part, engine = slice(index * units, (index + 1) * units), place[0].pool
             strategy: Strategy = "auto" if device == "cpu" else "aside"  # the model runs at the same time
             ways = Transfer(engine, host, strategy), Transfer(host, engine, strategy)
-            found[place] = Lane(*ways, host, digests[part], known[part])
+            found[place] = Lane(*ways, host, Zeros(engine), digests[part], known[part])
         self.lanes = [[found[place] for place in _placed(group)] for group in groups]
 
     @staticmethod
@@ -132,6 +138,7 @@ class HostMemory:
             for lane in lanes:
                 lane.out.close()
                 lane.back.close()
+                lane.zeros.close()
         self.lanes = []
         for pool in reversed(self._pools):
             pool.close()
@@ -183,7 +190,7 @@ class Finished:
     seconds : float
         Time since the job began on its stream.
     wrong_blocks : list of int
-        For a load: blocks of the engine whose contents differ from what was stored.
+        For a load: blocks of the engine whose contents would differ from what was stored.  They are zero in all their layers.
     wrong_chunks : set of int
         The chunks from which the wrong blocks were loaded.
     """
@@ -199,10 +206,14 @@ class Finished:
 
 @dataclass
 class _Job:
-    """A running job: its copies, each with the digests of the copied blocks, and its begin and end as seconds or events."""
+    """A running job: its copies, each with the digests of the copied blocks, and its begin and end as seconds or events.
+
+    `refused` are blocks of the engine that were not copied, because host memory does not hold what was stored.
+    """
 
     id: int
     copies: list[tuple[Lane, Ids, Ids, Any]]
+    refused: Ids
     blocks: int
     dones: list[Any]
     began: Any
@@ -234,6 +245,9 @@ class Copier:
     -----
     On a GPU each direction has a stream.  Copies run after the work that is enqueued in torch's current stream when they are
     submitted, and the host does not wait.  On the CPU they are done when the call returns.
+
+    A block that fails its check has zeros in all its layers when `finished` returns its job, and its chunk was not stored or has
+    changed.  On the CPU it is compared before it is copied, so that its contents never reach the engine.
     """
 
     def __init__(self, memory: HostMemory, blocks_per_chunk: int, verify: bool = True) -> None:
@@ -243,6 +257,7 @@ class Copier:
         device = memory.lanes[0][0].out.device
         self._device = torch.device("cuda", device) if device >= 0 else None
         self.streams = [torch.cuda.Stream(self._device) for _ in range(2)] if self._device else []
+        self._clearing = torch.cuda.Stream(self._device) if self._device else None
         self._events: list[Any] = []
         self._running: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
 
@@ -287,6 +302,7 @@ class Copier:
             began = self._event()
             began.record(stream)
         dones = []
+        refused = self._refused(pairs) if is_load and self._device is None else _NONE
         for lane, ours, theirs in pairs:
             out = None
             if self.verify:
@@ -294,13 +310,14 @@ class Copier:
                     len(ours), dtype=torch.int64, pin_memory=self._device is not None
                 )
             copy = lane.back.copy if is_load else lane.out.copy
-            dones.append(copy(*((theirs, ours) if is_load else (ours, theirs)), **options))
+            into = np.where(np.isin(ours, refused), -1, ours) if refused.size else ours
+            dones.append(copy(*((theirs, into) if is_load else (ours, theirs)), **options))
             copies.append((lane, ours, theirs, out))
         ended: Any = time.perf_counter()
         if self._device is not None:
             ended = self._event()
             ended.record(stream)
-        self._running[is_load].append(_Job(job_id, copies, len(ids), dones, began, ended))
+        self._running[is_load].append(_Job(job_id, copies, refused, len(ids), dones, began, ended))
 
     def _pairs(
         self,
@@ -338,6 +355,16 @@ class Copier:
             at, chunk_at = at + count, chunk_at + num_chunks
         return [(lane, np.concatenate(ours), np.concatenate(theirs)) for lane, ours, theirs in found.values()]
 
+    def _refused(self, pairs: Sequence[tuple[Lane, Ids, Ids]]) -> Ids:
+        """Blocks of the engine for which host memory does not hold what was stored."""
+        found = []
+        for lane, ours, theirs in pairs:
+            wrong = ~lane.known[theirs]
+            if self.verify:
+                wrong |= lane.host.digest(theirs) != lane.digests[theirs]
+            found.append(ours[wrong])
+        return np.unique(np.concatenate(found)) if found else _NONE
+
     def _event(self) -> Any:
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
 
@@ -358,6 +385,7 @@ class Copier:
             self._events += [job.began, job.ended]
         nbytes = sum(len(ids) * lane.nbytes for lane, ids, _, _ in job.copies)
         result = Finished(job.id, is_load, job.blocks, nbytes, seconds)
+        wrong_blocks: list[Ids] = [job.refused]
         for lane, ids, units, out in job.copies:
             digests = None if out is None else out.numpy().view(np.uint64)
             if not is_load:
@@ -368,9 +396,15 @@ class Copier:
             wrong = ~lane.known[units]
             if digests is not None:
                 wrong |= digests != lane.digests[units]
+            wrong |= np.isin(ids, job.refused)
             if wrong.any():
-                result.wrong_blocks += ids[wrong].tolist()
+                wrong_blocks.append(ids[wrong])
                 result.wrong_chunks |= set((units[wrong] // self.blocks_per_chunk).tolist())
+        if (blocks := np.unique(np.concatenate(wrong_blocks))).size:
+            # Before anybody is told, and in all layers.  The copies are done: no stream has to wait for another.
+            for lane, ids, _, _ in job.copies:
+                lane.zeros(ids[np.isin(ids, blocks)], self._clearing)
+            result.wrong_blocks = blocks.tolist()
         return result
 
     def wait(self, job_ids: set[int] | None = None) -> None:

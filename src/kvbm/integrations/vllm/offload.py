@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingCounterMetadata,
@@ -28,16 +27,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ... import spec as layouts
 from ...errors import BindError, DigestError
+from ..settings import require_known
 from .copier import Copier, HostMemory
+from .failures import FailedLoads
+from .log import logger
 from .pages import pages_of
+from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
 from .tiered import LOST, READ, WRITTEN, Settings, TierIndex, TierWorker
 from .version import require_version
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
 
 require_version(vllm.__version__)
-
-logger = init_logger(__name__)
 
 #: Value instead of a layout: host memory holds blocks with the engine's bytes.
 PAGES = "pages"
@@ -46,6 +47,14 @@ PAGES = "pages"
 STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
 LOADED = ("vllm:kvbm_offload_loaded_blocks", "vllm:kvbm_offload_loaded_bytes")
 FAILED = "vllm:kvbm_offload_failed_blocks"
+
+
+#: Names in ``kv_connector_extra_config``: vLLM's, and kvbm's.
+_SETTINGS = (
+    "block_size", "blocks_per_chunk", "cache_policy_module_path", "canonical_layout", "cpu_bytes_to_use", "eviction_policy",
+    "max_tracker_size", "offload_prompt_only", "self_describing_kv_events", "spec_module_path", "spec_name", "store_threshold",
+    "folder", "folder_bytes", "host_layout", "model_key", "unit_tokens", "verify", WITHOUT_PREFIX_CACHING,
+)  # fmt: skip
 
 
 @dataclass
@@ -273,6 +282,8 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         Layout of the blocks in host memory: a name of the catalogue, or a file.  Default: ``pages``, the engine's bytes.
     verify : bool
         Compare digests on load.  Default: true.
+    without_prefix_caching : bool
+        True to offload in an engine that has switched prefix caching off itself: see `reuse.require_reuse`.
     folder, folder_bytes, unit_tokens, model_key
         Files as a second tier: see `tiered.Settings`.
 
@@ -301,6 +312,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return {**super().build_metric_definitions(extra_config), **counters}
 
     def __init__(self, config: Any) -> None:
+        require_known(config.extra_config, _SETTINGS, "kv_connector_extra_config")
         super().__init__(config)
         # Other processes read the files, but not the host memory.
         usual = PAGES if self.extra_config.get("folder") is None else "universal"
@@ -345,6 +357,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         layers = worker.vllm_config.compilation_config.static_forward_context
         names = [name for group in self.config.groups for name in group.layer_names]
         tensors = getattr(connector, "kv_caches", None) or {name: layers[name].kv_cache for name in names}
+        require_reuse(worker.vllm_config, self.extra_config)
         groups = pages_of(
             tensors, kv_caches, self.config, worker.vllm_config, worker.kv_cache_config, declared=self.is_declared
         )
@@ -419,11 +432,13 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = _completed(vllm_config)
+        require_reuse(vllm_config, transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:  # read after the connector was created
             transfer.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
         self._by_request = len(kv_cache_config.kv_cache_groups) > 1
         self._failures = Failures()
+        self._failed = FailedLoads()
         settings = Settings.of(transfer.kv_connector_extra_config)
         if settings is not None and role == KVConnectorRole.SCHEDULER:
             chunks = {group.group_idx: group.tokens_per_chunk for group in self.scheduler.config.kv_group_configs}
@@ -433,6 +448,31 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         super().on_new_request(request)
         if (tier := self.scheduler.manager.tier) is not None:
             tier.begin(request, self.scheduler._req_status[request.request_id].req_context)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = self._failed.answer(request)
+        if answer is None:
+            return self._failed.defer(found)
+        if found[0] is None:
+            return found
+        if found[0]:
+            self.scheduler._req_status[request.request_id].update_num_hit_chunks(num_computed_tokens)
+        return answer
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._failed.forget(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._failed.forget(request.request_id)
+        return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._failed.forget(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)  # type: ignore[no-any-return]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.kv_caches = kv_caches
@@ -468,7 +508,10 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
             for job in found.failed_jobs & self.scheduler._jobs.keys():
                 for group in self.scheduler._req_status[self.scheduler._jobs[job].req_id].group_states:
                     group.next_stored_chunk_idx = 0  # recomputed chunks are stored again
+        states = self.scheduler._req_status
+        ended = [states[name].req for name in connector_output.finished_recving or () if name in states]
         super().update_connector_output(connector_output)
+        self._failed.ended(ended, self._kv_cache_manager)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **options: Any) -> Any:

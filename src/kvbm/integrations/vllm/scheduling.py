@@ -11,17 +11,16 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from ...errors import BindError, printable
 from .caches import window_of
+from .failures import FailedLoads
 from .holding import Hold, Push
 from .identity import inputs_of
+from .log import logger
 
 __all__ = ["HOLD_SECONDS", "Load", "Scheduler", "Source", "Told", "count_of", "host_of", "port_of", "seconds_of"]
-
-logger = init_logger("vllm.kvbm")
 
 #: Default seconds that the blocks of a prefilled request are held until they are requested.
 HOLD_SECONDS = 120.0
@@ -164,13 +163,18 @@ class Scheduler:
         self._engine = transfer.engine_id
         self._told = Told(start=secrets.token_hex(8))
         self._local: dict[str, int] = {}
+        self._failed = FailedLoads()
+        self._loading: dict[str, Any] = {}  # requests that are being loaded
         self._asked: OrderedDict[tuple[str, int, str], None] = OrderedDict()
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Number of tokens to load from another engine, after the `computed` ones.
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Number of tokens to load from another engine, after the `computed` ones; None: ask again later.
 
         The prompt's last token is computed here, to get the next token.
         """
+        return self._failed.answer(request) or self._failed.defer(self._matched(request, computed))
+
+    def _matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         source = self._source(request)
         if source is None:
             return 0, False
@@ -215,6 +219,7 @@ class Scheduler:
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Called when vLLM has allocated blocks for the tokens to load."""
+        self._failed.forget(request.request_id)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             if self._windows:
@@ -226,6 +231,8 @@ class Scheduler:
             return
         first = self._local.pop(request.request_id, 0)
         tables = blocks.get_block_ids() if external else ()
+        if external:
+            self._loading[request.request_id] = request
         begins = self._begins(request.request_id, source, tables, first, first + external) if external else {}
         self._ask(request, Load(source, tables, first, first + external, begins))
 
@@ -252,6 +259,7 @@ class Scheduler:
 
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """True if the request's blocks are held for another engine, and the parameters for that engine."""
+        self._failed.forget(request.request_id)
         self._local.pop(request.request_id, None)
         self._prefills.pop(request.request_id, None)
         pushed = self._pushes.pop(request.request_id, None)
@@ -305,6 +313,11 @@ class Scheduler:
         self.manager.block_pool.touch(kept)
         self._kept[request] = kept
         return tuple(tables)
+
+    def loaded(self, requests: Iterable[str]) -> None:
+        """All workers have ended loading these requests."""
+        ended = [self._loading.pop(name) for name in requests if name in self._loading]
+        self._failed.ended(ended, self.manager)
 
     def sent(self, requests: Iterable[str]) -> None:
         """Stop holding these requests."""

@@ -25,7 +25,7 @@ from ...shapes import BlockShape, round_up
 from ...vllm_groups import ORDERS, Group, groups
 from .models import Model
 
-__all__ = ["PAGES", "Engine", "as_json"]
+__all__ = ["PAGES", "Engine", "as_json", "notes"]
 
 #: Used instead of a host layout: blocks in host memory are the engine's pages.
 PAGES = "pages"
@@ -384,8 +384,8 @@ def as_json(
     Returns
     -------
     dict
-        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what is not possible, with
-        the reasons.  Values that were not measured are None.
+        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what is not possible,
+        with the reasons.  Values that were not measured are None.
     """
     refused: list[dict[str, str]] = []
     disaggregation = None
@@ -400,6 +400,17 @@ def as_json(
         "disaggregation": disaggregation,
         "refused": refused,
     }
+
+
+def notes(model: dict[str, Any]) -> list[str]:
+    """What depends on the machine that serves a model, as in `as_json`."""
+    if model["kv"] != 1:
+        return []
+    return [
+        "on a platform without CUDA or ROCm, such as CPUs, vLLM switches prefix caching off for a latent (MLA), as it computes a "
+        'prompt there in another way than it decodes: kvbm then refuses to start without "without_prefix_caching": true '
+        "in kv_connector_extra_config, and tokens may differ"
+    ]
 
 
 def _tried(refused: list[dict[str, str]], what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:

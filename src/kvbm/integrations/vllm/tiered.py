@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import vllm
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -25,12 +24,11 @@ from ...shapes import BlockShape
 from ...vllm_groups import groups, number_of_layer
 from .copier import Copier
 from .identity import folder_of, long_factors
+from .log import logger
 from .shelf import Shelf, Shelved
 from .tier import Chain, Content, KvbmTier, key_of_files
 
 __all__ = ["LOST", "READ", "WRITTEN", "Settings", "TierIndex", "TierSpec", "TierWorker", "Tiered", "Units"]
-
-logger = init_logger("vllm.kvbm")
 
 #: Default tokens per unit.  Engines that share a folder must have blocks of a multiple of it.
 UNIT_TOKENS = 16

@@ -1,0 +1,34 @@
+"""kvbm's log in a process of vLLM: ``vllm.kvbm``, with vLLM's handlers.  vLLM configures only loggers below ``vllm``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+from vllm.logger import init_logger
+
+__all__ = ["logger"]
+
+logger = init_logger("vllm.kvbm")
+
+
+class _Forward(logging.Handler):
+    """Passes records of kvbm's own loggers on to vLLM's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logger.isEnabledFor(record.levelno):
+            told = copy.copy(record)
+            told.name = logger.name
+            logger.handle(told)
+
+
+def forward() -> None:
+    """Show kvbm's own log in vLLM's, unless the program has given it handlers."""
+    ours = logging.getLogger("kvbm")
+    if not ours.handlers:
+        ours.addHandler(_Forward())
+        if ours.level == logging.NOTSET:
+            ours.setLevel(logger.getEffectiveLevel())
+
+
+forward()
