@@ -144,7 +144,8 @@ class Local:
         wait : optional
             As for `Transfer.copy`, for every message.
         clear_tail : bool
-            Write zeros after the last token, to the end of its block.
+            Write zeros after the last token, to the end of its block.  A block id is one block on every rank: if ranks share the
+            tokens, the block is cleared on each of them, also where it holds none of the tokens.
 
         Returns
         -------
@@ -323,7 +324,7 @@ class Local:
         return Transfer(ends[0], ends[1], **self._options)
 
     def _cleared(self, dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
-        """For every destination rank: a transfer from a block of zeros, and the slots after the last tokens."""
+        """For every destination rank: a transfer from a block of zeros, and the slots behind its tokens (`Rank.tail`)."""
         for index, (rank, spans) in enumerate(zip(self._ranks[1], dst, strict=True)):
             takes = self.made.takes[index].l
             own = [at for layer, at in zip(takes, takes.places, strict=True) if layers is None or layer in layers]
