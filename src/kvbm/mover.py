@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core, tuner, tuning
+from .contract import require_one_format
 from .digest import Choice, Model, alike, alone, fused, keys_of
 from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
@@ -130,6 +131,8 @@ class Mover:
             require_compatible(src, dst)
         else:
             require_usable(src, dst)
+            planes = {access.plane for access in src_part.of.accesses}
+            require_one_format(f"{src.layout.name} → {dst.layout.name}", src.formats, dst.formats, planes)
         self.src, self.dst = _End.of(src_part), _End.of(dst_part)
         self.title = f"{src.layout.name} → {dst.layout.name}"
         self.strategy = strategy
@@ -158,7 +161,7 @@ class Mover:
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Both tables are on the device that runs the kernels.
         self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
-        if not self.whole or self.src.shape == self.dst.shape:
+        if not self.whole or self.src.shape.nl == self.dst.shape.nl:
             self.routes[None] = self._route(None)
         elif strategy != "auto" or chunk_bytes is not None:
             _check_strategy(self)
@@ -574,11 +577,14 @@ def require_compatible(src: Pool, dst: Pool) -> None:
     """Check that blocks can be copied: equal block shapes except for layers, and a writable destination."""
     require_usable(src, dst)
     title = f"{src.layout.name} → {dst.layout.name}"
-    if src.shape.dtype != dst.shape.dtype:
+    # The planes of layouts may all have their own dtypes.  Then the shape's has no meaning, and the plan compares the planes.
+    both_use = src.layout.uses_shape_dtype and dst.layout.uses_shape_dtype
+    if src.shape.dtype != dst.shape.dtype and both_use:
         raise DTypeError(
             f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
         )
-    if replace(src.shape, nl=1) != replace(dst.shape, nl=1):
+    require_one_format(title, src.formats, dst.formats)
+    if replace(src.shape, nl=1, dtype=dst.shape.dtype) != replace(dst.shape, nl=1):
         raise BindError(
             f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}; for different numbers of tokens "
             "use units of both (pool.units), for different heads use sections (pool.section)"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
-from .contract import ALIKE, GATES, Caller, kinds_of, require_each
+from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, require_each
 from .digest import Model
 from .engines import FromEngines, pool_hint
 from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
@@ -145,6 +145,8 @@ class Pool(FromEngines, Shown):
         title, fitting = f"{layout.name} ({layout.order_text})", lambda: names_of_strides(found, shape, layout.name)
         who = Caller(title, "array", mark="", label=lambda i: self.resolved.allocations[i].label, fitting=fitting)
         require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
+        #: Plane → the dtype of its arrays, where the shape or the plane says no more than bytes (`contract.formats_of`).
+        self.formats = formats_of(self.resolved, [array.dtype for array in found], title)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._borrow(arrays, found)
         self._spans: npt.NDArray[np.uint64] | None = None

@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from ..contract import require_one_format
 from ..errors import BindError, KvbmError, PlanError, SpecError, TransferError, TransferTimeoutError
 from ..machine import sleep_exactly
 from ..pool import Pool
-from ..shapes import load_shape
+from ..shapes import ITEMSIZE, load_shape
 from ..wire import Wire
 from .chunk import MOST, TRAILER
 from .link import Link
@@ -169,6 +170,7 @@ class Endpoint:
                 "placement": place.text(),
                 "model": str(place.model),
                 "planes": _planes(pool),
+                "formats": pool.formats,
                 "cuts": cuts_of([pool]),
             }
             for name, (place, pool) in self.groups.items()
@@ -253,10 +255,11 @@ class Endpoint:
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            theirs, planes, cuts = first.groups[name]
+            theirs, planes, cuts, formats = first.groups[name]
             ours = cuts_of([pool])
             if planes != _planes(pool):
                 raise BindError(f"{title}: planes: {_planes(pool)} here and {planes} on the other side; expected the same")
+            require_one_format(f"{title}: group {name!r}: {self.engine} as the source", pool.formats, formats)
             for plans, ends, where in (
                 (outgoing, (mine, theirs), (ours, cuts)),
                 (incoming, (theirs, mine), (cuts, ours)),
@@ -536,7 +539,7 @@ class _Card:
             self.wire = base64.b64decode(held["wire"], validate=True)
         except (binascii.Error, ValueError):
             _refuse("'wire' in base64", repr(held["wire"])[:60])
-        self.groups: dict[str, tuple[Placement, str, tuple[int, ...]]] = {}
+        self.groups: dict[str, tuple[Placement, str, tuple[int, ...], dict[str, str]]] = {}
         for name, group in held["groups"].items():
             texts: list[Any] = (
                 [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
@@ -556,7 +559,14 @@ class _Card:
                 or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
             ):
                 _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
-            self.groups[name] = (place, texts[2], tuple(cuts))
+            formats = group.get("formats", {})
+            if (
+                not isinstance(formats, dict)
+                or len(formats) > 64
+                or not all(isinstance(text, str) and text in ITEMSIZE for text in formats.values())
+            ):
+                _refuse(f"group {name!r:.60} with formats, a dtype for each plane", repr(formats)[:60])
+            self.groups[name] = (place, texts[2], tuple(cuts), formats)
         self.groups_text = json.dumps(held["groups"], sort_keys=True)
 
 
@@ -593,4 +603,5 @@ def _refuse(expected: str, got: str) -> NoReturn:
 
 def _planes(pool: Pool) -> str:
     """The planes that a pool holds, independent of its layout."""
-    return ", ".join(sorted({f"{plane.name} {plane.dtype}" for plane in pool.layout.planes})) or pool.shape.dtype
+    own = pool.shape.dtype
+    return ", ".join(sorted({f"{plane.name} {plane.dtype or own}" for plane in pool.layout.planes})) or own

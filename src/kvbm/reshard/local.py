@@ -418,7 +418,7 @@ def require_pool(place: Placement, rank: int, pool: Any) -> None:
     """Raise `BindError` unless `pool` fits the rank of a placement."""
     if not isinstance(pool, Pool):
         raise BindError(f"{place.name}: rank {rank}: expected a kvbm.Pool, got {type(pool).__name__}")
-    if pool.shape != place.shape(rank):
+    if not pool.layout.same_blocks(pool.shape, place.shape(rank)):
         raise BindError(f"{place.name}: rank {rank}: expected a pool of {place.shape(rank)}, got {pool.shape}")
 
 

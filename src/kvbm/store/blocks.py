@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ from ..layout import Layout
 from ..pool import Pool
 from ..streams import framework_of, framework_stream
 from ..transfer import convert as convert_blocks
-from .arguments import FLAG, PROGRESS, Kind, blocks_of, path_of, require
+from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
 from .digests import DIGEST, Damage, Digests, Kinds, damages
-from .file import Stored, create, read
+from .file import FORMATS, Stored, create, read
 
 if TYPE_CHECKING:
     from ..shapes import BlockShape
@@ -274,8 +275,11 @@ def save(
     kinds = Kinds.of(pool.resolved) if digests else Kinds()
     rows = Digests.zeros(pool.shape, len(names), kinds) if kinds.blocks else None
     layout = pool.layout if layout is None else given_layout("layout", layout)
+    require(TEXTS, metadata={} if metadata is None else metadata)
+    known = {key: text for key, text in (metadata or {}).items() if key != FORMATS}
+    known |= {FORMATS: json.dumps(pool.formats)} if pool.formats else {}
     with create(
-        path, layout, pool.shape, len(names), digests=digests if rows is None else rows, metadata=metadata, force=force
+        path, layout, pool.shape, len(names), digests=digests if rows is None else rows, metadata=known, force=force
     ) as made:
         src, dst = _Side(pool, repr(pool), names), _Side(made, str(path), range(len(names)))
         own = src.stream(stream)
@@ -342,6 +346,7 @@ def load(
     src, dst = _Side(mapped, str(stored.path), names, known), _Side(pool, repr(pool), range(len(names)))
     move = _mover(mapped, pool, _step(mapped, len(names)), dst.stream())
     _copy(src, dst, move, verify=verify, progress=progress)
+    pool.formats = mapped.formats
     return pool
 
 

@@ -2,7 +2,8 @@
 
 A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table.  Its metadata are ``kvbm.layout``
 (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
-several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).  Records are tensors of bytes; planes in
+several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
+``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes.  Records are tensors of bytes; planes in
 separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can open the file;
 ``docs/howto/files.md`` describes the format.
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from ..resolved import Allocation, Resolved
 
 FORMAT = "1"
+#: Metadata that a file copied from a file keeps: the formats of its arrays (`Stored.formats`).
+FORMATS = "kvbm.formats"
 _ALIGN = 4096  # the first tensor starts at a page, so that the kernels can use their widest words
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit
 _MIN_ENTRY = 100  # about the bytes of one tensor in the header
@@ -120,6 +123,18 @@ class Stored:
             raise BindError(
                 f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({error!s:.500})"
             ) from None
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Plane → dtype of the saved arrays, where the shape says no more than bytes; most often empty."""
+        text = self.metadata.get(FORMATS, "{}")
+        try:
+            found = _parsed(text)
+            if not all(isinstance(one, str) and one in ITEMSIZE for one in found.values()):
+                raise ValueError("expected names of dtypes")
+        except ValueError as error:
+            raise BindError(f"{self.path}: metadata {FORMATS!r}: {error!s:.200}, got {text!r:.200}") from None
+        return found
 
     @property
     def num_blocks(self) -> int | None:
@@ -211,7 +226,9 @@ class Stored:
         offsets = self._check_tensors(layout, resolved)
         with self.path.open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return _bind(layout, shape, resolved, pages, offsets)
+        pool = _bind(layout, shape, resolved, pages, offsets)
+        pool.formats = self.formats
+        return pool
 
     def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:
         """Shape and number of blocks, from the caller or from the file; `BindError` if they disagree."""
@@ -224,7 +241,7 @@ class Stored:
                 f"({self.metadata.get('kvbm.order', '?'):.500}, fingerprint {self.fingerprint:.60}), "
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
-        if self.shape is not None and shape is not None and self.shape != shape:
+        if self.shape is not None and shape is not None and not layout.same_blocks(self.shape, shape):
             raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}")
         shape = self.shape or shape
         if shape is None:
@@ -506,7 +523,7 @@ def _header(
             one.encode()
         except (AttributeError, UnicodeEncodeError):
             raise BindError(f"metadata: expected texts by name, got {one!r:.200}") from None
-    metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.")} | {
+    metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.") or key == FORMATS} | {
         "kvbm.format": FORMAT,
         "kvbm.layout": layout.name,
         "kvbm.order": layout.order_text,
