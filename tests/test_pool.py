@@ -392,7 +392,7 @@ def test_no_refinement() -> None:
 
 
 def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
-    """K and V in one array, `o` outside `b`: the array does not show the number of blocks; all are copied."""
+    """K and V in one array, `o` outside `b`: the array does not show the number of blocks, which must be given."""
     layout = kvbm.spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
     shape = kvbm.BlockShape(nl=2, no=2, nh=1, nt=4, hd=8, dtype="uint8")
     padded = kvbm.Pool.allocate(layout, shape, 6)
@@ -404,9 +404,47 @@ def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
     kvbm.convert(padded, back)
     assert np.array_equal(back.arrays[0], plain.arrays[0])
     assert kvbm.Pool(layout, shape, padded.arrays, num_blocks=5).num_blocks == 5
-    assert kvbm.Pool(layout, shape, padded.arrays).num_blocks == 1024, "as many as have room"
+    with pytest.raises(kvbm.BindError, match="array 0: the array does not show its number of blocks: 1 to 1024 fit.*num_blocks="):
+        kvbm.Pool(layout, shape, padded.arrays)
     with pytest.raises(kvbm.LayoutError, match="pitch"):
         kvbm.Pool(layout, shape, padded.arrays, num_blocks=1025)
+
+
+def test_a_number_of_blocks_is_found_or_asked_for_and_never_guessed() -> None:
+    """Over all shipped layouts and layouts with room behind the blocks; arrays as given, and records and rows as flat bytes."""
+    own = [
+        kvbm.spec.parse(text, name=f"own {number}")
+        for number, text in enumerate((
+            'order: {k: "o b l t h d", v: "o b l h d t"}\npitch: {o: "65536 B"}',
+            'order: {k: "l o b t h d", v: "l o b h d t"}\npitch: {l: "131072 B"}',
+            'order: {k: "o b l t h d", v: "o b l h d t"}',
+            'order: {k: "b o l t h d", v: "b o l h d t"}\npitch: {b: "8192 B"}',
+            'order: "l b h t <data scale>"\npitch: {l: "65536 B"}\nplanes: {data: {order: "o d", dtype: uint8}, '
+            'scale: {order: "o", dtype: float32}}',
+        ))
+    ]
+    shape = kvbm.BlockShape(nl=2, no=2, nh=2, nt=16, hd=32, dtype="bfloat16")
+    asked = found = 0
+    for layout in (*own, *map(kvbm.load, kvbm.layouts())):
+        for blocks in (1, 2, 5, 13):
+            try:
+                made = kvbm.Pool.allocate(layout, shape, blocks)
+            except kvbm.LayoutError:
+                continue
+            given = [made.arrays]
+            if made.resolved.first.is_record and made.arrays[0].flags["C_CONTIGUOUS"]:
+                given += [[a.reshape(-1) for a in made.arrays], [a.reshape(2, -1) for a in made.arrays]]
+            for arrays in given:
+                try:
+                    got = kvbm.Pool(layout, shape, list(arrays)).num_blocks
+                    found += 1
+                except kvbm.BindError as error:
+                    asked += "fit" in str(error) and "pass num_blocks=" in str(error)
+                    assert "num_blocks=" in str(error) or arrays is not made.arrays, (layout.name, blocks, error)
+                    got = kvbm.Pool(layout, shape, list(made.arrays), num_blocks=blocks).num_blocks  # the way out works
+                assert got == blocks, layout.name
+    assert found > 300
+    assert asked >= 8
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "bool", "V1", "float8_e4m3fn", "int16", "float32"])

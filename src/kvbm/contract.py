@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .arrays import Array, dense, other_order, same_dtype, span, stand_ins
-from .errors import BindError, DTypeError, KvbmError, SpecError
+from .errors import BindError, DTypeError, KvbmError, LayoutError, SpecError
 from .layout import Layout
 from .naming import SPELLINGS
 from .planner import plan
@@ -35,6 +36,8 @@ __all__ = [
     "formats_of",
     "kinds_of",
     "named",
+    "numbers_of_blocks",
+    "one_number",
     "reads_as",
     "require",
     "require_each",
@@ -398,6 +401,37 @@ def _tuple(numbers: Sequence[int]) -> str:
 # ---- required forms of a layout's arrays ---------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1024)
+def numbers_of_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> range:
+    """The numbers of blocks with which the first allocation of a layout has this many bytes, padding included.
+
+    They are several if a pitch of an axis outside of `b` leaves room behind the blocks; none if no number fits.
+    """
+
+    def size(blocks: int) -> float:
+        try:
+            return layout.resolve(shape, blocks).first.nbytes
+        except LayoutError:  # the pitch has room for fewer blocks
+            return math.inf
+
+    above = 1
+    while size(above) <= nbytes:
+        above *= 2
+    found = range(1, above)
+    return found[bisect_left(found, nbytes, key=size) : bisect_right(found, nbytes, key=size)]
+
+
+def one_number(title: str, numbers: range, way: str) -> int | None:
+    """The only number of blocks; None if no number fits.  Raises `BindError` if several do."""
+    if len(numbers) > 1:
+        listed = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else f"{numbers[0]} and {numbers[1]}"
+        raise BindError(
+            f"{title}: the array does not show its number of blocks: {listed} fit, as the layout's pitch leaves room behind the "
+            f"blocks; {way}"
+        )
+    return numbers[0] if numbers else None
+
+
 class Side:
     """A layout and a block shape: the required arrays for any number of blocks."""
 
@@ -434,14 +468,28 @@ class Side:
                 f"{who(0)}: expected {len(axes)} axes ({' '.join(axes)}) of ({expected}), got shape {_tuple(tuple(first))}; "
                 "check the shape; .reshape(…) of a contiguous array changes it without a copy"
             )
+        known = all(type(n) is int for n in first)  # not symbols of a compiler
+        blocks = first[axes.index("b")] if "b" in axes else 0
+        if known and (blocks == 0 or (any_shape and not self._is_exact(first, blocks))) and math.prod(first):
+            numbers = numbers_of_blocks(self.layout, self.shape, math.prod(first) * self._one.itemsize)
+            use = "bind it with kvbm.Pool(…, num_blocks=…), and copy with kvbm.convert"
+            if (number := one_number(who(0), numbers, use)) is not None:
+                return number
         if "b" in axes:
-            return first[axes.index("b")]
+            return blocks
         blocks, rest = divmod(first[0], self._one.shape[0])
         if rest:
             raise BindError(
                 f"{who(0)}: expected a multiple of the {self._one.shape[0]} elements of a block, got {first[0]}"
             )
         return blocks
+
+    def _is_exact(self, shape: Sequence[int], blocks: int) -> bool:
+        """True if an array of records has exactly the shape that the layout gives for this number of blocks."""
+        try:
+            return tuple(shape) == self.layout.resolve(self.shape, blocks).first.shape
+        except LayoutError:
+            return False
 
     def sized(self, num_blocks: Size) -> Sized:
         """The required arrays for this number of blocks; cached.  The number may be 0, or a compiler's symbol."""

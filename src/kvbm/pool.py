@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
-from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, require_each
+from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, numbers_of_blocks, one_number, require_each
 from .digest import Model
 from .engines import FromEngines, pool_hint
 from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
@@ -39,6 +40,7 @@ from .resolved import Resolved
 from .selection import Axis, PoolSection
 from .shapes import BlockShape, as_shape
 from .shown import Shown
+from .spans import merge_steps
 from .spec import as_layout
 
 __all__ = ["Pool"]
@@ -58,8 +60,8 @@ class Pool(FromEngines, Shown):
         One array per allocation, in table order.  The layout's order gives each array's shape: ``[l] o b t h d`` takes ``nl``
         arrays of shape ``(no, nb, nt, nh, hd)``.  If there is only one allocation, its array may be passed without a list.
     num_blocks : int, optional
-        Number of blocks.  Default: taken from the shapes of the arrays.  If one array holds K and V in different orders, with a
-        pitch that leaves room after the blocks, its shape does not give the number; the default is then as many as have room.
+        Number of blocks.  Default: taken from the shapes of the arrays.  Needed if an array does not show it: it has no axis of
+        blocks (K and V have orders of their own in one array, or planes share its bytes), and a pitch leaves room behind the blocks.
 
     Attributes
     ----------
@@ -599,24 +601,22 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
             + pool_hint(layout.name, len(found[0].shape))
         )
     rows = found[0].shape
-    # If the array holds K and V in different orders, no axis gives the number.
-    named = "b" in first.axes
-    blocks = rows[first.axes.index("b")] if named else _most_blocks(layout, shape, rows[0] * first.itemsize)
+    blocks = rows[first.axes.index("b")] if "b" in first.axes else 0
+    if blocks < 1 or (first.is_record and not _is_exact(layout, shape, found[0], blocks)):
+        # Bytes that planes share come in any shape.  If K and V have orders of their own in one array, it has no axis of blocks.
+        nbytes = math.prod(rows) * first.itemsize
+        numbers = numbers_of_blocks(layout, shape, nbytes) if nbytes else range(0)
+        use = "pass num_blocks= to kvbm.Pool"
+        blocks = one_number(f"{layout.name}: array 0", numbers, use) or blocks or nbytes // one.first.nbytes
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks
 
 
-def _most_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> int:
-    """The largest number of blocks for which the array has at most `nbytes` bytes; 0 if one block has more."""
-
-    def fits(blocks: int) -> bool:
-        try:
-            return layout.resolve(shape, blocks).first.nbytes <= nbytes
-        except LayoutError:  # the pitch has room for fewer blocks
-            return False
-
-    above = 1
-    while fits(above):
-        above *= 2
-    return bisect_left(range(1, above), True, key=lambda blocks: not fits(blocks))
+def _is_exact(layout: Layout, shape: BlockShape, array: Array, blocks: int) -> bool:
+    """True if the array has exactly the shape and strides that the layout gives for this number of blocks."""
+    try:
+        kind = layout.resolve(shape, blocks).first
+    except LayoutError:
+        return False
+    return array.shape == kind.shape and merge_steps(array.shape, array.strides) == merge_steps(kind.shape, kind.strides)
