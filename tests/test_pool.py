@@ -404,7 +404,7 @@ def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
     kvbm.convert(padded, back)
     assert np.array_equal(back.arrays[0], plain.arrays[0])
     assert kvbm.Pool(layout, shape, padded.arrays, num_blocks=5).num_blocks == 5
-    with pytest.raises(kvbm.BindError, match="array 0: the array does not show its number of blocks: 1 to 1024 fit.*num_blocks="):
+    with pytest.raises(kvbm.BindError, match=r"array 0: the array does not show its number of blocks: 1 to 1024 fit.*num_blocks="):
         kvbm.Pool(layout, shape, padded.arrays)
     with pytest.raises(kvbm.LayoutError, match="pitch"):
         kvbm.Pool(layout, shape, padded.arrays, num_blocks=1025)

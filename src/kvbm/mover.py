@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core, tuner, tuning
+from .arrays import find_overlap
 from .contract import require_one_format
 from .digest import Choice, Model, alike, alone, fused, keys_of
 from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
@@ -605,9 +606,20 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
     blocks = [(pool.layout, pool.shape, pool.num_blocks) for pool in (src, dst)]
     if blocks[0] == blocks[1] and np.array_equal(src.addresses, dst.addresses):
         return True
+    # Their extents overlap.  Views of one tensor may still share no byte of an element, such as K and V of every page.
+    ours, theirs = src.resolved, dst.resolved
+    kind_of = [*ours.kind_of_entry, *(kind + len(ours.kinds) for kind in theirs.kind_of_entry)]
+    shared = find_overlap(
+        np.concatenate([src.addresses, dst.addresses]), [*ours.kinds, *theirs.kinds], kind_of,
+        [0] * len(ours.kinds) + [1] * len(theirs.kinds),
+    )  # fmt: skip
+    if shared is None:
+        return False
+    one, other = sorted(shared)
     raise BindError(
-        f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory at address {int(a[clash[0], 0]):#x}; "
-        "a block would be read after it was overwritten. Use separate memory for the destination"
+        f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory: array {one} of the source and array "
+        f"{other - src.addresses.size} of the destination share bytes near {int(dst.addresses[other - src.addresses.size]):#x};"
+        " a block would be read after it was overwritten. Use separate memory for the destination"
     )
 
 

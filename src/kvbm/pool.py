@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Array, Borrowed, describe, empty, find_overlap, numpy_dtype
+from .arrays import Array, Borrowed, describe, empty, find_overlap, nest_of, numpy_dtype
 from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, numbers_of_blocks, one_number, require_each
 from .digest import Model
 from .engines import FromEngines, pool_hint
@@ -40,7 +40,7 @@ from .resolved import Resolved
 from .selection import Axis, PoolSection
 from .shapes import BlockShape, as_shape
 from .shown import Shown
-from .spans import merge_steps
+from .spans import meet, merge_steps
 from .spec import as_layout
 
 __all__ = ["Pool"]
@@ -61,7 +61,7 @@ class Pool(FromEngines, Shown):
         arrays of shape ``(no, nb, nt, nh, hd)``.  If there is only one allocation, its array may be passed without a list.
     num_blocks : int, optional
         Number of blocks.  Default: taken from the shapes of the arrays.  Needed if an array does not show it: it has no axis of
-        blocks (K and V have orders of their own in one array, or planes share its bytes), and a pitch leaves room behind the blocks.
+        blocks (K and V have their own orders in one array, or planes share its bytes), and a pitch leaves room behind the blocks.
 
     Attributes
     ----------
@@ -545,6 +545,19 @@ class Pool(FromEngines, Shown):
         edges = self._edges
         at = bisect_right(edges, begin)
         return begin < end and (at % 2 == 1 or edges[at] < end)
+
+    def holds(self, begin: int, end: int) -> bool:
+        """True if a byte of ``[begin, end)`` belongs to an element of an array.  The padding between rows does not."""
+        if not self.meets(begin, end):
+            return False
+        kinds, which = self.resolved.kinds, np.asarray(self.resolved.kind_of_entry)
+        starts = self.addresses.astype(np.int64)
+        behind = starts + np.array([kind.extent for kind in kinds], np.int64)[which]
+        nests = [nest_of(kind) for kind in kinds]
+        return any(
+            meet(nests[which[i]][0], int(starts[i]), nests[which[i]][1], (), begin, end - begin)
+            for i in np.flatnonzero((starts < end) & (behind > begin))
+        )
 
     @functools.cached_property
     def _edges(self) -> list[int]:

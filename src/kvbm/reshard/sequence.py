@@ -109,8 +109,8 @@ class Rank(NamedTuple):
     def tail(self, span: Span) -> Ids:
         """Slots after the rank's last token, to the end of the sequence's last block.
 
-        A block id means one block on every rank that shares the tokens.  So this is the block of the last token on any of them, also
-        if this rank has no token in it.  A rank whose table ends before it has no such block.
+        A block id means one block on every rank that shares the tokens.  So this is the block of the last token on any of them,
+        also if this rank has no token in it.  A rank whose table ends before it has no such block.
         """
         _, behind = self.extent(span)
         return np.arange(behind, max(behind, self._end(span)), dtype=np.int64)

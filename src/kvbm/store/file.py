@@ -3,8 +3,8 @@
 A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table.  Its metadata are ``kvbm.layout``
 (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
 several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
-``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes.  Records are tensors of bytes; planes in
-separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can open the file;
+``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes.  Records are tensors of
+bytes; planes in separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can open the file;
 ``docs/howto/files.md`` describes the format.
 
 The header is read and written here instead of by the ``safetensors`` package.  Files are memory-mapped in both directions, so
@@ -252,7 +252,8 @@ class Stored:
         if num_blocks is None:
             each = layout.resolve(shape, 1).block_bytes
             num_blocks = self.nbytes // each
-            if num_blocks == 0 or layout.resolve(shape, num_blocks).nbytes != self.nbytes:
+            sizes = [layout.resolve(shape, n).nbytes for n in (num_blocks - 1, num_blocks) if n]
+            if not sizes or sizes[-1] != self.nbytes or (sizes[0] == self.nbytes and len(sizes) > 1):
                 raise BindError(
                     f"{self.path}: {self.nbytes:,} bytes are not a multiple of the {each:,} bytes of a block in "
                     f"layout {layout.name!r}: check the shape, or pass the number of blocks if the layout has padding"

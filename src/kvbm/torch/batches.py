@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from ..arrays import Array
+from ..arrays import Array, span
 from ..contract import (
     Caller,
     Side,
@@ -228,6 +228,11 @@ def _seen(tensor: torch.Tensor) -> Array:
         raise BindError(f"expected strided tensors, got one of layout {_name_of(tensor.layout)}; call .to_dense()")
     size = tensor.element_size()
     real = tensor.device.type in ("cpu", "cuda") and not is_fake(tensor)
+    if real and not _is_held(tensor):
+        raise BindError(
+            f"a tensor of shape {tuple(tensor.shape)} has a storage of {tensor.untyped_storage().nbytes()} bytes, fewer than its "
+            "shape and strides span: the storage was resized; pass a tensor that has its memory"
+        )
     return Array(
         tensor.data_ptr() if real else 0,
         tuple(tensor.shape),
@@ -237,6 +242,26 @@ def _seen(tensor: torch.Tensor) -> Array:
         False,
         tensor.storage_offset(),
     )
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """True if the storage of a tensor has all of its bytes.  False after ``storage.resize_``, which moves or frees them."""
+    size = tensor.element_size()
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a subclass without memory, which other checks name
+        return True
+    return tensor.storage_offset() * size + span(tuple(tensor.shape), [size * step for step in tensor.stride()], size) <= held
+
+
+def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
+    """`_is_held` for all of a list, for tensors that were found to be dense or to have the pitch of their layout."""
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + tensor.nbytes:
+            return False
+        if not tensor.is_contiguous() and not _is_held(tensor):
+            return False
+    return True
 
 
 def _name_of(layout: Any) -> str:
@@ -260,7 +285,7 @@ def table_of(
 ) -> Table:
     """The addresses of correct tensors.  They are checked in C; if something is wrong, one by one in Python."""
     found = _core.strided_tensors(tensors, sized.arrays, elements, sized.which, dtype, face.index)
-    if found is not None:
+    if found is not None and _are_held(tensors):
         return found
     seen = require_all(who, tensors, sized, face)
     addresses = np.array([array.address for array in seen], np.uint64)
@@ -276,9 +301,10 @@ def plain_table(
     One property is not checked, as it would cost as much as all others: whether a tensor is ``torch._neg_view`` of another.  Those
     that PyTorch creates, imaginary parts of conjugates, have strides that no layout has.
     """
-    return _core.strided_tensors(
+    found = _core.strided_tensors(
         tensors, sized.arrays, elements, sized.which, dtype, face.index, KINDS, not torch.is_grad_enabled()
     )
+    return found if found is not None and _are_held(tensors) else None
 
 
 def require_all(who: Caller, tensors: Sequence[torch.Tensor], sized: Sized, face: Face) -> list[Array]:
