@@ -19,7 +19,7 @@ from .layout import Layout
 from .naming import SPELLINGS
 from .planner import plan
 from .resolved import Resolved
-from .shapes import ITEMSIZE, BlockShape, load_shape
+from .shapes import ITEMSIZE, LIMIT, BlockShape, load_shape
 from .spans import merge_steps
 from .spec import load
 
@@ -408,11 +408,11 @@ def numbers_of_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> range:
     They are several if a pitch of an axis outside of `b` leaves room behind the blocks; none if no number fits.
     """
 
-    def size(blocks: int) -> float:
+    def size(blocks: int) -> int:
         try:
             return layout.resolve(shape, blocks).first.nbytes
         except LayoutError:  # the pitch has room for fewer blocks
-            return math.inf
+            return LIMIT
 
     above = 1
     while size(above) <= nbytes:
@@ -469,9 +469,10 @@ class Side:
                 "check the shape; .reshape(…) of a contiguous array changes it without a copy"
             )
         known = all(type(n) is int for n in first)  # not symbols of a compiler
+        items: int = math.prod(int(n) for n in first) if known else 0
         blocks = first[axes.index("b")] if "b" in axes else 0
-        if known and (blocks == 0 or (any_shape and not self._is_exact(first, blocks))) and math.prod(first):
-            numbers = numbers_of_blocks(self.layout, self.shape, math.prod(first) * self._one.itemsize)
+        if known and (blocks == 0 or (any_shape and not self._is_exact(first, blocks))) and items:
+            numbers = numbers_of_blocks(self.layout, self.shape, items * self._one.itemsize)
             use = "bind it with kvbm.Pool(…, num_blocks=…), and copy with kvbm.convert"
             if (number := one_number(who(0), numbers, use)) is not None:
                 return number

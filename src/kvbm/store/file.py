@@ -4,8 +4,8 @@ A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of t
 (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
 several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
 ``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes.  Records are tensors of
-bytes; planes in separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can open the file;
-``docs/howto/files.md`` describes the format.
+bytes; planes in separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can
+open the file; ``docs/howto/files.md`` describes the format.
 
 The header is read and written here instead of by the ``safetensors`` package.  Files are memory-mapped in both directions, so
 pools larger than the memory can be converted; and NumPy, which the package would return, has no bfloat16 or fp8.

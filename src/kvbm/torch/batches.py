@@ -251,7 +251,8 @@ def _is_held(tensor: torch.Tensor) -> bool:
         held = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # a subclass without memory, which other checks name
         return True
-    return tensor.storage_offset() * size + span(tuple(tensor.shape), [size * step for step in tensor.stride()], size) <= held
+    extent = span(tuple(tensor.shape), [size * step for step in tensor.stride()], size)
+    return int(tensor.storage_offset() * size + extent) <= int(held)
 
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
