@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -494,3 +495,23 @@ def test_reshape_is_advised_only_where_it_makes_no_copy() -> None:
     with pytest.raises(kvbm.BindError, match="check the shape") as info:
         kvbm.Pool("vllm/flash_attn_nhd", sizes, [np.zeros((2, 6, 8, 128, 16), np.float16).transpose(0, 1, 2, 4, 3)])
     assert "reshape" not in str(info.value)
+
+
+def test_arguments_of_foreign_types_end_in_errors_of_kvbm() -> None:
+    """Arrays, lists, tensors with gradients and buffers, where a number, an index or a range is expected."""
+    torch = pytest.importorskip("torch")
+    pool = kvbm.Pool.allocate("nhd", SHAPE, 2)
+    other = kvbm.Pool.allocate("nhd", dataclasses.replace(SHAPE, nl=SHAPE.nl + 1), 2)
+    for call, said in (
+        (lambda: pool.units(np.array([1, 2])), "units: expected a number of tokens"),
+        (lambda: pool.resolved.address([1, 2]), "axis 'b': expected an int or a NumPy array"),
+        (lambda: pool.resolved.address(0, t="x"), "axis 't': expected an int or a NumPy array"),
+        (lambda: kvbm.Span(torch.ones(2, requires_grad=True), range(3)), "table: expected a list of block ids"),
+        (lambda: kvbm.Transfer(pool, pool).copy([0], [1], layers=memoryview(bytearray(b"x"))), "layers: expected range"),
+        (lambda: kvbm.convert(pool, other), r"use pool\.section\(l=…\), or pass to Transfer\(…\)\.copy layers="),
+        (lambda: kvbm.Transfer(pool, other).copy([0], [1]), "layers; pass layers=\\(range"),
+    ):
+        with pytest.raises(kvbm.KvbmError, match=said):
+            call()
+    with pytest.raises((kvbm.LayoutError, kvbm.SpecError)):
+        kvbm.spec.parse('order: "[l] b t h o d"\npitch: {b: "1if nh else 2"}', name="warns").resolve(SHAPE, 2)

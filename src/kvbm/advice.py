@@ -157,5 +157,5 @@ def _others(arrays: Sequence[Array], shape: BlockShape) -> Iterator[tuple[str, s
             else:
                 said = f"the shape has {name}={now} ({_SIZES[name]})"
             if name == "hd" and now < int(value) <= 2 * now:
-                said += f", unless a row holds K of {now} and V of {int(value) - now} side by side, which are planes of your own layout"
+                said += f", unless a row holds K of {now} and V of {int(value) - now} side by side: planes of your own"
             yield said, f"{name}={value}", other

@@ -558,7 +558,7 @@ def _reason(
         own = [same for same in layouts if same[0].planes]
         raw = sorted(_candidates(_readings(_as_bytes(arrays), True), other, own, num_blocks), key=lambda one: one.rank)
         if raw:
-            given = "" if other == shape else f"; with no=1, as the planes k and v of a row are K and V,"
+            given = "" if other == shape else "; with no=1, as the planes k and v of a row are K and V,"
             return f"none takes elements of {arrays[0].dtype}{given or ';'} as bytes, .view(torch.uint8), these fit: " + ", ".join(
                 name for one in raw[:4] for name in one.candidate.names
             )

@@ -15,7 +15,7 @@ from .arrays import find_overlap
 from .contract import require_one_format
 from .digest import Choice, Model, alike, alone, fused, keys_of
 from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
-from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
+from .errors import BindError, DigestError, DTypeError, KvbmError, MissingKernelError, PlanError
 from .layout import Layout
 from .locating import told
 from .locks import Lock
@@ -200,8 +200,9 @@ class Mover:
         found = self.routes.get(layers)
         if found is None:
             if layers is None and not self.closed:
+                how = "pass" if self.keep else "kvbm.convert copies all: use pool.section(l=…), or pass to Transfer(…).copy"
                 raise BindError(
-                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; pass "
+                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; {how} "
                     "layers=(range of the source, range of the destination)"
                 )
             with self.lock:
@@ -374,7 +375,9 @@ class Mover:
     def copy(self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any) -> _core.Done:
         try:
             found = self.routes.get(layers) or self.route(layers)
-        except TypeError:
+        except KvbmError:
+            raise
+        except (TypeError, ValueError):  # it has no hash
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
         if self.on_host or stream is None:
             stream = self._stream(stream, wait)
@@ -386,7 +389,9 @@ class Mover:
         """`copy` with digests: they are written to `out`, or compared on both sides."""
         try:
             found = self.routes.get(("digests", layers)) or self.digested(layers)
-        except TypeError:
+        except KvbmError:
+            raise
+        except (TypeError, ValueError):  # it has no hash
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
         if verifies and self.unreached:
             raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")

@@ -48,7 +48,7 @@ class Span:
         given: Any = tokens
         try:
             ids = np.array(table)
-        except (TypeError, ValueError):
+        except Exception:  # the object's own code may raise anything, such as a tensor that requires a gradient
             ids = np.zeros((1, 1))
         if ids.size == 0:
             ids = ids.astype(np.int64)
@@ -172,7 +172,7 @@ class Rank(NamedTuple):
         if len(span.table) * self.nt < behind:
             raise BindError(
                 f"{self.name}: tokens {span.tokens.start} to {span.tokens.stop - 1} need {self._whole(behind) // self.nt} blocks "
-                f"of {self.nt}, got a table of {len(span.table)}"
+                f"of {self.nt}, got a table of {len(span.table)}; if it begins later, pass origin= to Span"
             )
         behind = max(behind, self._end(span)) if tail else behind
         if behind == first:
