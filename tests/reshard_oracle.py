@@ -190,6 +190,16 @@ def held(engine: Engine, rank: int, told: Told, stop: int) -> tuple[np.ndarray, 
     return positions, np.asarray(told.tables[rank], np.int64)[slots // engine.nt], slots % engine.nt
 
 
+def tail(engine: Engine, rank: int, told: Told, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Block and slot of every place behind a rank's last token, in the blocks of its table in which any rank has a token."""
+    positions = np.arange(told.origins[rank], stop)
+    counts = [int(engine.holds_tokens(other, positions).sum()) for other in range(engine.world)]
+    places = [(entry, slot) for entry in range(len(told.tables[rank])) for slot in range(engine.nt)]
+    used = {count // engine.nt if count % engine.nt else count // engine.nt - 1 for count in counts}
+    rest = [(told.tables[rank][entry], slot) for entry, slot in places[counts[rank] :] if entry <= max(used)]
+    return np.array([block for block, _ in rest], np.int64), np.array([slot for _, slot in rest], np.int64)
+
+
 class Scene:
     """The memory of all ranks before and after a case."""
 
@@ -225,10 +235,9 @@ class Scene:
                 positions, blocks, at = held(case.dst, rank, told, tokens.stop)
                 kept = (positions >= tokens.start) & (blocks >= 0) & ~self.is_null(source, positions)
                 self._write(result, 1, rank, index, positions[kept], blocks[kept], at[kept], case.layers, count)
-                if case.clear_tail and positions.size % case.dst.nt and blocks[-1] >= 0:
-                    rest = np.arange(positions.size % case.dst.nt, case.dst.nt)
-                    block = np.full(rest.size, blocks[-1])
-                    self._write(result, 1, rank, -1, rest, block, rest, case.layers, count)
+                if case.clear_tail:
+                    ids, slots = tail(case.dst, rank, told, tokens.stop)
+                    self._write(result, 1, rank, -1, slots, ids, slots, case.layers, count)
             made.append(result)
             counts.append(count)
         return made, counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -254,3 +255,58 @@ def test_the_layout_that_was_named_is_not_advised() -> None:
     with pytest.raises(kvbm.BindError) as info:
         kvbm.Pool("trtllm/v1_pool", shape, only)
     assert "those of trtllm/v1_pool" not in str(info.value)
+
+
+def test_k_and_v_of_two_sizes_in_one_row_are_never_one_head() -> None:
+    """K of 192 and V of 128 in rows of 320: the layout of both is named, and how; it binds."""
+    arrays = [np.zeros((6, 16, 4, 320), "float16") for _ in range(2)]
+    for no in (1, 2):
+        shape = f"nl=2,no={no},nh=4,nt=16,hd=192,dtype=float16"
+        found = str(kvbm.match(arrays, shape))
+        assert "hd=320" not in found
+        assert "as bytes, .view(torch.uint8), these fit: vllm/diff_kv" in found
+    raw = [array.view(np.uint8) for array in arrays]
+    [one] = kvbm.match(raw, shape.replace("no=2", "no=1"))
+    assert one.names[0] == "vllm/diff_kv"
+    assert kvbm.Pool(one.layout, shape.replace("no=2", "no=1"), raw).num_blocks == 6
+    other = kvbm.match([np.zeros((6, 16, 4, 292), "float16")] * 2, "nl=2,no=1,nh=4,nt=16,hd=192,dtype=float16")
+    assert "K of 192 and V of 100 side by side" in str(other)
+
+
+def test_layouts_with_the_same_addresses_are_listed_once() -> None:
+    """A latent is a row per token, whatever the places of the axes of one coordinate."""
+    shape = "nl=2,no=1,nh=1,nt=16,hd=576,dtype=float16"
+    found = kvbm.match([np.zeros((6, 16, 576), "float16") for _ in range(2)], shape)
+    assert found[0].fit == "exact" and "vllm/mla" in found[0].names
+    lines = str(found).splitlines()
+    assert [line for line in lines if line[:2] in ("1.", "2.")] == [f"1. {', '.join(found[0].names)}"]
+    assert f"{len(found) - 1} more layouts have the same addresses at this shape" in str(found)
+
+
+def test_every_suggestion_is_accepted_by_a_pool() -> None:
+    """Arrays of shipped layouts at small shapes, padded ones included: as given, or as the view whose shape is printed."""
+    accepted = 0
+    shapes = ["nl=2,no=2,nh=2,nt=16,hd=32,dtype=float16", "nl=2,no=1,nh=1,nt=16,hd=576,dtype=float16"]
+    for text, name in itertools.product(shapes, kvbm.layouts()):
+        try:
+            made = kvbm.Pool.allocate(name, text, 3)
+        except (kvbm.LayoutError, kvbm.PlanError):
+            continue
+        for one in kvbm.match(list(made.arrays), text):
+            resolved = one.layout.resolve(text, one.num_blocks)
+            if resolved.table_size != len(made.arrays):
+                continue
+            if one.fit == "exact":
+                given = list(made.arrays)
+            else:
+                kinds = [resolved.kinds[kind] for kind in resolved.kind_of_entry]
+                given = [
+                    np.lib.stride_tricks.as_strided(array, kind.shape, kind.strides)
+                    for array, kind in zip(made.arrays, kinds, strict=True)
+                    if kind.itemsize == array.itemsize
+                ]
+                if len(given) < len(kinds):
+                    continue
+            assert kvbm.Pool(one.layout, text, given, num_blocks=one.num_blocks).num_blocks == one.num_blocks
+            accepted += 1
+    assert accepted > 100

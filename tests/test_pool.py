@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -392,7 +393,7 @@ def test_no_refinement() -> None:
 
 
 def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
-    """K and V in one array, `o` outside `b`: the array does not show the number of blocks; all are copied."""
+    """K and V in one array, `o` outside `b`: the array does not show the number of blocks, which must be given."""
     layout = kvbm.spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
     shape = kvbm.BlockShape(nl=2, no=2, nh=1, nt=4, hd=8, dtype="uint8")
     padded = kvbm.Pool.allocate(layout, shape, 6)
@@ -404,9 +405,47 @@ def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
     kvbm.convert(padded, back)
     assert np.array_equal(back.arrays[0], plain.arrays[0])
     assert kvbm.Pool(layout, shape, padded.arrays, num_blocks=5).num_blocks == 5
-    assert kvbm.Pool(layout, shape, padded.arrays).num_blocks == 1024, "as many as have room"
+    with pytest.raises(kvbm.BindError, match=r"array 0: the array does not show its number of blocks: 1 to 1024 fit.*num_blocks="):
+        kvbm.Pool(layout, shape, padded.arrays)
     with pytest.raises(kvbm.LayoutError, match="pitch"):
         kvbm.Pool(layout, shape, padded.arrays, num_blocks=1025)
+
+
+def test_a_number_of_blocks_is_found_or_asked_for_and_never_guessed() -> None:
+    """Over all shipped layouts and layouts with room behind the blocks; arrays as given, and records and rows as flat bytes."""
+    own = [
+        kvbm.spec.parse(text, name=f"own {number}")
+        for number, text in enumerate((
+            'order: {k: "o b l t h d", v: "o b l h d t"}\npitch: {o: "65536 B"}',
+            'order: {k: "l o b t h d", v: "l o b h d t"}\npitch: {l: "131072 B"}',
+            'order: {k: "o b l t h d", v: "o b l h d t"}',
+            'order: {k: "b o l t h d", v: "b o l h d t"}\npitch: {b: "8192 B"}',
+            'order: "l b h t <data scale>"\npitch: {l: "65536 B"}\nplanes: {data: {order: "o d", dtype: uint8}, '
+            'scale: {order: "o", dtype: float32}}',
+        ))
+    ]
+    shape = kvbm.BlockShape(nl=2, no=2, nh=2, nt=16, hd=32, dtype="bfloat16")
+    asked = found = 0
+    for layout in (*own, *map(kvbm.load, kvbm.layouts())):
+        for blocks in (1, 2, 5, 13):
+            try:
+                made = kvbm.Pool.allocate(layout, shape, blocks)
+            except kvbm.LayoutError:
+                continue
+            given = [made.arrays]
+            if made.resolved.first.is_record and made.arrays[0].flags["C_CONTIGUOUS"]:
+                given += [[a.reshape(-1) for a in made.arrays], [a.reshape(2, -1) for a in made.arrays]]
+            for arrays in given:
+                try:
+                    got = kvbm.Pool(layout, shape, list(arrays)).num_blocks
+                    found += 1
+                except kvbm.BindError as error:
+                    asked += "fit" in str(error) and "pass num_blocks=" in str(error)
+                    assert "num_blocks=" in str(error) or arrays is not made.arrays, (layout.name, blocks, error)
+                    got = kvbm.Pool(layout, shape, list(made.arrays), num_blocks=blocks).num_blocks  # the way out works
+                assert got == blocks, layout.name
+    assert found > 300
+    assert asked >= 8
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "bool", "V1", "float8_e4m3fn", "int16", "float32"])
@@ -456,3 +495,23 @@ def test_reshape_is_advised_only_where_it_makes_no_copy() -> None:
     with pytest.raises(kvbm.BindError, match="check the shape") as info:
         kvbm.Pool("vllm/flash_attn_nhd", sizes, [np.zeros((2, 6, 8, 128, 16), np.float16).transpose(0, 1, 2, 4, 3)])
     assert "reshape" not in str(info.value)
+
+
+def test_arguments_of_foreign_types_end_in_errors_of_kvbm() -> None:
+    """Arrays, lists, tensors with gradients and buffers, where a number, an index or a range is expected."""
+    torch = pytest.importorskip("torch")
+    pool = kvbm.Pool.allocate("nhd", SHAPE, 2)
+    other = kvbm.Pool.allocate("nhd", dataclasses.replace(SHAPE, nl=SHAPE.nl + 1), 2)
+    for call, said in (
+        (lambda: pool.units(np.array([1, 2])), "units: expected a number of tokens"),
+        (lambda: pool.resolved.address([1, 2]), "axis 'b': expected an int or a NumPy array"),
+        (lambda: pool.resolved.address(0, t="x"), "axis 't': expected an int or a NumPy array"),
+        (lambda: kvbm.Span(torch.ones(2, requires_grad=True), range(3)), "table: expected a list of block ids"),
+        (lambda: kvbm.Transfer(pool, pool).copy([0], [1], layers=memoryview(bytearray(b"x"))), "layers: expected range"),
+        (lambda: kvbm.convert(pool, other), r"use pool\.section\(l=…\), or pass to Transfer\(…\)\.copy layers="),
+        (lambda: kvbm.Transfer(pool, other).copy([0], [1]), "layers; pass layers=\\(range"),
+    ):
+        with pytest.raises(kvbm.KvbmError, match=said):
+            call()
+    with pytest.raises((kvbm.LayoutError, kvbm.SpecError)):
+        kvbm.spec.parse('order: "[l] b t h o d"\npitch: {b: "1if nh else 2"}', name="warns").resolve(SHAPE, 2)

@@ -91,6 +91,49 @@ def test_every_range(small: int, large: int, most: int, clear_tail: bool) -> Non
     assert np.array_equal(got, want)
 
 
+@pytest.mark.parametrize("shorter", [False, True])
+def test_the_last_block_is_cleared_on_every_rank_that_shares_the_tokens(shorter: bool) -> None:
+    """Turns of DCP and PCP, blocks and ranges of all kinds; one byte per token.  The oracle counts tokens one by one.
+
+    `shorter`: a rank without a token in the last block leaves it out of its table; then nothing of that rank is cleared for it.
+    """
+    model = BlockShape(nl=1, no=1, nh=1, nt=1, hd=1, dtype="uint8")
+    empty_handed = 0
+    for over, every, nt in ((2, 1, 4), (2, 4, 4), (2, 8, 4), (3, 1, 2), (3, 2, 2), (4, 1, 3), (2, 2, 4), (2, 1, 1)):
+        src = Placement("tp1", model=model, nt=4, name="src")
+        dst = Placement({"dcp": over}, shard={"t": f"dcp by {every}"}, model=model, nt=nt, name="dst")
+        made, most = reshard.plan(src, dst), 2 * over * max(nt, every) + 3
+        [source] = pools_of(src, blocks=-(-most // 4))
+        content = np.concatenate([array.reshape(-1) for array in source.arrays])
+        pools = [Pool.allocate(load("nhd"), dst.shape(rank), 2 * most) for rank in range(over)]
+        copy = reshard.Local(made, [source], pools)
+        for stop in range(1, most):
+            for tokens in {range(stop), range(stop // 2, stop), range(stop - 1, stop)}:
+                homes = [[x for x in range(stop) if x // every % over == rank] for rank in range(over)]
+                blocks = max(-(-len(home) // nt) for home in homes)
+                tables, want = [], []
+                for home in homes:
+                    table = [2 * i + 1 for i in range(-(-len(home) // nt) if shorter else blocks)]
+                    empty_handed += len(home) <= (blocks - 1) * nt
+                    row = np.full(2 * most * nt, 255, np.uint8)
+                    for slot in range(len(table) * nt):
+                        at = table[slot // nt] * nt + slot % nt
+                        if slot >= len(home):
+                            row[at] = 0
+                        elif home[slot] in tokens:
+                            row[at] = content[home[slot]]
+                    tables.append(Span(table, tokens))
+                    want.append(row)
+                for pool in pools:
+                    for array in pool.arrays:
+                        array[...] = 255
+                copy(Span(range(source.num_blocks), tokens), tables, clear_tail=True)
+                for rank, (pool, row) in enumerate(zip(pools, want, strict=True)):
+                    got = np.concatenate([array.reshape(-1) for array in pool.arrays])
+                    assert np.array_equal(got, row), (over, every, nt, tokens, rank)
+    assert empty_handed > 100
+
+
 # ---- bad input: refused, and nothing is written ----------------------------------------------------------------------
 
 MODEL = BlockShape(nl=4, no=2, nh=4, nt=16, hd=8, dtype="float16")

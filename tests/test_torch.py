@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -1028,3 +1029,23 @@ def test_nothing_imports_the_bridges() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.splitlines() == ["[]", "['kvbm.bridge', 'kvbm.numpy']"]
+
+
+def test_a_tensor_whose_storage_was_resized_is_refused_and_never_read() -> None:
+    """Freed and cut storages, also of views with an offset; each was a read of foreign memory."""
+    sizes = "nl=2,no=2,nh=4,nt=16,hd=8,dtype=float32"
+    names = "vllm/flash_attn_nhd", "universal", sizes
+    for missing, offset, where in itertools.product((1, 12000, 12288), (0, 1), ("first", "last")):
+        tensors = [torch.zeros(2, 3, 16, 4, 8) for _ in range(2)]
+        base = torch.zeros(2, 3 * 16 * 4 * 8 * 2)
+        index = 0 if where == "first" else 1
+        tensors[index] = base[offset].view(2, 3, 16, 4, 8)
+        base.untyped_storage().resize_((12288 * (offset + 1) - missing) * (missing < 12288))
+        out = [torch.zeros(4, 2, 2, 16, 8) for _ in range(3)]
+        for call in (
+            lambda tensors=tensors: kvbm.torch.convert(tensors, *names),
+            lambda tensors=tensors, out=out: kvbm.torch.convert_(tensors, out, *names),
+            lambda tensors=tensors, out=out: kvbm.torch.convert_(out, tensors, names[1], names[0], sizes),
+        ):
+            with pytest.raises(kvbm.BindError, match=r"convert_?: .*the storage was resized"):
+                call()

@@ -156,4 +156,6 @@ def _others(arrays: Sequence[Array], shape: BlockShape) -> Iterator[tuple[str, s
                 said = f"{value} arrays, the shape has {now} layers"
             else:
                 said = f"the shape has {name}={now} ({_SIZES[name]})"
+            if name == "hd" and now < int(value) <= 2 * now:
+                said += f", unless a row holds K of {now} and V of {int(value) - now} side by side: planes of your own"
             yield said, f"{name}={value}", other

@@ -26,6 +26,7 @@ __all__ = [
     "empty",
     "find_overlap",
     "flat_integers",
+    "nest_of",
     "numpy_dtype",
     "of_view",
     "other_order",
@@ -394,7 +395,7 @@ def numpy_dtype(name: str, *, rich: bool = False) -> np.dtype[Any]:
 
 
 def find_overlap(
-    addresses: npt.NDArray[np.uint64], kinds: Sequence[Allocation], kind_of: Sequence[int]
+    addresses: npt.NDArray[np.uint64], kinds: Sequence[Allocation], kind_of: Sequence[int], side_of: Sequence[int] = ()
 ) -> tuple[int, int] | None:
     """Find two arrays that share a byte of an element; None if there are none.
 
@@ -408,11 +409,13 @@ def find_overlap(
         The kinds of arrays.
     kind_of : sequence of int
         For each array, the index of its kind.
+    side_of : sequence of int, optional
+        For each kind, its side.  Only arrays of different sides are compared.
     """
     order = np.argsort(addresses, kind="stable")
     starts, which = addresses.astype(np.int64)[order], np.asarray(kind_of, np.int64)[order]
     ends = starts + np.array([kind.extent for kind in kinds], np.int64)[which]
-    nests = [_nest(kind) for kind in kinds]
+    nests = [nest_of(kind) for kind in kinds]
     behind = np.searchsorted(starts, ends)  # the first one that starts after this one has ended
     known: set[tuple[int, int, int]] = set()  # two kinds, and a distance at which they do not overlap
     for i in np.flatnonzero(behind > np.arange(1, starts.size + 1)):
@@ -420,6 +423,8 @@ def find_overlap(
         mine = int(which[i])
         pairs = np.unique(np.stack([which[later], starts[later] - starts[i]]), axis=1)
         for other, distance in pairs.T.tolist():
+            if side_of and side_of[mine] == side_of[other]:
+                continue
             key = (mine, other, distance)
             if key not in known and meet(nests[mine][0], 0, nests[mine][1], nests[other][0], distance, nests[other][1]):
                 j = next(j for j in range(i + 1, behind[i]) if (which[j], starts[j] - starts[i]) == (other, distance))
@@ -428,7 +433,7 @@ def find_overlap(
     return None
 
 
-def _nest(kind: Allocation) -> tuple[tuple[tuple[int, int], ...], int]:
+def nest_of(kind: Allocation) -> tuple[tuple[tuple[int, int], ...], int]:
     """Extents and steps of an array, slowest first, and the bytes of its contiguous runs."""
     runs, nbytes = list(kind.runs), kind.itemsize
     if runs and runs[0][1] == nbytes:

@@ -9,31 +9,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .arrays import Array, dense, other_order, same_dtype, span, stand_ins
-from .errors import BindError, DTypeError, KvbmError, SpecError
+from .errors import BindError, DTypeError, KvbmError, LayoutError, SpecError
 from .layout import Layout
+from .naming import SPELLINGS
 from .planner import plan
 from .resolved import Resolved
-from .shapes import ITEMSIZE, BlockShape, load_shape
+from .shapes import ITEMSIZE, LIMIT, BlockShape, load_shape
 from .spans import merge_steps
 from .spec import load
 
 __all__ = [
     "ALIKE",
     "GATES",
+    "ONE_FORMAT",
     "Caller",
     "Kind",
     "Side",
     "Sized",
     "block_shape",
+    "format_of",
+    "formats_of",
     "kinds_of",
     "named",
+    "numbers_of_blocks",
+    "one_number",
     "reads_as",
     "require",
     "require_each",
+    "require_one_format",
     "side_of",
 ]
 
@@ -291,8 +299,7 @@ def require_dtype(name: str, found: str, wanted: str, why: str = "the shape says
         return
     of_the_shape = why == "the shape says"
     if _width(found) == _width(wanted) == 1:
-        also = ", or dtype=uint8 in shape" if of_the_shape else ""
-        advice = f"two formats of one byte can only be copied as bits: pass its .view(torch.uint8){also}"
+        advice = "two formats of one byte can only be copied as bits: pass its .view(torch.uint8)"
     elif of_the_shape:
         advice = f"a copy converts no dtype: pass shape='…,dtype={found}', or convert the values before"
     else:
@@ -314,6 +321,65 @@ def reads_as(found: str, wanted: str) -> bool:
     return same_dtype(found, wanted) or (one_byte and (found in _BITS8 or wanted in _BITS8))
 
 
+def formats_of(resolved: Resolved, dtypes: Sequence[str], title: str) -> dict[str, str]:
+    """The formats of arrays of bytes that say more than their layout: plane → dtype, such as ``{"": "float8_e5m2"}``.
+
+    Where a shape or a plane says uint8 or int8, an array of any dtype of one byte is accepted.  Its own dtype is then the format of
+    its bytes: a copy between arrays of two formats would change values.  Arrays of uint8, int8 and raw bytes have no format.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        The layout at a shape.
+    dtypes : sequence of str
+        The dtype of each array, in table order.
+    title : str
+        For messages.
+
+    Raises
+    ------
+    DTypeError
+        Arrays of one plane have two formats.
+    """
+    which: Sequence[int] = resolved.kind_of_entry if len(resolved.kinds) > 1 else ()
+    looks = set(zip(which, dtypes, strict=True)) if which else {(0, dtype) for dtype in set(dtypes)}
+    found: dict[str, str] = {}
+    if all(dtype == resolved.kinds[kind].dtype for kind, dtype in looks):
+        return found
+    owners = [part.plane for part in resolved.planes for _ in part.kinds] if resolved.apart else [""] * len(resolved.kinds)
+    for kind, dtype in sorted(looks):
+        name = format_of(dtype, resolved.kinds[kind].dtype)
+        if name and (other := found.setdefault(owners[kind], name)) != name:
+            raise DTypeError(f"{title}: {_of_plane(owners[kind])}arrays of {other} and of {name}; {ONE_FORMAT}")
+    raw = [part.plane for part in resolved.parts if part.shape.dtype in _BITS8]
+    if found and resolved.parts and not resolved.apart and len(raw) == 1:  # the only bytes of a record that have no dtype
+        found[raw[0]] = found[""]
+    return found
+
+
+def format_of(dtype: str, wanted: str) -> str:
+    """The dtype of an array if it says more than the expected one, else an empty text."""
+    name = SPELLINGS.get(dtype, dtype)
+    return "" if name == wanted or name in _BITS8 or name in stand_ins(wanted) else name
+
+
+#: What to do with two formats.
+ONE_FORMAT = "a copy converts no dtype: to copy the bits, pass .view(torch.uint8) (in NumPy .view('uint8')) of one of them"
+
+
+def require_one_format(title: str, src: Mapping[str, str], dst: Mapping[str, str], planes: Container[str] | None = None) -> None:
+    """Raise `DTypeError` if the formats of two sides (`formats_of`) differ in a plane."""
+    for plane in src.keys() & dst.keys():
+        if src[plane] != dst[plane] and (planes is None or not plane or plane in planes):
+            raise DTypeError(
+                f"{title}: {_of_plane(plane)}the source's arrays are {src[plane]}, the destination's {dst[plane]}; {ONE_FORMAT}"
+            )
+
+
+def _of_plane(plane: str) -> str:
+    return f"plane '{plane}': " if plane else ""
+
+
 def _width(dtype: str) -> int:
     return 1 if dtype.startswith(("float8_", "float4_", "void8")) else ITEMSIZE.get(dtype, 0)
 
@@ -333,6 +399,37 @@ def _tuple(numbers: Sequence[int]) -> str:
 
 
 # ---- required forms of a layout's arrays ---------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def numbers_of_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> range:
+    """The numbers of blocks with which the first allocation of a layout has this many bytes, padding included.
+
+    They are several if a pitch of an axis outside of `b` leaves room behind the blocks; none if no number fits.
+    """
+
+    def size(blocks: int) -> int:
+        try:
+            return layout.resolve(shape, blocks).first.nbytes
+        except LayoutError:  # the pitch has room for fewer blocks
+            return LIMIT
+
+    above = 1
+    while size(above) <= nbytes:
+        above *= 2
+    found = range(1, above)
+    return found[bisect_left(found, nbytes, key=size) : bisect_right(found, nbytes, key=size)]
+
+
+def one_number(title: str, numbers: range, way: str) -> int | None:
+    """The only number of blocks; None if no number fits.  Raises `BindError` if several do."""
+    if len(numbers) > 1:
+        listed = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else f"{numbers[0]} and {numbers[1]}"
+        raise BindError(
+            f"{title}: the array does not show its number of blocks: {listed} fit, as the layout's pitch leaves room behind the "
+            f"blocks; {way}"
+        )
+    return numbers[0] if numbers else None
 
 
 class Side:
@@ -371,14 +468,29 @@ class Side:
                 f"{who(0)}: expected {len(axes)} axes ({' '.join(axes)}) of ({expected}), got shape {_tuple(tuple(first))}; "
                 "check the shape; .reshape(…) of a contiguous array changes it without a copy"
             )
+        known = all(type(n) is int for n in first)  # not symbols of a compiler
+        items: int = math.prod(int(n) for n in first) if known else 0
+        blocks = first[axes.index("b")] if "b" in axes else 0
+        if known and (blocks == 0 or (any_shape and not self._is_exact(first, blocks))) and items:
+            numbers = numbers_of_blocks(self.layout, self.shape, items * self._one.itemsize)
+            use = "bind it with kvbm.Pool(…, num_blocks=…), and copy with kvbm.convert"
+            if (number := one_number(who(0), numbers, use)) is not None:
+                return number
         if "b" in axes:
-            return first[axes.index("b")]
+            return blocks
         blocks, rest = divmod(first[0], self._one.shape[0])
         if rest:
             raise BindError(
                 f"{who(0)}: expected a multiple of the {self._one.shape[0]} elements of a block, got {first[0]}"
             )
         return blocks
+
+    def _is_exact(self, shape: Sequence[int], blocks: int) -> bool:
+        """True if an array of records has exactly the shape that the layout gives for this number of blocks."""
+        try:
+            return tuple(shape) == self.layout.resolve(self.shape, blocks).first.shape
+        except LayoutError:
+            return False
 
     def sized(self, num_blocks: Size) -> Sized:
         """The required arrays for this number of blocks; cached.  The number may be 0, or a compiler's symbol."""

@@ -149,7 +149,7 @@ def digest_array(array: Any, count: int, device: int, pools: Iterable[Pool]) -> 
         on, found = ("cpu" if index < 0 else f"cuda:{index}" for index in (device, where))
         raise BindError(f"digests: expected memory on {on}, or pinned host memory, got an array on {found}")
     for pool in pools:
-        if pool.meets(address, end):
+        if pool.holds(address, end):
             raise BindError(f"digests: expected separate memory, got an array in the memory of {pool!r}")
     return address, where != device, (array, owner)
 

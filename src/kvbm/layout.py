@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .errors import SpecError
@@ -98,6 +98,15 @@ class Layout(Shown):
         found = {axis for order in orders for term in order.terms if not term.planes for axis in term.axes}
         own = {"d"}.union(*(plane.shared for plane in self.planes)) if self.planes else set()
         return frozenset(found | own)
+
+    @property
+    def uses_shape_dtype(self) -> bool:
+        """True if some elements have the dtype of the shape.  False if every plane has its own: then that dtype means nothing."""
+        return not self.planes or any(plane.dtype is None for plane in self.planes)
+
+    def same_blocks(self, one: BlockShape, other: BlockShape) -> bool:
+        """True if two shapes give the same blocks: they are equal, or differ in a dtype that no plane uses."""
+        return one == other or (not self.uses_shape_dtype and replace(one, dtype=other.dtype) == other)
 
     @property
     def where(self) -> str:

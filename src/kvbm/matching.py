@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from . import spec
@@ -123,9 +123,14 @@ class Match(Sequence[Candidate]):
         lines = [f"{self.arrays}, block shape {self.shape}"]
         if not self.candidates:
             return f"{lines[0]}\nNo shipped layout fits: {self.reason}"
-        for number, one in enumerate(self.candidates, 1):
+        alike: dict[Any, list[Candidate]] = {}
+        for one in self.candidates:
+            alike.setdefault(_address_map(one, self.shape), []).append(one)
+        for number, (one, *others) in enumerate(alike.values(), 1):
             lines += [f"{number}. {', '.join(one.names)}", f"   {one.layout.order_text}"]
             lines.append(f"   {one.num_blocks:,} blocks; {one.how}")
+            if others:
+                lines.append(f"   {len(others)} more layouts have the same addresses at this shape")
         if len(self.candidates) == 1:
             lines.append("No other shipped layout fits. Shapes do not prove a layout: compare with the engine's documentation.")
         for check in self.checks:
@@ -341,6 +346,33 @@ def _candidates(
             yield best
 
 
+def _address_map(one: Candidate, shape: BlockShape) -> Any:
+    """What is equal for two layouts that put every element at the same address, with the same arrays."""
+    resolved = one.layout.resolve(shape, one.num_blocks)
+    maps = tuple(
+        (
+            access.plane, access.half, access.dtype, access.at, access.block, access.packed,
+            # Neither an axis of one coordinate nor the order of the steps changes an address.
+            tuple(sorted((s.axes, s.divisor, s.extent, s.nbytes, s.entries, s.opaque) for s in access.steps if s.extent > 1)),
+        )
+        for access in resolved.accesses
+    )  # fmt: skip
+    return maps, one.num_blocks, resolved.record
+
+
+def _as_bytes(arrays: Sequence[Array]) -> list[Array]:
+    """Arrays as ``.view(torch.uint8)``; none if they are bytes, or their last axis is not contiguous."""
+    made = []
+    for one in arrays:
+        size = _itemsize(one.dtype)
+        if size == 1 or not one.shape or one.strides[-1] != size:
+            return []
+        made.append(
+            one._replace(shape=(*one.shape[:-1], one.shape[-1] * size), strides=(*one.strides[:-1], 1), dtype="uint8")
+        )
+    return made
+
+
 def _positive(arrays: Sequence[Array]) -> bool:
     """True if no array is empty, and no stride is 0 or less."""
     return not any(
@@ -350,7 +382,7 @@ def _positive(arrays: Sequence[Array]) -> bool:
 
 def _readings(arrays: Sequence[Array], placed: bool) -> list[_Reading]:
     """The interpretations of the arrays.  Without `placed`, their addresses mean nothing: they may be views of one allocation."""
-    if not _positive(arrays):
+    if not arrays or not _positive(arrays):
         return []
     found, first, count = [_Reading("given", arrays)], arrays[0], len(arrays)
     if count == 1:
@@ -521,6 +553,15 @@ def _reason(
         """Names of the layouts that fit with another shape, without those that only have the same bytes."""
         found = sorted(_candidates(readings, other, layouts, num_blocks), key=lambda one: one.rank)
         return [name for one in found if one.rank[:2] < (_WORST.index("viewed"), 1) for name in one.candidate.names]
+
+    for other in dict.fromkeys((shape, replace(shape, no=1))):  # K and V of other sizes side by side, in one row
+        own = [same for same in layouts if same[0].planes]
+        raw = sorted(_candidates(_readings(_as_bytes(arrays), True), other, own, num_blocks), key=lambda one: one.rank)
+        if raw:
+            given = "" if other == shape else "; with no=1, as the planes k and v of a row are K and V,"
+            return f"none takes elements of {arrays[0].dtype}{given or ';'} as bytes, .view(torch.uint8), these fit: " + ", ".join(
+                name for one in raw[:4] for name in one.candidate.names
+            )
 
     if near := near_shapes(arrays, shape, fits):
         return "; or ".join(near)

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core, tuner, tuning
+from .arrays import find_overlap
+from .contract import require_one_format
 from .digest import Choice, Model, alike, alone, fused, keys_of
 from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
-from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
+from .errors import BindError, DigestError, DTypeError, KvbmError, MissingKernelError, PlanError
 from .layout import Layout
 from .locating import told
 from .locks import Lock
@@ -130,6 +132,8 @@ class Mover:
             require_compatible(src, dst)
         else:
             require_usable(src, dst)
+            planes = {access.plane for access in src_part.of.accesses}
+            require_one_format(f"{src.layout.name} → {dst.layout.name}", src.formats, dst.formats, planes)
         self.src, self.dst = _End.of(src_part), _End.of(dst_part)
         self.title = f"{src.layout.name} → {dst.layout.name}"
         self.strategy = strategy
@@ -158,7 +162,7 @@ class Mover:
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Both tables are on the device that runs the kernels.
         self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
-        if not self.whole or self.src.shape == self.dst.shape:
+        if not self.whole or self.src.shape.nl == self.dst.shape.nl:
             self.routes[None] = self._route(None)
         elif strategy != "auto" or chunk_bytes is not None:
             _check_strategy(self)
@@ -196,8 +200,9 @@ class Mover:
         found = self.routes.get(layers)
         if found is None:
             if layers is None and not self.closed:
+                how = "pass" if self.keep else "kvbm.convert copies all: use pool.section(l=…), or pass to Transfer(…).copy"
                 raise BindError(
-                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; pass "
+                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; {how} "
                     "layers=(range of the source, range of the destination)"
                 )
             with self.lock:
@@ -370,9 +375,12 @@ class Mover:
     def found(self, layers: Any) -> _core.Route:
         """The route of these layers, for `Transfer.copy`; planned on first use."""
         try:
-            return (self.routes.get(layers) or self.route(layers)).route
-        except TypeError:
+            found = self.routes.get(layers) or self.route(layers)
+        except KvbmError:
+            raise
+        except (TypeError, ValueError):  # it has no hash
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
+        return found.route
 
     def copy_digested(
         self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
@@ -380,7 +388,9 @@ class Mover:
         """`copy` with digests: they are written to `out`, or compared on both sides."""
         try:
             found = self.routes.get(("digests", layers)) or self.digested(layers)
-        except TypeError:
+        except KvbmError:
+            raise
+        except (TypeError, ValueError):  # it has no hash
             raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
         if verifies and self.unreached:
             raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")
@@ -572,11 +582,14 @@ def require_compatible(src: Pool, dst: Pool) -> None:
     """Check that blocks can be copied: equal block shapes except for layers, and a writable destination."""
     require_usable(src, dst)
     title = f"{src.layout.name} → {dst.layout.name}"
-    if src.shape.dtype != dst.shape.dtype:
+    # The planes of layouts may all have their own dtypes.  Then the shape's has no meaning, and the plan compares the planes.
+    both_use = src.layout.uses_shape_dtype and dst.layout.uses_shape_dtype
+    if src.shape.dtype != dst.shape.dtype and both_use:
         raise DTypeError(
             f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
         )
-    if replace(src.shape, nl=1) != replace(dst.shape, nl=1):
+    require_one_format(title, src.formats, dst.formats)
+    if replace(src.shape, nl=1, dtype=dst.shape.dtype) != replace(dst.shape, nl=1):
         raise BindError(
             f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}; for different numbers of tokens "
             "use units of both (pool.units), for different heads use sections (pool.section)"
@@ -597,9 +610,20 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
     blocks = [(pool.layout, pool.shape, pool.num_blocks) for pool in (src, dst)]
     if blocks[0] == blocks[1] and np.array_equal(src.addresses, dst.addresses):
         return True
+    # Their extents overlap.  Views of one tensor may still share no byte of an element, such as K and V of every page.
+    ours, theirs = src.resolved, dst.resolved
+    kind_of = [*ours.kind_of_entry, *(kind + len(ours.kinds) for kind in theirs.kind_of_entry)]
+    shared = find_overlap(
+        np.concatenate([src.addresses, dst.addresses]), [*ours.kinds, *theirs.kinds], kind_of,
+        [0] * len(ours.kinds) + [1] * len(theirs.kinds),
+    )  # fmt: skip
+    if shared is None:
+        return False
+    one, other = sorted(shared)
     raise BindError(
-        f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory at address {int(a[clash[0], 0]):#x}; "
-        "a block would be read after it was overwritten. Use separate memory for the destination"
+        f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory: array {one} of the source and array "
+        f"{other - src.addresses.size} of the destination share bytes near {int(dst.addresses[other - src.addresses.size]):#x};"
+        " a block would be read after it was overwritten. Use separate memory for the destination"
     )
 
 

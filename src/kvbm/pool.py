@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +16,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Array, describe, empty, find_overlap, numpy_dtype
-from .contract import ALIKE, GATES, Caller, kinds_of, require_each
+from .arrays import Array, describe, empty, find_overlap, nest_of, numpy_dtype
+from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, numbers_of_blocks, one_number, require_each
 from .digest import Model
 from .engines import FromEngines, pool_hint
 from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
@@ -39,6 +40,7 @@ from .resolved import Resolved
 from .selection import Axis, PoolSection
 from .shapes import BlockShape, as_shape
 from .shown import Shown
+from .spans import meet, merge_steps
 from .spec import as_layout
 from .watching import Borrowed, has_memory
 
@@ -59,8 +61,8 @@ class Pool(FromEngines, Shown):
         One array per allocation, in table order.  The layout's order gives each array's shape: ``[l] o b t h d`` takes ``nl``
         arrays of shape ``(no, nb, nt, nh, hd)``.  If there is only one allocation, its array may be passed without a list.
     num_blocks : int, optional
-        Number of blocks.  Default: taken from the shapes of the arrays.  If one array holds K and V in different orders, with a
-        pitch that leaves room after the blocks, its shape does not give the number; the default is then as many as have room.
+        Number of blocks.  Default: taken from the shapes of the arrays.  Needed if an array does not show it: it has no axis of
+        blocks (K and V have their own orders in one array, or planes share its bytes), and a pitch leaves room behind the blocks.
 
     Attributes
     ----------
@@ -146,6 +148,8 @@ class Pool(FromEngines, Shown):
         title, fitting = f"{layout.name} ({layout.order_text})", lambda: names_of_strides(found, shape, layout.name)
         who = Caller(title, "array", mark="", label=lambda i: self.resolved.allocations[i].label, fitting=fitting)
         require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
+        #: Plane → the dtype of its arrays, where the shape or the plane says no more than bytes (`contract.formats_of`).
+        self.formats = formats_of(self.resolved, [array.dtype for array in found], title)
         self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
         self._borrow(arrays, found)
         self._spans: npt.NDArray[np.uint64] | None = None
@@ -594,6 +598,19 @@ class Pool(FromEngines, Shown):
         at = bisect_right(edges, begin)
         return begin < end and (at % 2 == 1 or edges[at] < end)
 
+    def holds(self, begin: int, end: int) -> bool:
+        """True if a byte of ``[begin, end)`` belongs to an element of an array.  The padding between rows does not."""
+        if not self.meets(begin, end):
+            return False
+        kinds, which = self.resolved.kinds, np.asarray(self.resolved.kind_of_entry)
+        starts = self.addresses.astype(np.int64)
+        behind = starts + np.array([kind.extent for kind in kinds], np.int64)[which]
+        nests = [nest_of(kind) for kind in kinds]
+        return any(
+            meet(nests[which[i]][0], int(starts[i]), nests[which[i]][1], (), begin, end - begin)
+            for i in np.flatnonzero((starts < end) & (behind > begin))
+        )
+
     @functools.cached_property
     def _edges(self) -> list[int]:
         """Begin and end of each range of the arrays' memory, ascending; the last item is the end of all addresses."""
@@ -649,24 +666,22 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
             + pool_hint(layout.name, len(found[0].shape))
         )
     rows = found[0].shape
-    # If the array holds K and V in different orders, no axis gives the number.
-    named = "b" in first.axes
-    blocks = rows[first.axes.index("b")] if named else _most_blocks(layout, shape, rows[0] * first.itemsize)
+    blocks = rows[first.axes.index("b")] if "b" in first.axes else 0
+    if blocks < 1 or (first.is_record and not _is_exact(layout, shape, found[0], blocks)):
+        # Bytes that planes share come in any shape.  If K and V have orders of their own in one array, it has no axis of blocks.
+        nbytes = math.prod(rows) * first.itemsize
+        numbers = numbers_of_blocks(layout, shape, nbytes) if nbytes else range(0)
+        use = "pass num_blocks= to kvbm.Pool"
+        blocks = one_number(f"{layout.name}: array 0", numbers, use) or blocks or nbytes // one.first.nbytes
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks
 
 
-def _most_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> int:
-    """The largest number of blocks for which the array has at most `nbytes` bytes; 0 if one block has more."""
-
-    def fits(blocks: int) -> bool:
-        try:
-            return layout.resolve(shape, blocks).first.nbytes <= nbytes
-        except LayoutError:  # the pitch has room for fewer blocks
-            return False
-
-    above = 1
-    while fits(above):
-        above *= 2
-    return bisect_left(range(1, above), True, key=lambda blocks: not fits(blocks))
+def _is_exact(layout: Layout, shape: BlockShape, array: Array, blocks: int) -> bool:
+    """True if the array has exactly the shape and strides that the layout gives for this number of blocks."""
+    try:
+        kind = layout.resolve(shape, blocks).first
+    except LayoutError:
+        return False
+    return array.shape == kind.shape and merge_steps(array.shape, array.strides) == merge_steps(kind.shape, kind.strides)

@@ -555,7 +555,13 @@ class Resolved:
             size = self.sizes.get(axis)
             if size is None:
                 raise LayoutError(f"{name}: axis '{axis}': expected one of {' '.join(self.sizes)}")
-            low, high = (index.min(), index.max()) if hasattr(index, "min") else (index, index)
+            try:
+                low, high = (index.min(), index.max()) if hasattr(index, "min") else (index, index)
+                _ = low < 0, high >= size
+            except (TypeError, ValueError):
+                raise LayoutError(
+                    f"{name}: axis '{axis}': expected an int or a NumPy array of ints, got {index!r:.200}"
+                ) from None
             if low < 0 or high >= size:
                 raise LayoutError(f"{name}: axis '{axis}': expected 0 to {size - 1}, got {low if low < 0 else high}")
         if len(self.accesses) == 1:

@@ -104,7 +104,11 @@ class PoolSection:
         if isinstance(tokens, bool) or not hasattr(tokens, "__index__"):
             raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {tokens!r:.200}")
         try:
-            section = self.of.cut(operator.index(tokens))
+            tokens = operator.index(tokens)
+        except Exception:  # the object's own code may raise anything; an array has no single number
+            raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {tokens!r:.200}") from None
+        try:
+            section = self.of.cut(tokens)
         except LayoutError as error:
             raise PlanError(str(error)) from None
         if section.num_ids > _MOST_IDS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -96,7 +97,10 @@ class Expression:
             )
 
         try:
-            value = walk(ast.parse(self.text, mode="eval").body)
+            with warnings.catch_warnings():  # Python warns of texts such as "1if nh else 2", which are refused
+                warnings.simplefilter("ignore")
+                tree = ast.parse(self.text, mode="eval")
+            value = walk(tree.body)
         except LayoutError:
             raise
         except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from ..contract import require_one_format
 from ..errors import (
     AuthenticationError,
     BindError,
@@ -29,7 +30,7 @@ from ..errors import (
 )
 from ..machine import sleep_exactly
 from ..pool import Pool
-from ..shapes import BlockShape, load_shape
+from ..shapes import ITEMSIZE, BlockShape, load_shape
 from ..wire import Wire
 from .chunk import MOST, TRAILER
 from .link import Link
@@ -204,6 +205,7 @@ class Endpoint:
                 "placement": place.text(),
                 "model": str(place.model),
                 "planes": _planes(pool),
+                "formats": pool.formats,
                 "cuts": cuts_of([pool]),
             }
             for name, (place, pool) in self.groups.items()
@@ -288,12 +290,13 @@ class Endpoint:
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            theirs, planes, cuts = there[name]
+            theirs, planes, cuts, formats = there[name]
             ours = cuts_of([pool])
             if planes != _planes(pool):
                 raise BindError(
                     f"{title}: planes: {_planes(pool)} here and {printable(planes)} on the other side; expected the same"
                 )
+            require_one_format(f"{title}: group {name!r}: {self.engine} as the source", pool.formats, formats)
             for plans, ends, where in (
                 (outgoing, (mine, theirs), (ours, cuts)),
                 (incoming, (theirs, mine), (cuts, ours)),
@@ -616,8 +619,8 @@ class _Card:
                 "same"
             )
 
-    def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...]]:
-        """Placement, planes and cuts of a group.  Raises `PlanError` for a larger model than this side's own."""
+    def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...], dict[str, str]]:
+        """Placement, planes, cuts and formats of a group.  Raises `PlanError` for a larger model than this side's own."""
         group = self._groups[name]
         texts: list[Any] = (
             [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
@@ -643,7 +646,14 @@ class _Card:
             or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
         ):
             _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
-        return place, texts[2], tuple(cuts)
+        formats = group.get("formats", {})
+        if (
+            not isinstance(formats, dict)
+            or len(formats) > 64
+            or not all(isinstance(text, str) and text in ITEMSIZE for text in formats.values())
+        ):
+            _refuse(f"group {name!r:.60} with formats, a dtype for each plane", repr(formats)[:60])
+        return place, texts[2], tuple(cuts), formats
 
 
 def _require_alike(cards: list[_Card], title: str) -> None:
@@ -699,4 +709,5 @@ def _refuse(expected: str, got: str) -> NoReturn:
 
 def _planes(pool: Pool) -> str:
     """The planes that a pool holds, independent of its layout."""
-    return ", ".join(sorted({f"{plane.name} {plane.dtype}" for plane in pool.layout.planes})) or pool.shape.dtype
+    own = pool.shape.dtype
+    return ", ".join(sorted({f"{plane.name} {plane.dtype or own}" for plane in pool.layout.planes})) or own

@@ -144,7 +144,8 @@ class Local:
         wait : optional
             As for `Transfer.copy`, for every message.
         clear_tail : bool
-            Write zeros after the last token, to the end of its block.
+            Write zeros after the last token, to the end of its block.  A block id is one block on every rank: if ranks share the
+            tokens, the block is cleared on each of them, also where it holds none of the tokens.
 
         Returns
         -------
@@ -323,7 +324,7 @@ class Local:
         return Transfer(ends[0], ends[1], **self._options)
 
     def _cleared(self, dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
-        """For every destination rank: a transfer from a block of zeros, and the slots after the last tokens."""
+        """For every destination rank: a transfer from a block of zeros, and the slots behind its tokens (`Rank.tail`)."""
         for index, (rank, spans) in enumerate(zip(self._ranks[1], dst, strict=True)):
             takes = self.made.takes[index].l
             own = [at for layer, at in zip(takes, takes.places, strict=True) if layers is None or layer in layers]
@@ -417,7 +418,7 @@ def require_pool(place: Placement, rank: int, pool: Any) -> None:
     """Raise `BindError` unless `pool` fits the rank of a placement."""
     if not isinstance(pool, Pool):
         raise BindError(f"{place.name}: rank {rank}: expected a kvbm.Pool, got {type(pool).__name__}")
-    if pool.shape != place.shape(rank):
+    if not pool.layout.same_blocks(pool.shape, place.shape(rank)):
         raise BindError(f"{place.name}: rank {rank}: expected a pool of {place.shape(rank)}, got {pool.shape}")
 
 

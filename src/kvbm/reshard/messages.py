@@ -290,9 +290,11 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
         ("dtype", ""),
     ):
         a, b = getattr(ours, axis), getattr(theirs, axis)
-        if a != b:
+        # A model of records says uint8, or the dtype of its values: the planes say what is held, and the pools' are compared.
+        if a != b and not (axis == "dtype" and {a, b} & {"uint8", "int8"}):
             raise PlanError(
-                f"{src.name} → {dst.name}: {axis}: {a} {what} in one model, {b} in the other; expected two placements of one model"
+                f"{src.name} → {dst.name}: {axis}: {a}{what and f' {what}'} in one model, {b} in the other; expected two "
+                "placements of one model"
             )
 
 

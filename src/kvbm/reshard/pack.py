@@ -506,7 +506,7 @@ class Packer:
         behind = 0
         before: object = ""
         for where, address, nbytes in sorted(slots, key=lambda slot: slot[1]):
-            if self.pool.meets(address, address + nbytes):
+            if self.pool.holds(address, address + nbytes):
                 raise BindError(f"{where}: expected separate memory; it overlaps the {self.pool!r}")
             if self.sends and address < behind:
                 raise BindError(f"{where}: expected separate memory; it overlaps {before}")

@@ -158,6 +158,8 @@ def _require_partition(
         for message in some:
             for meeting in message.h:
                 heads.setdefault(_bits(meeting), []).extend(_bits(other) for other in message.l)
+        if not heads and takes.h.size and not any(set(takes.l) & set(strips.l) for strips in made.sends):
+            _require_all((), takes.l, f"{at}: layers", made)  # nothing comes, as no rank has these layers
         _require_all(heads, takes.h, f"{at}: heads", made)
         for layers in heads.values():
             _require_all(layers, takes.l, f"{at}: layers", made)

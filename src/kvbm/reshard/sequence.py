@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +48,7 @@ class Span:
         given: Any = tokens
         try:
             ids = np.array(table)
-        except (TypeError, ValueError):
+        except Exception:  # the object's own code may raise anything, such as a tensor that requires a gradient
             ids = np.zeros((1, 1))
         if ids.size == 0:
             ids = ids.astype(np.int64)
@@ -107,9 +107,20 @@ class Rank(NamedTuple):
         return first, behind
 
     def tail(self, span: Span) -> Ids:
-        """Slots after the rank's last token, to the end of its block."""
+        """Slots after the rank's last token, to the end of the sequence's last block.
+
+        A block id means one block on every rank that shares the tokens.  So this is the block of the last token on any of them,
+        also if this rank has no token in it.  A rank whose table ends before it has no such block.
+        """
         _, behind = self.extent(span)
-        return np.arange(behind, self._whole(behind) if len(span.tokens) else behind, dtype=np.int64)
+        return np.arange(behind, max(behind, self._end(span)), dtype=np.int64)
+
+    def _end(self, span: Span) -> int:
+        """The slot behind the block of the last token on any rank, or behind the table if that is earlier."""
+        if not len(span.tokens):
+            return 0
+        most = replace(self.turns, index=0)  # the rank whose turn is the first holds the most
+        return min(self._whole(most.held(span.tokens.stop) - most.held(span.origin)), len(span.table) * self.nt)
 
     def _whole(self, slots: int) -> int:
         return -(-slots // self.nt) * self.nt
@@ -161,9 +172,9 @@ class Rank(NamedTuple):
         if len(span.table) * self.nt < behind:
             raise BindError(
                 f"{self.name}: tokens {span.tokens.start} to {span.tokens.stop - 1} need {self._whole(behind) // self.nt} blocks "
-                f"of {self.nt}, got a table of {len(span.table)}"
+                f"of {self.nt}, got a table of {len(span.table)}; if it begins later, pass origin= to Span"
             )
-        behind = self._whole(behind) if tail else behind
+        behind = max(behind, self._end(span)) if tail else behind
         if behind == first:
             return np.zeros((0, 2), np.int64)
         entry = first // self.nt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ from ..layout import Layout
 from ..pool import Pool
 from ..streams import framework_of, framework_stream
 from ..transfer import convert as convert_blocks
-from .arguments import FLAG, PROGRESS, Kind, blocks_of, path_of, require
+from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
 from .digests import DIGEST, Damage, Digests, Kinds, damages
-from .file import Stored, create, made, opened, read
+from .file import FORMATS, Stored, create, made, opened, read
 from .reading import Source
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _open(
 ) -> tuple[Stored, _Reader]:  # fmt: skip
     layout = None if src_layout is None else given_layout("src_layout", src_layout)
     stored = given if isinstance(given, Stored) else read(path_of(name, given))
-    return stored, _Reader(stored.source(layout or layout_of(stored), shape, num_blocks))
+    return stored, _Reader(stored.source(layout or layout_of(stored), shape, num_blocks), stored.formats)
 
 
 class _Reader:
@@ -94,8 +95,8 @@ class _Reader:
         The memory.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, formats: dict[str, str]) -> None:
+        self.source, self._formats = source, formats
         self.step = max(1, min(_STEP_BYTES // source.resolved.block_bytes, source.num_blocks))
         is_alike = source.same_inside(source.layout.resolve(source.shape, self.step))
         self._all = not is_alike  # else block ids are those of the file; memory that is not touched costs nothing
@@ -107,6 +108,7 @@ class _Reader:
             self._pool = Pool.allocate(
                 self.source.layout, self.source.shape, self.source.num_blocks if self._all else self.step
             )
+            self._pool.formats = self._formats
         return self._pool
 
     def read(self, ids: Sequence[int]) -> Sequence[int]:
@@ -327,8 +329,11 @@ def save(
     kinds = Kinds.of(pool.resolved) if digests else Kinds()
     rows = Digests.zeros(pool.shape, len(names), kinds) if kinds.blocks else None
     layout = pool.layout if layout is None else given_layout("layout", layout)
+    require(TEXTS, metadata={} if metadata is None else metadata)
+    known = {key: text for key, text in (metadata or {}).items() if key != FORMATS}
+    known |= {FORMATS: json.dumps(pool.formats)} if pool.formats else {}
     with create(
-        path, layout, pool.shape, len(names), digests=digests if rows is None else rows, metadata=metadata, force=force
+        path, layout, pool.shape, len(names), digests=digests if rows is None else rows, metadata=known, force=force
     ) as made:
         src, dst = _Side(pool, repr(pool), names), _Side(made, str(path), range(len(names)))
         own = src.stream(stream)
@@ -397,6 +402,7 @@ def load(
     dst = _Side(pool, repr(pool), range(len(names)))
     move = _mover(reader.pool, pool, _step(source.resolved.block_bytes, len(names)), dst.stream())
     _copy(src, dst, move, verify=verify, progress=progress)
+    pool.formats = stored.formats
     return pool
 
 

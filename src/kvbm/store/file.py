@@ -2,9 +2,10 @@
 
 A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table.  Its metadata are ``kvbm.layout``
 (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
-several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).  Records are tensors of bytes; planes in
-separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can open the file;
-``docs/howto/files.md`` describes the format.
+several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
+``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes.  Records are tensors of
+bytes; planes in separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can
+open the file; ``docs/howto/files.md`` describes the format.
 
 The header is read and written here instead of by the ``safetensors`` package, which has no bfloat16 or fp8 for NumPy.  Blocks are
 read some at a time, and written to a mapped file, so pools larger than the memory can be converted.  A file that is read is opened
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from ..resolved import Allocation, Resolved
 
 FORMAT = "1"
+#: Metadata that a file copied from a file keeps: the formats of its arrays (`Stored.formats`).
+FORMATS = "kvbm.formats"
 _ALIGN = 4096  # the first tensor starts at a page, so that the kernels can use their widest words
 _DIGESTS = Kind((*FLAG.types, Digests), "True, False, or the kvbm.store.Digests of the blocks")
 _NUMBER = re.compile("[0-9]{1,18}")
@@ -127,6 +130,20 @@ class Stored:
             raise BindError(
                 f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({printable(str(error), 500)})"
             ) from None
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Plane → dtype of the saved arrays, where the shape says no more than bytes; most often empty."""
+        text = self.metadata.get(FORMATS, "{}")
+        try:
+            found = parsed_object(text)
+            if not all(isinstance(one, str) and one in ITEMSIZE for one in found.values()):
+                raise ValueError("expected names of dtypes")
+        except ValueError as error:
+            raise BindError(
+                f"{self.path}: metadata {FORMATS!r}: {printable(str(error))}, got {text!r:.200}"
+            ) from None
+        return found
 
     @property
     def num_blocks(self) -> int | None:
@@ -213,7 +230,9 @@ class Stored:
         instead, and raises an error.
         """
         source, offsets = self._source(layout, shape, num_blocks)
-        return _bind(source.layout, source.shape, source.resolved, self.file.map(), offsets)
+        pool = _bind(source.layout, source.shape, source.resolved, self.file.map(), offsets)
+        pool.formats = self.formats
+        return pool
 
     def source(
         self, layout: Layout | str | Path, shape: BlockShape | str | None = None, num_blocks: int | None = None
@@ -246,7 +265,7 @@ class Stored:
                 f"({printable(self.metadata.get('kvbm.order', '?'), 500)}, fingerprint {printable(self.fingerprint, 60)}), "
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
-        if self.shape is not None and shape is not None and self.shape != shape:
+        if self.shape is not None and shape is not None and not layout.same_blocks(self.shape, shape):
             raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}")
         shape = self.shape or shape
         if shape is None:
@@ -257,7 +276,8 @@ class Stored:
         if num_blocks is None:
             each = layout.resolve(shape, 1).block_bytes
             num_blocks = self.nbytes // each
-            if num_blocks == 0 or layout.resolve(shape, num_blocks).nbytes != self.nbytes:
+            sizes = [layout.resolve(shape, n).nbytes for n in (num_blocks - 1, num_blocks) if n]
+            if not sizes or sizes[-1] != self.nbytes or (sizes[0] == self.nbytes and len(sizes) > 1):
                 raise BindError(
                     f"{self.path}: {self.nbytes:,} bytes are not a multiple of the {each:,} bytes of a block in "
                     f"layout {layout.name!r}: check the shape, or pass the number of blocks if the layout has padding"
@@ -513,7 +533,7 @@ def _header(
             one.encode()
         except (AttributeError, UnicodeEncodeError):
             raise BindError(f"metadata: expected texts by name, got {one!r:.200}") from None
-    metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.")} | {
+    metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.") or key == FORMATS} | {
         "kvbm.format": FORMAT,
         "kvbm.layout": layout.name,
         "kvbm.order": layout.order_text,

@@ -16,11 +16,14 @@ from ..contract import (
     Size,
     Sized,
     block_shape,
+    format_of,
+    formats_of,
     named,
     require,
     require_copy,
     require_device,
     require_dtype,
+    require_one_format,
     side_of,
 )
 from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError
@@ -73,9 +76,27 @@ class Face:
         else:
             for what, dtype in zip(("input", "output"), self.dtypes, strict=True):
                 require_dtype(f"{operator}: {what} #0", dtype, self.shape.dtype)
+            formats = [{"": name} if (name := format_of(dtype, self.shape.dtype)) else {} for dtype in self.dtypes]
+            require_one_format(operator, *formats)
         #: True if values with gradients are read as integers, which have no gradients.
         self.hides_gradients = dtypes[0].is_floating_point and self.shape.dtype not in _FLOATS
         self._batches: dict[tuple[int, int], Batch] = {}
+        self.has_planes = bool(self.src.layout.planes)
+        self._alike: set[tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = set()  # dtypes of all tensors that passed
+
+    def require_one_format(self, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+        """Raise `DTypeError` if tensors of one plane are of two formats of one byte.  Each may have a dtype of its own."""
+        told = tuple(tensor.dtype for tensor in tensors), tuple(tensor.dtype for tensor in out)
+        if told not in self._alike:
+            found = []
+            for what, side, of in zip(("inputs", "outputs"), (self.src, self.dst), told, strict=True):
+                blocks = max(len(of) // side.arrays_a_block, 1) if side.arrays_a_block else 1
+                resolved = side.layout.resolve(self.shape, blocks)
+                found.append(formats_of(resolved, [dtype_name(one) for one in of], f"convert_: {what}"))
+            require_one_format("convert_", *found)
+            if len(self._alike) >= _MOST_SIZES:
+                self._alike.clear()
+            self._alike.add(told)
 
     def empty(self, kind: tuple[tuple[int, ...], tuple[int, ...], str, int]) -> torch.Tensor:
         """A new tensor of a kind, with the kind's dtype or else that of the inputs."""

@@ -206,6 +206,8 @@ def run_(
         target = source and look(_OUTPUT_, out, batch.dst, batch.dst_elements, face, face.dtypes[1])
         if source is None or target is None:
             return False
+        if face.has_planes:
+            face.require_one_format(tensors, out)
         _fill(batch, tensors, out, source, target, src_ids, dst_ids)
         return True
     except KvbmError as error:
@@ -249,6 +251,8 @@ def _fake_convert_(
         _require_ids(batch.face, src_ids, dst_ids)
         require_all(_INPUT_, tensors, batch.src, batch.face)
         require_all(_OUTPUT_, out, batch.dst, batch.face)
+        if batch.face.has_planes:
+            batch.face.require_one_format(tensors, out)
         if src_ids is not None and dst_ids is not None:  # their sizes may be symbols; `_core.Pairs` checks real ids
             torch._check(
                 src_ids.shape[0] == dst_ids.shape[0],
