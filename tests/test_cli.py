@@ -1122,3 +1122,31 @@ def test_convert_planes_refuses(tmp_path: Path) -> None:
         "record/mla_fp8_planes",
     )
     assert "not a multiple of the 26,240 bytes of a block" in said
+
+
+def test_ctrl_c_ends_every_command_with_130() -> None:
+    import click
+
+    from kvbm.commands import Group
+
+    for group in (Group("kvbm"), Group("outer")):
+        @group.command("stopped")
+        def stopped() -> None:
+            raise KeyboardInterrupt
+
+        @group.command("refused")
+        def refused() -> None:
+            raise click.Abort
+
+        for name, code in (("stopped", 130), ("refused", 1)):
+            with pytest.raises(SystemExit) as ended:
+                group.main([name])
+            assert ended.value.code == code, name
+
+
+def test_no_frame_is_as_wide_as_a_pipe() -> None:
+    """In a pipe the console has 10,000 columns: whatever expands to its width, such as a panel, must not."""
+    for source in Path(kvbm.__file__).parent.rglob("*.py"):
+        text = source.read_text(encoding="utf-8")
+        for word in ("Panel(", "Columns(", "Rule(", ".rule(", "expand=True"):
+            assert word not in text or (word == "Panel(" and "expand=False" in text), (source.name, word)
