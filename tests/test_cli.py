@@ -800,7 +800,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
     with subprocess.Popen([sys.executable, "-c", code, *args], cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"moving\n"
         process.send_signal(number)
-        assert process.wait(timeout=60) == (1 if number == signal.SIGINT else 128 + number)
+        assert process.wait(timeout=60) == 128 + number
     assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
 
 
@@ -1122,3 +1122,31 @@ def test_convert_planes_refuses(tmp_path: Path) -> None:
         "record/mla_fp8_planes",
     )
     assert "not a multiple of the 26,240 bytes of a block" in said
+
+
+def test_ctrl_c_ends_every_command_with_130() -> None:
+    import click
+
+    from kvbm.commands import Group
+
+    for group in (Group("kvbm"), Group("outer")):
+        @group.command("stopped")
+        def stopped() -> None:
+            raise KeyboardInterrupt
+
+        @group.command("refused")
+        def refused() -> None:
+            raise click.Abort
+
+        for name, code in (("stopped", 130), ("refused", 1)):
+            with pytest.raises(SystemExit) as ended:
+                group.main([name])
+            assert ended.value.code == code, name
+
+
+def test_no_frame_is_as_wide_as_a_pipe() -> None:
+    """In a pipe the console has 10,000 columns: whatever expands to its width, such as a panel, must not."""
+    for source in Path(kvbm.__file__).parent.rglob("*.py"):
+        text = source.read_text(encoding="utf-8")
+        for word in ("Panel(", "Columns(", "Rule(", ".rule(", "expand=True"):
+            assert word not in text or (word == "Panel(" and "expand=False" in text), (source.name, word)

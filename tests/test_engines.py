@@ -265,10 +265,10 @@ def test_sglang_scales() -> None:
     data, scales = out.arrays[: 2 * NL], out.arrays[2 * NL :]
     for number, (side, layer) in enumerate((side, layer) for side in "kv" for layer in range(NL)):
         want = getattr(tokens, f"{side}_buffer")[layer].view(torch.uint8).view(3, 128, 2, 128)
-        assert torch.equal(torch.from_numpy(data[number]), want)
+        assert torch.equal(torch.from_numpy(data[number].view("uint8")), want)
         tiles = getattr(tokens, f"{side}_scale_buffer")[layer].view(torch.uint8).view(3, 2, 32, 4, 4)
         want = tiles.permute(0, 3, 2, 1, 4).reshape(3, 128, 2, 4)  # token t lies at t%32, t/32
-        assert torch.equal(torch.from_numpy(scales[number]), want)
+        assert torch.equal(torch.from_numpy(scales[number].view("uint8")), want)
 
 
 # ---- SGLang, TensorRT-LLM ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -309,3 +310,30 @@ def test_command_check_ambiguous(tmp_path: Path) -> None:
     path.write_text('order: "[b l o] h t d"\n', encoding="utf-8")
     text = ok("check", path, "--ambiguous", "--shape", "nl=4,no=2,nh=16,nt=16,hd=8")
     assert "same arrays as nhd at" in text and "as hnd" not in text, "an alias is no mix-up"
+
+
+@pytest.mark.slow
+def test_arrays_of_one_number_of_blocks_are_arrays_of_another() -> None:
+    """By brute force at small shapes.  Where a pool of one layout takes another's arrays as more or fewer blocks, it is told."""
+    padded = [
+        spec.parse(
+            f'order: {{k: "[l] b h o d t", v: "[l] b h o t d"}}\npitch: {{b: nh * no * nt * hd + nh * no * nt * hd // {part}}}',
+            name=f"padded{part}",
+        )
+        for part in (8, 2)
+    ]
+    known = list({one.fingerprint: one for one in [*map(kvbm.load, kvbm.layouts()), *padded]}.values())
+    for shape in (kvbm.BlockShape(2, 2, 2, 16, 16, "float16"), kvbm.BlockShape(1, 1, 1, 4, 16, "float16")):
+        told = {(one.fingerprint, other.fingerprint) for one, _, other, _ in identity.confusable(known, shape, 16)}
+        sized = {}
+        for layout in known:
+            with suppress(kvbm.errors.LayoutError):
+                sized[layout.name] = [layout.resolve(shape, blocks) for blocks in (16, *range(1, 16), *range(17, 33))]
+        for one, other in itertools.permutations([layout for layout in known if layout.name in sized], 2):
+            want, sizes = sized[one.name][0], sized[other.name][1:]
+            looks = identity._arrays(want), want.table_size
+            sizes = [one for one in sizes if one.first.is_record or (identity._arrays(one), one.table_size) == looks]
+            if any(identity._accepts(size, want) and identity._places(size) != identity._places(want) for size in sizes):
+                assert (one.fingerprint, other.fingerprint) in told, (one.name, other.name, shape)
+    names = {(one.name, a, other.name, b) for one, a, other, b in identity.confusable(known, "llama-3.1-8b", 128)}
+    assert ("padded8", 128, "vllm/cpu_vec", 144) in names

@@ -115,7 +115,7 @@ def test_the_table_would_notice() -> None:
 
 #: Shapes of the arrays that `Pool.allocate` makes, at the first shape of the family and five blocks; the first and the last.
 ALLOCATED = {
-    "flashinfer/mla_split": [((5, 4, 512), "uint16"), ((5, 4, 64), "uint16")],
+    "flashinfer/mla_split": [((5, 4, 512), "bfloat16"), ((5, 4, 64), "bfloat16")],
     "record/deepseek_v4_planes": [((2, 4 * 584), "uint8")],
     "record/deepseek_v4_tokens": [((5, 4, 584), "uint8")],
     "record/diff_kv_universal": [((2, 2, 4 * 640), "uint8")],
@@ -123,17 +123,17 @@ ALLOCATED = {
     "record/dsa_indexer_tokens": [((5, 4, 132), "uint8")],
     "record/mla_fp8_pages": [((5, 4 * 656), "uint8")],
     "record/mla_fp8_planes": [((2, 4 * 656), "uint8")],
-    "record/mla_fp8_tensors": [((5, 4, 512), "uint8"), ((5, 4, 64), "uint16")],
+    "record/mla_fp8_tensors": [((5, 4, 512), "float8_e4m3fn"), ((5, 4, 64), "bfloat16")],
     "record/mla_joined": [((5, 4, 1152), "uint8")],
     "record/mla_v41_tokens": [((5, 4, 528), "uint8")],
-    "record/mxfp8_tensors": [((5, 128, 2, 128), "uint8"), ((5, 128, 2, 4), "uint8")],
+    "record/mxfp8_tensors": [((5, 128, 2, 128), "float8_e4m3fn"), ((5, 128, 2, 4), "float8_e8m0fnu")],
     "record/mxfp8_universal": [((2, 1, 2, 128 * 132), "uint8")],
     "record/nvfp4_mla_planes": [((2, 4 * 352), "uint8")],
-    "record/nvfp4_tensors": [((5, 2, 2, 8, 32), "uint8"), ((5, 2, 2, 8, 4), "uint8")],
+    "record/nvfp4_tensors": [((5, 2, 2, 8, 32), "uint8"), ((5, 2, 2, 8, 4), "float8_e4m3fn")],
     "record/nvfp4_universal": [((2, 2, 2, 8 * 36), "uint8")],
     "record/per_token_head_fp8_planes": [((2, 2, 2, 8 * 68), "uint8")],
     "record/per_token_head_int8_planes": [((2, 2, 2, 8 * 68), "uint8")],
-    "sglang/mxfp8": [((5, 128, 2, 128), "uint8"), ((5, 2, 32, 4, 4), "uint8")],
+    "sglang/mxfp8": [((5, 128, 2, 128), "float8_e4m3fn"), ((5, 2, 32, 4, 4), "float8_e8m0fnu")],
     "vllm/deepseek_v4": [((5, 4 * 584), "uint8")],  # at a pitch of 2880 bytes
     "vllm/diff_kv": [((5, 4, 2, 640), "uint8")],
     "vllm/dsa_indexer": [((5, 4 * 132), "uint8")],

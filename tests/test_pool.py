@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +16,9 @@ import pytest
 import kvbm
 import kvbm.numpy
 import oracle
+from kvbm.memory import available_bytes, total_bytes
+from kvbm.shapes import ITEMSIZE, PACKED, numpy_name
+from kvbm.spec import example_shape, layouts_dir, load_dir
 from memory import Bound, FakeCuda, FakeDlpack, aligned, numpy_dtype
 
 SHAPE = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="float32")
@@ -515,3 +521,104 @@ def test_arguments_of_foreign_types_end_in_errors_of_kvbm() -> None:
             call()
     with pytest.raises((kvbm.LayoutError, kvbm.SpecError)):
         kvbm.spec.parse('order: "[l] b t h o d"\npitch: {b: "1if nh else 2"}', name="warns").resolve(SHAPE, 2)
+
+
+# ---- what allocate makes ---------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_allocate_have_the_dtype_of_their_elements() -> None:
+    """What is assigned is what is read, in the precision of the dtype: no float becomes an integer."""
+    for dtype in ITEMSIZE:
+        shape = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype=dtype)
+        for layout in ("nhd", "universal", "vllm/LBHNC", "vllm/cpu_vec" if numpy_dtype(dtype).itemsize == 2 else "hnd"):
+            pool = kvbm.Pool.allocate(layout, shape, 2)
+            for array in (pool.arrays[0], pool.arrays[-1], pool.arrays[:1][0]):
+                if dtype in PACKED:
+                    for write in (
+                        lambda a: a.__setitem__(..., 0.5), lambda a: a.__setitem__(0, np.ones(a.shape[1:])),
+                        lambda a: a.fill(0.5), lambda a: np.copyto(a, np.ones(a.shape)), lambda a: a.put([0], [0.5]),
+                        lambda a: a.__setitem__(0, np.zeros(a.shape[1:], ml_dtypes.float4_e2m1fn)),
+                        lambda a: a[0].__setitem__(0, np.float32(1)), lambda a: a.reshape(-1).__setitem__(0, 1.5),
+                    ):  # fmt: skip
+                        with pytest.raises(TypeError):
+                            write(array)
+                    array[...] = np.full(array.shape, 0x21, np.uint8)
+                    assert (np.asarray(array) == 0x21).all()
+                    continue
+                assert array.dtype == np.dtype(getattr(ml_dtypes, dtype, dtype)), (dtype, layout)
+                if array.dtype.kind not in "iub":
+                    array[...] = 0.126
+                    assert (abs(array.astype(float) - 0.126) < 0.126 / 8).all(), (dtype, layout)
+            views = [array.view(np.ndarray).view(numpy_name(dtype)) for array in pool.arrays]
+            assert kvbm.Pool(layout, shape, views).addresses.tolist() == pool.addresses.tolist()
+            assert kvbm.Pool(layout, shape, pool.arrays).addresses.tolist() == pool.addresses.tolist()
+
+
+def test_arrays_of_allocate_are_a_sequence_on_one_piece_of_memory() -> None:
+    for layout in load_dir(layouts_dir()):
+        if (text := example_shape(layout)) is None:
+            continue
+        pool = kvbm.Pool.allocate(layout, text, 3)
+        kinds, arrays = pool.resolved.allocations, list(pool.arrays)
+        assert len(pool.arrays) == len(arrays) == len(kinds) == pool.addresses.size
+        assert [one.ctypes.data for one in arrays] == pool.addresses.tolist()
+        assert [(a.shape, a.strides) for a in arrays] == [(k.shape, k.strides) for k in kinds]
+        assert [a.itemsize for a in arrays] == [k.itemsize for k in kinds]
+        assert len({kind.label for kind in kinds}) == len(kinds)
+        assert [one.ctypes.data for one in pool.arrays[1:]] == pool.addresses.tolist()[1:]
+        assert pool.arrays[-1].ctypes.data == pool.addresses[-1]
+        for wrong in (len(arrays), -len(arrays) - 1):
+            with pytest.raises(IndexError):
+                pool.arrays[wrong]
+        pool.require_distinct()
+        assert int(pool.spans[-1, 1] - pool.spans[0, 0]) <= total_bytes(pool.resolved)
+
+
+def test_a_pool_keeps_no_object_per_allocation() -> None:
+    """100,000 blocks with an allocation per block, layer, and K or V: nothing grows but the table of addresses."""
+    grown = []
+    for blocks in (1_000, 10_000):
+        gc.collect()
+        tracemalloc.start()
+        pool = kvbm.Pool.allocate("nhd", "nl=5,no=2,nh=1,nt=1,hd=2,dtype=float16", blocks)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0] - 256 * len(pool.arrays)
+        tracemalloc.stop()
+        grown.append(held)
+    assert (grown[1] - grown[0]) / 90_000 < 18, grown  # addresses, kinds, and the slab's padding
+
+
+def test_allocate_compares_the_bytes_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = kvbm.load_shape("llama-3.1-70b")
+    with pytest.raises(MemoryError, match=r"1000000 blocks|1,000,000 blocks") as caught:
+        kvbm.Pool.allocate("nhd", shape, 1_000_000)
+    for part in (str(1_000_000 * shape.nbytes), "available", "fewer blocks"):
+        assert part in str(caught.value), part
+    assert isinstance(caught.value, kvbm.errors.NotEnoughMemoryError)
+    monkeypatch.setattr("kvbm.memory.available_bytes", lambda: (3 << 20, "in this test"))
+    kvbm.Pool.allocate("universal", "nl=1,no=1,nh=1,nt=1024,hd=1024,dtype=uint8", 3)
+    with pytest.raises(MemoryError, match="3145728 are available in this test"):
+        kvbm.Pool.allocate("universal", "nl=1,no=1,nh=1,nt=1024,hd=1024,dtype=uint8", 4)
+
+
+def test_what_is_available_is_the_least_of_machine_groups_and_process(tmp_path: Path) -> None:
+    def write(name: str, text: object) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(text))
+
+    assert available_bytes(tmp_path)[0] > 1 << 60
+    write("proc/meminfo", "MemTotal: 90 kB\nMemAvailable:   1000 kB\nSwapFree:  24 kB\n")
+    assert available_bytes(tmp_path) == (1024 << 10, "of this machine")
+    write("proc/self/cgroup", "0::/a/b\n")
+    write("sys/fs/cgroup/a/memory.max", 500_000)
+    write("sys/fs/cgroup/a/memory.current", 400_000)
+    write("sys/fs/cgroup/a/memory.stat", "anon 1\ninactive_file 100\nactive_file 20\n")
+    write("sys/fs/cgroup/a/b/memory.max", "max")
+    write("sys/fs/cgroup/a/b/memory.current", 10)
+    write("sys/fs/cgroup/a/b/memory.stat", "")
+    left, where = available_bytes(tmp_path)
+    assert left == 100_120 and "control group" in where
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", 300)
+    write("sys/fs/cgroup/memory/memory.usage_in_bytes", 400)
+    write("sys/fs/cgroup/memory/memory.stat", "")
+    assert available_bytes(tmp_path)[0] == 0

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -636,3 +637,33 @@ def test_the_document_s_options_and_sentences_are_there() -> None:
     for suite, cases_ in SUITES.items():
         for name, sizes in cases_.items():
             assert f"`{name}` {'×'.join(map(str, sizes))}" in DOCUMENT, suite
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_its_own_exit_code_after_a_hang() -> None:
+    """Python ends the hung thread inside a destructor of PyTorch that forbids it: without care, that is SIGABRT."""
+    program = """
+import sys, torch
+from kvbm.testing import make_match_reference
+def kernel(data):
+    a = torch.ones(200, 200)
+    while True:
+        a = a @ a * 0
+print(make_match_reference(lambda data: data[0], limit_s=0.2)(kernel, (torch.ones(3),)))
+sys.exit(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 7 and "the kernel hangs" in ended.stdout, ended
+
+
+def test_seconds_without_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that needs 0.3 s on a machine that gives its threads no core meanwhile does not hang; one that never ends does."""
+    start = time.monotonic()
+    monkeypatch.setattr(limits, "GRACE", 0.0)
+    monkeypatch.setattr(limits, "_waits", lambda: {"1": time.monotonic() - start})
+    assert limits.run(lambda _: time.sleep(0.3) or 5, 0.1) == 5
+    with pytest.raises(limits.KernelFailure, match=r"hangs.*limit of 0.01 s, and .* waited for a core"):
+        limits.run(lambda _: threading.Event().wait(30), 0.01)
+    monkeypatch.setattr(limits, "_waits", dict)
+    with pytest.raises(limits.KernelFailure, match=r"within its limit of 0.01 s$"):
+        limits.run(lambda _: threading.Event().wait(30), 0.01)

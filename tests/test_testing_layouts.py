@@ -269,7 +269,7 @@ def test_a_block_that_was_not_asked_for() -> None:
     case = one("nhd", "vllm/LBHNC")
     copy(case)
     other = next(block for block in range(case.dst_blocks) if block not in case.dst_ids)
-    case.dst_arrays[0][1, other, 1, 7, 1, 15] ^= 1
+    case.dst_arrays[0].view(np.uint16)[1, other, 1, 7, 1, 15] ^= 1
     with pytest.raises(AssertionError) as caught:
         case.check()
     assert f"no copy may touch were written, at l=1 o=1 h=1 t=7 d=15 of block {other} (1 bytes)" in str(caught.value)
@@ -291,7 +291,7 @@ def test_guard_words(offset: int | None, said: str) -> None:
 def test_a_source_that_was_written_to() -> None:
     case = one()
     copy(case)
-    case.src_arrays[0][0, 0, 0] ^= 1
+    case.src_arrays[0].view(np.uint16)[0, 0, 0] ^= 1
     assert case.error() == "nhd → universal: the source was written to, at l=0 o=0 h=0 t=0 d=0 of block 0 (1 bytes)"
 
 
@@ -400,14 +400,14 @@ def test_a_case_that_is_the_same_at_every_dtype_is_yielded_once() -> None:
     ("name", "numpy", "tensors"),
     [
         ("vllm/nvfp4", ["uint8"] * 2, ["uint8"] * 2),
-        ("record/nvfp4_tensors", ["uint8"] * 4, ["float4_e2m1fn_x2"] * 2 + ["float8_e4m3fn"] * 2),
+        ("record/nvfp4_tensors", ["uint8"] * 2 + ["float8_e4m3fn"] * 2, ["float4_e2m1fn_x2"] * 2 + ["float8_e4m3fn"] * 2),
         (
             "record/mla_fp8_tensors",
-            ["uint8"] * 2 + ["float32"] * 2 + ["uint16"] * 2,
+            ["float8_e4m3fn"] * 2 + ["float32"] * 2 + ["bfloat16"] * 2,
             ["float8_e4m3fn"] * 2 + ["float32"] * 2 + ["bfloat16"] * 2,
         ),
-        ("sglang/mxfp8", ["uint8"] * 4, ["float8_e4m3fn"] * 2 + ["float8_e8m0fnu"] * 2),
-        ("flashinfer/mla_split", ["uint16"] * 4, ["bfloat16"] * 4),
+        ("sglang/mxfp8", ["float8_e4m3fn"] * 2 + ["float8_e8m0fnu"] * 2, ["float8_e4m3fn"] * 2 + ["float8_e8m0fnu"] * 2),
+        ("flashinfer/mla_split", ["bfloat16"] * 4, ["bfloat16"] * 4),
     ],
 )
 def test_arrays_of_planes(name: str, numpy: list[str], tensors: list[str]) -> None:
@@ -484,7 +484,7 @@ def test_a_plane_that_is_read_at_another_s_place() -> None:
     case = formula("vllm/fp8_ds_mla", "record/mla_fp8_tensors")
     copy(case)
     src, dst = int(case.src_ids[0]), int(case.dst_ids[0])
-    case.dst_arrays[4][dst, 1, :8] = case.src_arrays[0][src, 1, 512:528].view(np.uint16)
+    case.dst_arrays[4].view(np.uint16)[dst, 1, :8] = case.src_arrays[0][src, 1, 512:528].view(np.uint16)
     assert f"wrong at rope l=0 o=0 h=0 t=1 r=0 of block {src} → {dst}" in str(case.error())
     assert f", which is scale l=0 o=0 h=0 t=1 s=0 of block {src} (8 of 1,024 elements of rope are wrong)" in str(
         case.error()

@@ -21,6 +21,10 @@ from .spans import meet
 __all__ = [
     "TOLD",
     "Array",
+    "PackedArray",
+    "array_on",
+    "as_packed",
+    "bits_dtype",
     "dense",
     "describe",
     "empty",
@@ -352,10 +356,62 @@ def other_order(axes: Sequence[str], strides: Sequence[int], copier: str = "") -
     return f"{found}. Do not pass a contiguous copy: the result would not be in your array"
 
 
-def empty(shape: Sequence[int], dtype: Any, strides: Sequence[int]) -> npt.NDArray[Any]:
-    """A new NumPy array with these strides (bytes), not initialised."""
-    dtype = np.dtype(dtype)
-    return np.ndarray(shape, dtype, np.empty(span(shape, strides, dtype.itemsize), np.uint8), strides=strides)
+class PackedArray(np.ndarray[Any, Any]):
+    """Bytes of which each holds two elements of four bits (``float4_e2m1fn``, ``int4``, ``uint4``).
+
+    An assignment takes bytes: arrays of ``uint8`` or ``int8``, or a Python int.  Other values raise `DTypeError`: NumPy would store
+    each as a byte, and not as an element.  ``numpy.asarray`` and ``view(numpy.ndarray)`` give the plain bytes.
+
+    Examples
+    --------
+    >>> array = np.zeros(2, np.uint8).view(PackedArray)
+    >>> array[:] = np.array([0x21, 0x43], np.uint8)
+    >>> array[:] = 0.5
+    Traceback (most recent call last):
+    kvbm.errors.DTypeError: an array of bytes with two elements each: expected bytes (uint8, int8 or an int), got float64; ...
+    """
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, self._bytes(value))
+
+    def fill(self, value: Any) -> None:
+        """Set every byte."""
+        super().fill(self._bytes(value))
+
+    def put(self, indices: Any, values: Any, mode: Any = "raise") -> None:
+        """Set bytes by their flat indices."""
+        super().put(indices, self._bytes(values), mode)
+
+    def _bytes(self, value: Any) -> Any:
+        if self.dtype != np.uint8 or type(value) is int:
+            return value
+        found = np.asarray(value)
+        if found.dtype not in (np.uint8, np.int8):
+            raise DTypeError(
+                f"an array of bytes with two elements each: expected bytes (uint8, int8 or an int), got {found.dtype.name}; pack "
+                "two elements into a byte, the first in its low half: for values of ml_dtypes, "
+                "bits = values.view(numpy.uint8) & 15; bits[..., ::2] | bits[..., 1::2] << 4"
+            )
+        return found
+
+
+def array_on(memory: Any, kind: Allocation, offset: int = 0) -> npt.NDArray[Any]:
+    """An allocation as a NumPy array on a buffer, with the dtype of its elements (see `numpy_dtype`)."""
+    array: npt.NDArray[Any] = np.ndarray(kind.shape, numpy_dtype(kind.dtype), memory, offset, kind.strides)
+    return as_packed(array, kind.dtype)
+
+
+def as_packed(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """The array; for a dtype whose elements share bytes, as a `PackedArray`."""
+    return array.view(PackedArray) if dtype in PACKED else array
+
+
+def empty(shape: Sequence[int], dtype: str, strides: Sequence[int]) -> npt.NDArray[Any]:
+    """A new NumPy array of a dtype (its name) with these strides (bytes), not initialised."""
+    itemsize = ITEMSIZE[dtype]
+    return array_on(
+        np.empty(span(shape, strides, itemsize), np.uint8), Allocation("", (), tuple(shape), tuple(strides), 0, dtype)
+    )
 
 
 def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
@@ -382,15 +438,21 @@ def stand_ins(dtype: str) -> tuple[str, ...]:
     return _PLAIN[ITEMSIZE[dtype]] if numpy_name(dtype) != dtype else ()
 
 
-def numpy_dtype(name: str, *, rich: bool = False) -> np.dtype[Any]:
-    """NumPy's dtype of a name.  For a dtype that NumPy lacks: unsigned integers of its width; with `rich`, that of ml_dtypes.
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of a name; for a dtype that NumPy lacks, that of ml_dtypes.
 
-    For elements that share a byte it is uint8, as those of ml_dtypes have one byte each.
+    For elements that share a byte it is uint8, as those of ml_dtypes have one byte each: see `PackedArray`.
     """
-    if rich and name not in PACKED:
-        import ml_dtypes
+    if name in PACKED or numpy_name(name) == name:
+        return bits_dtype(name)
+    import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name, name))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
+
+
+def bits_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of the bits of a dtype: unsigned integers of its width if NumPy lacks it.  For those that only move bits."""
     return np.dtype(numpy_name(name))
 
 
@@ -413,7 +475,7 @@ def find_overlap(
         For each kind, its side.  Only arrays of different sides are compared.
     """
     order = np.argsort(addresses, kind="stable")
-    starts, which = addresses.astype(np.int64)[order], np.asarray(kind_of, np.int64)[order]
+    starts, which = addresses.astype(np.int64)[order], np.asarray(kind_of).astype(np.int64)[order]
     ends = starts + np.array([kind.extent for kind in kinds], np.int64)[which]
     nests = [nest_of(kind) for kind in kinds]
     behind = np.searchsorted(starts, ends)  # the first one that starts after this one has ended

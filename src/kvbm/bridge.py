@@ -28,6 +28,7 @@ from .contract import (
 from .errors import BindError, KvbmError
 from .layout import Layout
 from .matching import names_of_strides
+from .memory import Arrays
 from .pool import Pool
 from .shapes import BlockShape
 from .transfer import convert as convert_pools
@@ -195,7 +196,7 @@ class _List(NamedTuple):
 
     @classmethod
     def of(cls, bridge: Bridge, who: Caller, arrays: Any) -> _List:
-        given = list(arrays) if isinstance(arrays, list | tuple) else [arrays]
+        given = list(arrays) if isinstance(arrays, list | tuple | Arrays) else [arrays]
         seen = []
         for index, array in enumerate(given):
             if not bridge.takes(array):

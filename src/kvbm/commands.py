@@ -66,9 +66,12 @@ class Group(click.Group):
             return super().main(*args, **rest)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command.  A `KvbmError` or an OSError becomes a message and an exit code."""
+        """Run the command.  A `KvbmError` or an OSError becomes a message and an exit code, and Ctrl-C the exit code 130."""
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nAborted!", err=True)
+            return ctx.exit(128 + signal.SIGINT)  # click would end with 1
         except (KvbmError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise  # click handles it

@@ -11,13 +11,14 @@ import cupy
 from . import _core, bridge
 from .arrays import numpy_dtype, span
 from .contract import Kind
+from .memory import bits_of
 from .pool import Pool
 
 __all__ = ["arrays", "convert", "convert_"]
 
 
 def _empty(kind: Kind, like: Any) -> Any:
-    dtype = numpy_dtype(kind.dtype, rich=True) if kind.dtype else like.dtype
+    dtype = numpy_dtype(kind.dtype) if kind.dtype else like.dtype
     with like.device:
         memory = cupy.cuda.alloc(max(span(kind.shape, kind.strides, kind.itemsize), 1))
         return cupy.ndarray(kind.shape, dtype, memory, strides=kind.strides)
@@ -56,4 +57,4 @@ def arrays(pool: Pool) -> list[Any]:
     """A GPU pool's arrays as CuPy arrays on the same memory, with ml_dtypes for bfloat16 and fp8.  Keep the pool open."""
     found = bridge.views(pool, "cupy", "use kvbm.numpy.arrays", on_gpu=True)
     with cupy.cuda.Device(int(pool.device.partition(":")[2])):
-        return [cupy.asarray(array).view(numpy_dtype(dtype, rich=True)) for array, dtype in found]
+        return [cupy.asarray(bits_of(array)).view(numpy_dtype(dtype)) for array, dtype in found]

@@ -104,6 +104,7 @@ def _roundtrip(console: Console, device: str, seed: int) -> bool:
             title="kvbm demo",
             title_align="left",
             box=box.ROUNDED if not console.options.ascii_only else box.ASCII,
+            expand=False,  # a pipe has no width
         )
     )
 

@@ -20,6 +20,7 @@ __all__ = [
     "KvbmError",
     "LayoutError",
     "MissingKernelError",
+    "NotEnoughMemoryError",
     "PeerLostError",
     "PlanError",
     "RemoteError",
@@ -114,6 +115,12 @@ class DTypeError(KvbmError, TypeError):
     """A dtype is unknown, is not that of the shape, or differs between arrays."""
 
     exit_code = 15
+
+
+class NotEnoughMemoryError(KvbmError, MemoryError):
+    """The machine does not have the memory.  The message says how many bytes are needed, and how many are available."""
+
+    exit_code = 25
 
 
 class BuildError(KvbmError, RuntimeError):

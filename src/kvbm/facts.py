@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -224,28 +224,47 @@ def runs(resolved: Resolved, fixed: Sequence[str], times: str = "×") -> str:
 
 def _runs(orders: Sequence[Sequence[Piece]], fixed: Sequence[str], times: str, itemsize: int) -> str:
     """The runs for the pieces of K and of V, or for pieces that place both."""
-    found = []
+    found: list[tuple[int, int]] = []
     held = set(fixed)
-    for order in orders[:1] if "o" in fixed else orders:
+    outside: list[Piece] = []  # what K and V have in common, if one allocation holds both: the axes from ``o`` on
+    for order in orders:
         pieces = [piece for piece in order if piece.extent > 1 and "b" not in piece.term.axes]
         if len(orders) == 2:
-            pieces = [piece for piece in pieces if piece.term.axes != ("o",)]
-        if any(held & set(piece.term.axes) and set(piece.term.axes) - held for piece in pieces):
+            at = next((at for at, piece in enumerate(pieces) if piece.term.axes == ("o",)), len(pieces))
+            is_shared = at < len(pieces) and not pieces[at].table and "o" not in held
+            table = [piece for piece in pieces if piece.table]
+            outside = [*pieces[at:], *table] if is_shared else []
+            pieces = pieces[len(table) : at] if is_shared else [piece for piece in pieces if piece.term.axes != ("o",)]
+        if any(held & set(piece.term.axes) and set(piece.term.axes) - held for piece in [*pieces, *outside]):
             return "order not promised" if any(piece.term.opaque for piece in pieces) else "not whole pieces"
-        count, run = 1, itemsize
-        pieces = [piece for piece in pieces if not held & set(piece.term.axes)]
-        for piece in sorted(pieces, key=lambda piece: (piece.table > 0, piece.stride)):
-            if piece.stride == run and not piece.table:
-                run *= piece.extent
-            else:
-                count *= piece.extent
-        found.append((count, run))
+        found.append(_joined(pieces, held, 1, itemsize))
+    if outside:
+        whole = found[0] == found[1] and found[0][0] == 1  # all of K is one run, and all of V: they may continue each other
+        shared = outside if whole else outside[1:]
+        found = [_joined(shared, held, *one, is_whole=whole) for one in found]
+        if whole:
+            found = found[:1]
+    elif len(found) == 2 and "o" in held and found[0] == found[1]:
+        found = found[:1]
     if len(found) == 2 and found[0] == found[1]:
         found = [(2 * found[0][0], found[0][1])]
     names = "KV" if len(found) == 2 else ("",)
     return ", ".join(
         f"{name} {count:,} {times} {exact_size(run)}".lstrip() for name, (count, run) in zip(names, found, strict=True)
     )
+
+
+def _joined(
+    pieces: Sequence[Piece], held: Set[str], count: int, run: int, *, is_whole: bool = True
+) -> tuple[int, int]:
+    """Number and bytes of the runs after these pieces.  Unless the runs are `is_whole`, pieces repeat and do not join them."""
+    free = (piece for piece in pieces if not held & set(piece.term.axes))
+    for piece in sorted(free, key=lambda piece: (piece.table > 0, piece.stride)):
+        if is_whole and count == 1 and piece.stride == run and not piece.table:
+            run *= piece.extent
+        else:
+            count *= piece.extent
+    return count, run
 
 
 def plane_lines(resolved: Resolved) -> list[tuple[str, str]]:

@@ -9,6 +9,8 @@ One function for each of three different relations:
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ from .layout import Layout
 from .resolved import Resolved
 from .shapes import BlockShape, as_shape, numpy_name
 
-__all__ = ["aliases", "ambiguous", "same_addresses"]
+__all__ = ["aliases", "ambiguous", "confusable", "same_addresses"]
 
 
 def aliases(layouts: Iterable[Layout]) -> list[list[Layout]]:
@@ -111,6 +113,92 @@ def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: in
             if len(meanings) > 1 and not any(all(some in group for some in names) for group in found):
                 found.append(names)
     return found
+
+
+def confusable(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[tuple[Layout, int, Layout, int]]:
+    """Pairs of layouts that accept the same arrays at this shape as other numbers of blocks.
+
+    `ambiguous` compares layouts at one number of blocks.  A pool takes the number from the arrays, so arrays of 128 padded blocks
+    may be 129 blocks of another layout.
+
+    Parameters
+    ----------
+    layouts, shape
+        As for `ambiguous`.
+    num_blocks : int
+        Number of blocks of the first layout; the least multiple of it at which the bytes are a whole number of the other's blocks.
+
+    Returns
+    -------
+    list of (Layout, int, Layout, int)
+        A layout and its number of blocks, and the other layout with its number.  One layout of each fingerprint.
+    """
+    shape = as_shape(shape)
+    known: dict[tuple[str, int], Resolved | None] = {}
+
+    def at(layout: Layout, blocks: int) -> Resolved | None:
+        key = (layout.fingerprint, blocks)
+        if key not in known:
+            try:
+                known[key] = layout.resolve(shape, blocks)
+            except LayoutError:
+                known[key] = None
+        return known[key]
+
+    def look(resolved: Resolved) -> tuple[object, ...]:
+        """What no number of blocks changes."""
+        kinds, is_bytes = resolved.kinds, resolved.first.is_record
+        dtypes = tuple(numpy_name(kind.dtype) for kind in kinds)
+        fits_bytes = len(kinds) == 1 and dtypes[0] == "uint8"
+        ranks = () if is_bytes or fits_bytes else tuple(len(kind.shape) for kind in kinds)
+        count = 0 if resolved.layout.b_in_table else resolved.table_size
+        return (count, dtypes, ranks, bool(resolved.layout.b_in_table))
+
+    groups: dict[tuple[object, ...], list[Layout]] = {}
+    for layout in {layout.fingerprint: layout for layout in layouts}.values():
+        one = at(layout, 1)
+        if one is not None:
+            groups.setdefault(look(one), []).append(layout)
+    found = []
+    for one_layout, other in (pair for group in groups.values() for pair in itertools.permutations(group, 2)):
+        sizes = [[at(layout, blocks) for blocks in (2, 3)] for layout in (one_layout, other)]
+        if any(resolved is None for pair in sizes for resolved in pair):
+            continue
+        (a, b), (c, d) = ([_extent(resolved) for resolved in pair if resolved is not None] for pair in sizes)
+        mine, theirs = b - a, d - c
+        if mine <= 0 or theirs <= 0:
+            continue
+        step = theirs // math.gcd(mine, theirs)
+        blocks = num_blocks if num_blocks % step == 0 else num_blocks * step
+        own = at(one_layout, blocks)
+        if own is None:
+            continue
+        held = _extent(own)
+        more, rest = divmod(held - c, theirs)
+        also = at(other, 2 + more) if not rest and more > -2 else None
+        if also is None or 2 + more == blocks or not _accepts(also, own):
+            continue
+        if _places(own) != _places(also):
+            found.append((one_layout, blocks, other, 2 + more))
+    return found
+
+
+def _extent(resolved: Resolved) -> int:
+    """What grows with the number of blocks: the number of arrays, or the bytes of the first."""
+    return resolved.table_size if resolved.layout.b_in_table else resolved.first.nbytes
+
+
+def _accepts(one: Resolved, other: Resolved) -> bool:
+    """True if a pool of `one` accepts the arrays of `other`, and takes the number of blocks from them."""
+    if one.first.is_record:
+        if "b" in one.first.axes:
+            at, shape = one.first.axes.index("b"), other.first.shape
+            if at >= len(shape) or shape[at] != one.num_blocks:
+                return False
+        mine, theirs = one.first, other.first
+        is_dense = theirs.runs in (mine.runs, [(mine.nbytes, 1)])
+        return one.table_size == other.table_size and len(other.kinds) == 1 and theirs.itemsize == 1 and is_dense
+    return _arrays(one) == _arrays(other)
 
 
 def _by_fingerprint(layouts: Sequence[Layout]) -> list[list[Layout]]:

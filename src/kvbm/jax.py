@@ -17,7 +17,7 @@ from .arrays import Array, dense, describe, numpy_dtype, of_view
 from .contract import Kind
 from .errors import BindError
 from .layout import Layout
-from .memory import DeviceArray
+from .memory import Arrays, DeviceArray, DeviceMemory
 from .resolved import Allocation
 from .shapes import BlockShape
 
@@ -61,7 +61,7 @@ def convert(arrays: Any, src: str | Path | Layout, dst: str | Path | Layout, sha
     >>> len(blocks), blocks[0].shape, str(blocks[0].dtype)
     (6, (4, 3, 2, 16, 8), 'float32')
     """
-    given = list(arrays) if isinstance(arrays, list | tuple) else [arrays]
+    given = list(arrays) if isinstance(arrays, list | tuple | Arrays) else [arrays]
     stream = next((_stream(array) for array in given if _is_on_gpu(array)), None)
     made = _BRIDGE.convert(given, src, dst, shape, stream=stream)
     if stream is not None:
@@ -118,7 +118,7 @@ def _look(array: Any, what: str) -> Array:
 
 
 def _empty(kind: Kind, like: Any) -> _Memory:
-    dtype = numpy_dtype(kind.dtype or like.dtype.name, rich=True)
+    dtype = numpy_dtype(kind.dtype or like.dtype.name)
     if kind.strides != dense(kind.shape, dtype.itemsize):
         raise BindError(f"the layout's pitch has strides of {kind.strides} bytes, and JAX's arrays have no strides")
     # NumPy's DLPack has no bfloat16 and no fp8: pass their bits as integers.
@@ -127,7 +127,10 @@ def _empty(kind: Kind, like: Any) -> _Memory:
     if _is_on_gpu(like) and nbytes:
         index = int(like.__dlpack_device__()[1])
         return _Memory(
-            DeviceArray(index, Allocation("", kind.axes, kind.shape, kind.strides, nbytes, bits.name)), dtype
+            DeviceArray(
+                DeviceMemory(index, nbytes), Allocation("", kind.axes, kind.shape, kind.strides, nbytes, bits.name)
+            ),
+            dtype,
         )
     raw = np.empty(nbytes + 64, np.uint8)  # JAX uses memory without a copy if it is aligned to 64 bytes
     start = -raw.ctypes.data % 64

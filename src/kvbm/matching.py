@@ -20,6 +20,7 @@ from .arrays import Array, dense, describe, span
 from .contract import block_shape, reads_as
 from .errors import BindError, LayoutError, SpecError
 from .layout import Layout
+from .memory import Arrays
 from .naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
 from .resolved import Allocation, Resolved
 from .shapes import BlockShape
@@ -239,7 +240,7 @@ def match(
     """
     if isinstance(tensors, Mapping):
         tensors = list(tensors.values())
-    given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+    given = list(tensors) if isinstance(tensors, list | tuple | Arrays) else [tensors]
     if not given:
         raise BindError("match: expected at least one array, got none")
     return match_described([describe(one, f"match: array {i}") for i, one in enumerate(given)], shape, engine, num_blocks)

@@ -8,24 +8,45 @@ takes 0.08 s, and to register them 0.07 s.  Copies are equally fast.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
+import resource
 import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import numpy_dtype
-from .errors import CudaError, CudaUnavailableError
+from .arrays import array_on, bits_dtype, numpy_dtype
+from .errors import CudaError, CudaUnavailableError, NotEnoughMemoryError
 from .resolved import Allocation, Resolved
-from .shapes import round_up
+from .shapes import PACKED, round_up
 
-__all__ = ["DeviceArray", "Pins", "Progress", "Slab", "explained", "find_ranges", "pinned_arrays", "unpinned_pages"]
+__all__ = [
+    "Arrays",
+    "DeviceArray",
+    "DeviceMemory",
+    "Pins",
+    "Progress",
+    "Slab",
+    "available_bytes",
+    "bits_of",
+    "explained",
+    "find_ranges",
+    "free_on_gpu",
+    "host_arrays",
+    "new_slab",
+    "pinned_slab",
+    "require_memory",
+    "total_bytes",
+    "unpinned_pages",
+]
 
 #: Type of `progress`: a function of the bytes done and of all bytes.
 Progress = Callable[[int, int], object]
@@ -41,31 +62,239 @@ _HUGE_PAGE = 2 << 20
 NEW, WRITABLE, READONLY = 0, 1, 2  # `how` of _core.host_touch
 
 
-class DeviceArray:
-    """One allocation of GPU memory as an array.  `close` or the last reference frees the memory.
+# ---- what the machine has ------------------------------------------------------------------------------------------
+
+
+def available_bytes(root: str | os.PathLike[str] = "/") -> tuple[int, str]:
+    """Bytes of host memory that a program can still get, and what limits them.
+
+    The least of: the machine's available memory with its free swap, what each limit of a control group of this process (version 1
+    or 2) leaves, and what the limit of the process's addresses leaves.
+    Pages of files that the kernel can drop do not count as used.
+
+    Parameters
+    ----------
+    root : path
+        The folder with ``proc`` and ``sys``.
+    """
+    top = Path(root)
+    found = [(sys.maxsize, "no known limit")]
+    with contextlib.suppress(OSError, ValueError):
+        lines = (top / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {key: int(rest.split()[0]) << 10 for key, _, rest in (line.partition(":") for line in lines) if rest}
+        if "MemAvailable" in sizes:
+            found.append((sizes["MemAvailable"] + sizes.get("SwapFree", 0), "of this machine"))
+    for limit, used, stat in _limits(top):
+        with contextlib.suppress(OSError, ValueError):
+            most = int(limit.read_text(encoding="ascii"))  # "max" is no limit
+            stats = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
+            kept = sum(int(stats.get(key, 0)) for key in ("inactive_file", "active_file"))
+            left = most - int(used.read_text(encoding="ascii")) + kept
+            found.append((max(left, 0), f"within the limit of its control group ({limit})"))
+    limit_of_process = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit_of_process != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError, ValueError):
+            used_pages = int((top / "proc/self/statm").read_text(encoding="ascii").split()[0])
+            left = limit_of_process - used_pages * mmap.PAGESIZE
+            found.append((max(left, 0), "within the limit of this process (`ulimit -v`)"))
+    return min(found, key=lambda one: one[0])
+
+
+def _limits(top: Path) -> Iterator[tuple[Path, Path, Path]]:
+    """The files with limit, use and statistics of each control group that this process is in."""
+    groups = [(top / "sys/fs/cgroup", "max", "current"), (top / "sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes")]
+    paths = {"/"}
+    with contextlib.suppress(OSError):
+        for line in (top / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                paths.update(str(one) for one in (Path(path), *Path(path).parents))
+    for (base, limit, used), path in itertools.product(groups, sorted(paths)):
+        folder = base / path.lstrip("/")
+        yield folder / f"memory.{limit}", folder / f"memory.{used}", folder / "memory.stat"
+
+
+def require_memory(nbytes: int, what: str, advice: str = "use fewer blocks, or a machine with more memory") -> None:
+    """Raise `NotEnoughMemoryError` unless the host has this many bytes.  Call it before anything is allocated.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes that are needed.
+    what : str
+        What needs them.
+    advice : str
+        What to do next.
+    """
+    if nbytes <= 1 << 20:  # not worth to ask
+        return
+    left, where = available_bytes()
+    if nbytes > left:
+        raise NotEnoughMemoryError(f"{what}: needs {nbytes} bytes of host memory, and {left} are available {where}; {advice}")
+
+
+def free_on_gpu(device: int) -> tuple[int, int]:
+    """Free and all bytes of a GPU's memory."""
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    from .machine import cuda
+
+    Device(device).set_current()
+    free, total = cuda(driver.cuMemGetInfo(), f"asking for the free memory of cuda:{device}")
+    return int(free), int(total)
+
+
+# ---- arrays on one piece of memory ---------------------------------------------------------------------------------
+
+
+def _sizes(resolved: Resolved) -> list[int]:
+    return [round_up(kind.nbytes, _ALIGNMENT) for kind in resolved.kinds]
+
+
+def total_bytes(resolved: Resolved) -> int:
+    """Bytes of all allocations in one piece of memory, each at a multiple of 256 bytes.  Nothing is allocated to find it."""
+    if resolved.apart:
+        return sum(map(total_bytes, resolved.parts))
+    sizes = _sizes(resolved)
+    return sum(sizes) * resolved.table_size // len(sizes)  # one kind, or as many of K as of V
+
+
+def _offsets(resolved: Resolved) -> npt.NDArray[np.int64]:
+    """Where each allocation begins in one piece of memory."""
+    sizes, count = _sizes(resolved), resolved.table_size
+    if len(sizes) == 1:
+        return np.arange(count, dtype=np.int64) * sizes[0]
+    ends = np.cumsum(np.array(sizes, np.int64)[np.frombuffer(resolved.kind_of_entry, np.uint8)])
+    return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+
+
+class Arrays(Sequence[Any]):
+    """The arrays of a pool that owns its memory: each is made when you ask for it, so a million of them cost nothing.
+
+    It has a length, indices, slices (a tuple), and iterates.  Each array keeps the memory alive.
+
+    Parameters
+    ----------
+    resolved : Resolved
+        The layout at its sizes.
+    make : callable
+        ``make(kind, offset)``: the array of this kind at this byte of the memory.
+    """
+
+    def __init__(self, resolved: Resolved, make: Callable[[Allocation, int], Any]) -> None:
+        self._kinds, self._kind_of, self._make = resolved.kinds, resolved.kind_of_entry, make
+        sizes = _sizes(resolved)
+        self._step = sizes[0] if len(sizes) == 1 else 0
+        self._offsets = None if self._step else _offsets(resolved)
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """The first byte of each array in the memory."""
+        if self._offsets is not None:
+            return self._offsets
+        return np.arange(len(self), dtype=np.int64) * self._step
+
+    def __len__(self) -> int:
+        return len(self._kind_of)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[each] for each in range(*index.indices(len(self))))
+        kind = self._kinds[self._kind_of[index]]  # raises IndexError
+        at = index + len(self) if index < 0 else index
+        return self._make(kind, at * self._step if self._offsets is None else int(self._offsets[at]))
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} arrays of {' and '.join(f'{kind.dtype} {kind.shape}' for kind in self._kinds)}>"
+
+
+def host_arrays(resolved: Resolved, memory: Any) -> Arrays:
+    """A pool's arrays on host memory (a buffer)."""
+    return Arrays(resolved, functools.partial(array_on, memory))
+
+
+def new_slab(nbytes: int, what: str) -> npt.NDArray[np.uint8]:
+    """New host memory for a pool, not initialised; aligned to 256 bytes.
+
+    Raises
+    ------
+    NotEnoughMemoryError
+        The machine does not have it.  Nothing was allocated.
+    """
+    require_memory(nbytes, what)
+    try:
+        raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise NotEnoughMemoryError(
+            f"{what}: {nbytes} bytes: {error}. Raise the limits of the process (`ulimit -v`), or use fewer blocks"
+        ) from None
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+class DeviceMemory:
+    """GPU memory.  `close` or the last reference frees it.
 
     It comes from cuMemAlloc.  Copies of cuda.core's stream-ordered pools would be as fast, but another GPU can access such memory
     only after a grant per pool and peer.  Memory of cuMemAlloc is accessible to every peer that was enabled for the context.
     """
 
-    def __init__(self, device: int, allocation: Allocation) -> None:
+    def __init__(self, device: int, nbytes: int, what: str = "GPU memory") -> None:
         from . import _core
 
-        address = _core.alloc_device(device, allocation.nbytes)
-        self.close = weakref.finalize(self, _free_device, device, address, os.getpid())
-        self.device = device
+        try:
+            self.address = _core.alloc_device(device, nbytes)
+        except CudaError as error:
+            if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            left = ""
+            with contextlib.suppress(Exception):  # the driver's error is reported anyway
+                left = " and {} of {} are free".format(*free_on_gpu(device))
+            raise explained(error, f"{what}: needs {nbytes} bytes of cuda:{device},{left}", "; use fewer blocks") from None
+        self.close = weakref.finalize(self, _free_device, device, self.address, os.getpid())
+        self.device, self.nbytes = device, nbytes
+
+
+class DeviceArray:
+    """An array on `DeviceMemory`, which it keeps alive.
+
+    `dtype` is that of its elements.  Where NumPy has no such dtype, the ``typestr`` of its interface is one of raw bytes
+    (``|V2``), so that no framework takes the bits for integers.  `bits_of` gives the integers.
+    """
+
+    def __init__(self, memory: DeviceMemory, allocation: Allocation, offset: int = 0, *, bits: bool = False) -> None:
+        self._memory, self._allocation, self._offset = memory, allocation, offset
+        plain = bits_dtype(allocation.dtype)
+        self.device = memory.device
+        is_own = plain.name == allocation.dtype
+        self.dtype = plain if bits or is_own else np.dtype("V1") if allocation.dtype in PACKED else numpy_dtype(allocation.dtype)
         self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
             "shape": allocation.shape,
             "strides": allocation.strides,
-            "typestr": numpy_dtype(allocation.dtype).str,
-            "data": (address, False),
+            "typestr": plain.str if bits or is_own else f"|V{plain.itemsize}",
+            "data": (memory.address + offset, False),
             "stream": None,
         }
 
     def is_deleted(self) -> bool:
         """True if the memory was freed."""
-        return not self.close.alive
+        return not self._memory.close.alive
+
+    @property
+    def bits(self) -> DeviceArray:
+        """The same memory, with integers for elements of a dtype that NumPy lacks."""
+        return DeviceArray(self._memory, self._allocation, self._offset, bits=True)
+
+
+def bits_of(array: Any) -> Any:
+    """The array; of kvbm's own GPU arrays their bits, for frameworks that read the dtype from the interface."""
+    return array.bits if isinstance(array, DeviceArray) else array
 
 
 def _free_device(device: int, address: int, pid: int) -> None:
@@ -87,7 +316,7 @@ class Pins:
     def add(
         self,
         pages: Iterable[tuple[int, int, int]],
-        starts: Sequence[int],
+        starts: npt.NDArray[np.uint64],
         resolved: Resolved,
         progress: Progress | None,
         what: str,
@@ -124,7 +353,7 @@ class Pins:
             with contextlib.suppress(CudaError):  # report the first error
                 self.close()
             if not isinstance(error, CudaError | MemoryError):
-                raise
+                raise  # such as an exception of `progress`
             advice = (
                 "Raise the limits of the process (`ulimit -l`; in a container also its memory), or pin fewer blocks"
             )
@@ -148,7 +377,7 @@ def _unregister(ranges: list[tuple[int, int]], pid: int) -> None:
 def explained(error: CudaError | MemoryError, what: str, advice: str = "") -> CudaError | MemoryError:
     """The same error, with what failed and what to do in its message."""
     text = f"{what}: {error}{advice}"
-    return type(error)(text, code=error.code, name=error.name) if isinstance(error, CudaError) else MemoryError(text)
+    return type(error)(text, code=error.code, name=error.name) if isinstance(error, CudaError) else NotEnoughMemoryError(text)
 
 
 class Slab:
@@ -183,8 +412,8 @@ class Slab:
         self._memory.close()
 
 
-def pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[Slab, list[npt.NDArray[Any]]]:
-    """Every allocation of a pool in one slab, touched and registered."""
+def pinned_slab(resolved: Resolved, progress: Progress | None) -> Slab:
+    """A slab for every allocation of a pool, touched and registered."""
     from . import _core
 
     what = f"pinned memory for {resolved.layout.name}"
@@ -192,30 +421,26 @@ def pinned_arrays(resolved: Resolved, progress: Progress | None) -> tuple[Slab, 
         _core.device_count()  # raises an error before memory is touched
     except CudaUnavailableError as error:
         raise explained(error, what, " For memory that only the CPU uses, pass device='cpu'.") from None
-    ends = list(itertools.accumulate(round_up(a.nbytes, _ALIGNMENT) for a in resolved.allocations))
-    offsets = [0, *ends[:-1]]
-    nbytes = round_up(ends[-1], mmap.PAGESIZE)
+    nbytes = round_up(total_bytes(resolved), mmap.PAGESIZE)
+    require_memory(nbytes, what, "allocate fewer blocks")
     try:
         slab = Slab(nbytes)
     except (OSError, OverflowError) as error:
-        raise MemoryError(
+        raise NotEnoughMemoryError(
             f"{what}: {nbytes} bytes: {error}. Raise the limits of the process (`ulimit -v`), or allocate fewer blocks"
         ) from None
-    starts = [slab.address + offset for offset in offsets]
+    starts = _offsets(resolved).astype(np.uint64) + np.uint64(slab.address)
     try:
         slab.pins.add([(slab.address, slab.address + nbytes, NEW)], starts, resolved, progress, what)
     except BaseException:
         slab.discard()
         raise
-    memory = np.asarray(slab)
-    return slab, [
-        np.ndarray(a.shape, numpy_dtype(a.dtype), memory, offset, a.strides)
-        for a, offset in zip(resolved.allocations, offsets, strict=True)
-    ]
+    return slab
 
 
-def _split(begin: int, end: int, starts: Sequence[int], block: int) -> Iterator[tuple[int, int]]:
+def _split(begin: int, end: int, starts: npt.ArrayLike, block: int) -> Iterator[tuple[int, int]]:
     """Cut pages into pieces of at most `PIECE_BYTES`: at the start of an allocation (sorted), else of a block, else anywhere."""
+    starts = np.asarray(starts, np.uint64)
     while end - begin > PIECE_BYTES:
         cut = _last_border(begin + PIECE_BYTES, starts, block)
         yield begin, cut
@@ -223,15 +448,16 @@ def _split(begin: int, end: int, starts: Sequence[int], block: int) -> Iterator[
     yield begin, end
 
 
-def _last_border(limit: int, starts: Sequence[int], block: int) -> int:
+def _last_border(limit: int, starts: npt.NDArray[np.uint64], block: int) -> int:
     page = mmap.PAGESIZE
     worth = limit - PIECE_BYTES // 2  # an earlier cut would make more pieces
-    index = bisect_right(starts, limit)
-    for start in itertools.takewhile(lambda start: start >= worth, reversed(starts[:index])):
-        if start % page == 0:
-            return start
+    index = int(np.searchsorted(starts, np.uint64(limit), side="right"))
+    near = starts[int(np.searchsorted(starts, np.uint64(max(worth, 0)))) : index]
+    on_page = near[near % np.uint64(page) == 0]
+    if on_page.size:
+        return int(on_page[-1])
     if index and block:
-        first = starts[index - 1]
+        first = int(starts[index - 1])
         last = first + (limit - first) // block * block
         for border in range(last, max(first, worth, last - page * block), -block):
             if border % page == 0:

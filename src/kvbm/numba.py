@@ -12,15 +12,16 @@ from typing import Any
 from numba import cuda
 
 from . import bridge
-from .arrays import numpy_dtype
+from .arrays import bits_dtype
 from .contract import Kind
+from .memory import bits_of
 from .pool import Pool
 
 __all__ = ["arrays", "convert", "convert_"]
 
 
 def _empty(kind: Kind, like: Any) -> Any:
-    return cuda.device_array(kind.shape, numpy_dtype(kind.dtype) if kind.dtype else like.dtype, kind.strides)
+    return cuda.device_array(kind.shape, bits_dtype(kind.dtype) if kind.dtype else like.dtype, kind.strides)
 
 
 def _stream(stream: Any, _: Any) -> AbstractContextManager[Any]:
@@ -45,4 +46,4 @@ convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 def arrays(pool: Pool) -> list[Any]:
     """A GPU pool's arrays as Numba arrays on the same memory; bfloat16 and fp8 as unsigned integers.  Keep the pool open."""
     found = bridge.views(pool, "numba", "on the CPU Numba uses NumPy arrays", on_gpu=True)
-    return [cuda.as_cuda_array(array) for array, _ in found]
+    return [cuda.as_cuda_array(bits_of(array)) for array, _ in found]

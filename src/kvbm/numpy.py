@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import bridge
-from .arrays import empty, numpy_dtype
+from .arrays import PackedArray, as_packed, empty, numpy_dtype, span
 from .contract import Kind
 from .pool import Pool
 
@@ -16,7 +16,11 @@ __all__ = ["arrays", "convert", "convert_"]
 
 
 def _empty(kind: Kind, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return empty(kind.shape, numpy_dtype(kind.dtype, rich=True) if kind.dtype else like.dtype, kind.strides)
+    if kind.dtype:
+        return empty(kind.shape, kind.dtype, kind.strides)
+    memory = np.empty(span(kind.shape, kind.strides, kind.itemsize), np.uint8)
+    made: npt.NDArray[Any] = np.ndarray(kind.shape, like.dtype, memory, strides=kind.strides)
+    return made.view(PackedArray) if isinstance(like, PackedArray) else made
 
 
 _BRIDGE = bridge.Bridge(
@@ -38,4 +42,4 @@ def numpy_view(array: Any, dtype: str) -> npt.NDArray[Any]:
 
         array = array.detach().view(getattr(torch, f"uint{8 * array.element_size()}")).numpy()
     found: npt.NDArray[Any] = np.asarray(array)
-    return found.view(numpy_dtype(dtype, rich=True))
+    return as_packed(found.view(numpy_dtype(dtype)), dtype)

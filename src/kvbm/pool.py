@@ -7,7 +7,6 @@ import functools
 import math
 import operator
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Array, describe, empty, find_overlap, nest_of, numpy_dtype
+from .arrays import Array, describe, find_overlap, nest_of
 from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, numbers_of_blocks, one_number, require_each
 from .digest import Model
 from .engines import FromEngines, pool_hint
@@ -27,13 +26,19 @@ from .matching import names_of_strides
 from .memory import (
     READONLY,
     WRITABLE,
+    Arrays,
     DeviceArray,
+    DeviceMemory,
     Pins,
     Progress,
     Slab,
     explained,
     find_ranges,
-    pinned_arrays,
+    host_arrays,
+    new_slab,
+    pinned_slab,
+    require_memory,
+    total_bytes,
     unpinned_pages,
 )
 from .resolved import Resolved
@@ -70,8 +75,9 @@ class Pool(FromEngines, Shown):
         Number of blocks.  Block ids are ``0 … num_blocks - 1``.
     device : str
         ``"cpu"`` or ``"cuda:N"``.  Pinned pools are on the CPU.
-    arrays : tuple
-        The arrays.  The pool keeps them alive.  Empty after `close` if the pool owned the memory.
+    arrays : sequence
+        The arrays, in table order.  The pool keeps them alive.  Arrays of `allocate` have the dtype of their elements; each is made
+        when you ask for it (``pool.arrays[3]``, slices, loops).  Empty after `close` if the pool owned the memory.
     addresses : numpy.ndarray of uint64
         Base addresses of the arrays, in table order.
     pinned : bool
@@ -109,7 +115,7 @@ class Pool(FromEngines, Shown):
         self, layout: Layout | str | Path, shape: BlockShape | str, tensors: Any, *, num_blocks: int | None = None
     ) -> None:
         layout, shape = as_layout(layout), as_shape(shape)
-        arrays = tuple(tensors) if isinstance(tensors, list | tuple) else (tensors,)
+        arrays = tuple(tensors) if isinstance(tensors, list | tuple | Arrays) else (tensors,)
         found = [describe(array, f"{layout.name}: array {index}") for index, array in enumerate(arrays)]
         self._bind(layout, shape, found, arrays, num_blocks, GATES)
         self.require_distinct()
@@ -126,18 +132,20 @@ class Pool(FromEngines, Shown):
         layout: Layout,
         shape: BlockShape,
         found: Sequence[Array],
-        arrays: tuple[Any, ...],
+        arrays: Sequence[Any],
         num_blocks: int | None = None,
         gates: Sequence[Callable[[Any], None]] = ALIKE,
+        addresses: npt.NDArray[np.uint64] | None = None,
     ) -> None:
+        """Bind arrays.  With `addresses` they are kvbm's own and as the layout says: `found` then describes the first."""
         if not found:
             raise BindError(f"{layout.name}: expected at least one array, got none")
         self.layout = layout
         self.shape = shape
-        self.arrays = arrays
+        self.arrays: Sequence[Any] = arrays
         self.num_blocks = _count_blocks(layout, shape, found) if num_blocks is None else _whole(layout, num_blocks)
         self.resolved: Resolved = layout.resolve(shape, self.num_blocks)
-        if len(found) != self.resolved.table_size:
+        if addresses is None and len(found) != self.resolved.table_size:
             raise BindError(
                 f"{layout.name} ({layout.order_text}): expected {self.resolved.table_size} arrays, one per allocation in table "
                 f"order, got {len(found)}"
@@ -146,15 +154,21 @@ class Pool(FromEngines, Shown):
         self._readonly_arrays = [array.readonly for array in found]
         self._readonly = any(self._readonly_arrays)
         title, fitting = f"{layout.name} ({layout.order_text})", lambda: names_of_strides(found, shape, layout.name)
-        who = Caller(title, "array", mark="", label=lambda i: self.resolved.allocations[i].label, fitting=fitting)
-        require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
+        who = Caller(title, "array", mark="", label=self.resolved.label, fitting=fitting)
         #: Plane → the dtype of its arrays, where the shape or the plane says no more than bytes (`contract.formats_of`).
-        self.formats = formats_of(self.resolved, [array.dtype for array in found], title)
-        self._addresses: npt.NDArray[np.uint64] = np.array([array.address for array in found], np.uint64)
-        self._borrow(arrays, found)
+        self.formats: dict[str, str] = {}
+        if addresses is None:
+            require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
+            self.formats = formats_of(self.resolved, [array.dtype for array in found], title)
+            addresses = np.array([array.address for array in found], np.uint64)
+            self._borrow(arrays, found)
+        else:
+            self._borrow((), ())  # nobody else moves their memory
+        self._addresses: npt.NDArray[np.uint64] = addresses
+        self._slab: tuple[int, int] | None = None  # begin and end of the memory, if it is kvbm's own
         self._spans: npt.NDArray[np.uint64] | None = None
         self._closed = False
-        self._owned: tuple[Slab | DeviceArray, ...] = ()
+        self._owned: tuple[Slab | DeviceMemory, ...] = ()
         self._pins: Pins | None = None
         self._ranges: list[tuple[int, int]] | None = None
         self.digesters: dict[Any, Any] = {}  # one per section that was digested
@@ -187,8 +201,10 @@ class Pool(FromEngines, Shown):
 
         Raises
         ------
-        CudaError, MemoryError
-            There is not enough memory.  Nothing stays allocated.
+        NotEnoughMemoryError
+            The machine, or a limit of its control group, does not have the bytes.  They are compared before anything is allocated.
+        CudaError
+            The GPU does not have them.  Nothing stays allocated.
         CudaUnavailableError
             There is no GPU; ``"pinned"`` needs one, too.
         BindError
@@ -196,11 +212,15 @@ class Pool(FromEngines, Shown):
 
         Notes
         -----
-        NumPy arrays of bfloat16 have the dtype uint16, those of fp8 uint8: they hold the bits.  Floats that you assign to them are
-        stored as integers, which are wrong bits.  Assign to ``array.view(ml_dtypes.bfloat16)``, or see `kvbm.numpy.arrays`.
+        The arrays have the dtypes of their elements: bfloat16 and fp8 are dtypes of ml_dtypes.  ``array.view(numpy.uint16)`` has
+        the bits.  Elements of four bits share bytes: such an array holds bytes, and an assignment of other values raises
+        `DTypeError` (`kvbm.arrays.PackedArray`).  Arrays that planes share are bytes.
 
-        The allocations of a pinned pool lie one directly after the other, each at a multiple of 256 bytes, those of equal size at
-        one step (see `steps`).  A forked child does not get this memory, as with cudaHostAlloc: a child that accesses it crashes.
+        The allocations lie one directly after the other in one piece of memory, each at a multiple of 256 bytes, those of equal
+        size at one step (see `steps`).  The piece is freed with the last array on it.  For an allocation the pool keeps nine bytes
+        and no Python object: `arrays` makes an array when you ask for it.
+
+        A forked child does not get pinned memory, as with cudaHostAlloc: a child that accesses it crashes.
         """
         layout, shape = as_layout(layout), as_shape(shape)
         num_blocks = _whole(layout, num_blocks)
@@ -208,24 +228,29 @@ class Pool(FromEngines, Shown):
         if not found or (found[2] and found[1] != "cuda"):
             raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {device!r}")
         resolved = layout.resolve(shape, num_blocks)
+        what = f"{layout.name}: {num_blocks:,} blocks of {shape}"
+        require_memory(10 * resolved.table_size, f"{what}: the table of addresses")
+        owned: tuple[Slab | DeviceMemory, ...] = ()
+        nbytes, place = total_bytes(resolved), "cpu"
         if found[1] == "pinned":
-            slab, arrays = pinned_arrays(resolved, progress)
-            pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._owned = (slab,)
-            pool._own()
-            return pool
-        if found[1] == "cpu":
-            arrays = [empty(a.shape, numpy_dtype(a.dtype), a.strides) for a in resolved.allocations]
-            pool = cls(layout, shape, arrays, num_blocks=num_blocks)
-            pool._own()
-            # close() has nothing to release: the arrays are freed with their last reference.
+            slab = pinned_slab(resolved, progress)
+            owned, begin, arrays = (slab,), slab.address, host_arrays(resolved, np.asarray(slab))
+        elif found[1] == "cpu":
+            memory = new_slab(nbytes, what)
+            begin, arrays = memory.ctypes.data, host_arrays(resolved, memory)
+            # close() has nothing to release: the memory is freed with the last array on it.
         else:
             index = int(found[2] or 0)
-            owned = tuple(DeviceArray(index, allocation) for allocation in resolved.allocations)
-            pool = cls(layout, shape, owned, num_blocks=num_blocks)
-            pool._owned = owned
-            pool._own()
-        if progress is not None:
+            on_gpu = DeviceMemory(index, nbytes, what)
+            owned, begin, place = (on_gpu,), on_gpu.address, f"cuda:{index}"
+            arrays = Arrays(resolved, functools.partial(DeviceArray, on_gpu))
+        pool = cls.__new__(cls)
+        first = Array(begin, resolved.first.shape, resolved.first.strides, resolved.first.dtype, place)
+        addresses = arrays.offsets.astype(np.uint64)
+        addresses += np.uint64(begin)
+        pool._bind(layout, shape, [first], arrays, num_blocks, addresses=addresses)
+        pool._owned, pool._slab = owned, (begin, begin + nbytes)
+        if progress is not None and found[1] != "pinned":
             progress(pool.nbytes, pool.nbytes)
         return pool
 
@@ -383,7 +408,7 @@ class Pool(FromEngines, Shown):
         >>> Pool(load("universal"), shape, np.zeros((4, 4, 1, 2, 16, 8), "float32")).check()
         """
         self.require_open()
-        for index, array in enumerate(self.arrays if not self._owned else ()):
+        for index, array in enumerate(self.arrays if self._slab is None else ()):
             try:
                 now = describe(array, f"array {index}")
             except BindError as error:
@@ -407,10 +432,6 @@ class Pool(FromEngines, Shown):
         self._borrowed = Borrowed(self, arrays, found, lambda index: kinds[which[index]].extent, self._readonly)
         #: What looks at the arrays before each copy; the same object as long as the pool lives.
         self.watch = self._borrowed.watch
-
-    def _own(self) -> None:
-        """The arrays are the pool's own: nobody moves their memory."""
-        self._borrow((), ())
 
     @property
     def readonly(self) -> bool:
@@ -495,15 +516,17 @@ class Pool(FromEngines, Shown):
         from . import _core
 
         what = f"pinning {self.layout.name}"
-        order = np.argsort(self.addresses, kind="stable")
+        fixed = [False]
+        if self._slab is None:
+            fixed = [self._readonly_arrays[i] for i in np.argsort(self.addresses, kind="stable")]
         try:
-            missing = unpinned_pages(self.spans.tolist(), [self._readonly_arrays[i] for i in order], _core.memory_range)
+            missing = unpinned_pages(self._regions, fixed, _core.memory_range)
         except CudaUnavailableError as error:
             raise explained(error, what) from None
         pages = [(begin, end, READONLY if fixed else WRITABLE) for begin, end, fixed in missing]
         pins = self._pins or Pins(self)
         self._pins = None  # None until all succeeded: a failure also unpins what an earlier call had pinned
-        pins.add(pages, self.spans[:, 0].tolist(), self.resolved, progress, what)
+        pins.add(pages, self.spans[:, 0], self.resolved, progress, what)
         self._pins = pins
 
     @property
@@ -521,7 +544,7 @@ class Pool(FromEngines, Shown):
             ours = [one.pins for one in self._owned if isinstance(one, Slab)] + ([self._pins] if self._pins else [])
             known = [where for pins in ours for where in pins.ranges]
             with contextlib.suppress(CudaError):
-                self._ranges = find_ranges(self.spans.tolist(), sorted(known), _core.memory_range)
+                self._ranges = find_ranges(self._regions, sorted(known), _core.memory_range)
         return self._ranges is not None
 
     @property
@@ -539,7 +562,7 @@ class Pool(FromEngines, Shown):
         if self.device != "cpu" and self._ranges is None:
             from . import _core
 
-            self._ranges = find_ranges(self.spans.tolist(), [], functools.partial(_core.memory_range, pinned=False))
+            self._ranges = find_ranges(self._regions, [], functools.partial(_core.memory_range, pinned=False))
             if self._ranges is None:
                 raise BindError(
                     f"{self.layout.name}: the driver knows no memory of {self.device} at one of the arrays' addresses"
@@ -592,11 +615,16 @@ class Pool(FromEngines, Shown):
             self._spans = np.stack([self.addresses, ends], axis=1)[np.argsort(self.addresses, kind="stable")]
         return self._spans
 
+    @property
+    def _regions(self) -> list[tuple[int, int]]:
+        """Begin and end of the memory: of all of it if it is kvbm's own, else of each array; sorted."""
+        return [self._slab] if self._slab is not None else self.spans.tolist()
+
     def meets(self, begin: int, end: int) -> bool:
         """True if a byte of ``[begin, end)`` lies in an array, padding included."""
         edges = self._edges
-        at = bisect_right(edges, begin)
-        return begin < end and (at % 2 == 1 or edges[at] < end)
+        at = int(np.searchsorted(edges, np.uint64(begin), side="right"))
+        return begin < end and (at % 2 == 1 or (at < edges.size and int(edges[at]) < end))
 
     def holds(self, begin: int, end: int) -> bool:
         """True if a byte of ``[begin, end)`` belongs to an element of an array.  The padding between rows does not."""
@@ -612,12 +640,12 @@ class Pool(FromEngines, Shown):
         )
 
     @functools.cached_property
-    def _edges(self) -> list[int]:
-        """Begin and end of each range of the arrays' memory, ascending; the last item is the end of all addresses."""
+    def _edges(self) -> npt.NDArray[np.uint64]:
+        """Begin and end of each range of the arrays' memory, ascending."""
         begins, ends = self.spans[:, 0], np.maximum.accumulate(self.spans[:, 1])
         apart = begins[1:] > ends[:-1]
         edges = np.stack([begins[np.append(True, apart)], ends[np.append(apart, True)]], axis=1)
-        return [*edges.ravel().tolist(), 1 << 64]
+        return edges.ravel()
 
     def require_distinct(self) -> None:
         """Raise `BindError` if two arrays share a byte of an element.  An array may lie in the padding between another's rows."""

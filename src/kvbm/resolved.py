@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -468,56 +469,48 @@ class Resolved:
         return self.kinds[0]
 
     @cached_property
-    def kind_of_entry(self) -> Sequence[int]:
-        """For each table entry, its index in `kinds`."""
-        if self.parts:
-            kinds, before = [0] * self.table_size, 0
-            for part in self.parts if self.apart else ():
-                for entry, kind in enumerate(part.kind_of_entry):
-                    kinds[self._entry_of_plane(part, entry)] = before + kind
-                before += len(part.kinds)
-            return kinds
-        o = self._o_of_entry
+    def kind_of_entry(self) -> array[int]:
+        """For each table entry, its index in `kinds`: one byte each, as a table may have millions."""
+        if self.apart:
+            return array("B", self._kinds_of_planes)
+        o = self._o_of_entry if not self.parts else None
         if len(self.kinds) == 1 or o is None:
-            return [0] * self.table_size
+            return array("B", bytes(self.table_size))
         inside = math.prod(piece.extent for piece in self.orders[0] if 0 < piece.table < o.table)
-        return [index // inside % o.extent for index in range(self._entries)]
+        turn = b"".join(bytes([kind]) * inside for kind in range(o.extent))
+        return array("B", turn * (self._entries // len(turn)))
+
+    @property
+    def _kinds_of_planes(self) -> bytes:
+        """`kind_of_entry` if each plane has its own arrays: those of the planes, in turns of as many entries as one plane has."""
+        entries = self.parts[0]._entries
+        inside = self.parts[1].bases[0][1] - self.parts[0].bases[0][1] if len(self.parts) > 1 else entries
+        before, own = 0, []
+        for part in self.parts:
+            own.append(bytes(before + kind for kind in part.kind_of_entry))
+            before += len(part.kinds)
+        return b"".join(kinds[at : at + inside] for at in range(0, entries, inside) for kinds in own)
 
     @property
     def _entries(self) -> int:
         """Number of table entries of this layout or plane."""
         return math.prod(piece.extent for piece in self.orders[0] if piece.table)
 
-    def _entry_of_plane(self, part: Resolved, index: int) -> int:
-        """Index in the whole table of the plane's table entry `index`."""
-        entry = part.bases[0][1]
-        for piece in part.orders[0]:
-            if piece.table:
-                entry += index % piece.extent * piece.table
-                index //= piece.extent
-        return entry
-
     @cached_property
     def allocations(self) -> tuple[Allocation, ...]:
         """Every array of the pool, in table order."""
-        made: list[Allocation] = []
-        labels = self._labels
-        for label, kind in zip(labels, self.kind_of_entry, strict=True):
-            made.append(replace(self.kinds[kind], label=label))
-        return tuple(made)
+        return tuple(replace(self.kinds[kind], label=self.label(i)) for i, kind in enumerate(self.kind_of_entry))
 
-    @property
-    def _labels(self) -> list[str]:
-        """The label of each table entry: ``l=3 o=1``, ``scale l=3``."""
-        labels = [""] * self.table_size
-        for part in self.planes if self.apart else self.planes[:1]:
-            table = [piece for piece in reversed(part.orders[0]) if piece.table]
-            for index in range(part._entries):
-                entry = self._entry_of_plane(part, index)
-                name = [part.plane] if self.apart else []
-                at = entry - part.bases[0][1]
-                labels[entry] = " ".join([*name, *(f"{p.term}={at // p.table % p.extent}" for p in table)])
-        return labels
+    def label(self, entry: int) -> str:
+        """The label of a table entry: ``l=3 o=1``, ``scale l=3``; empty if there is only one."""
+        part, name = self.planes[0], []
+        if self.apart:
+            step = self.parts[1].bases[0][1] - self.parts[0].bases[0][1] if len(self.parts) > 1 else self.table_size
+            part = self.parts[entry // step % len(self.parts)]
+            name = [part.plane]
+        at = entry - part.bases[0][1]
+        table = [piece for piece in reversed(part.orders[0]) if piece.table]
+        return " ".join([*name, *(f"{p.term}={at // p.table % p.extent}" for p in table)])
 
     @property
     def nbytes(self) -> int:

@@ -48,7 +48,7 @@ _NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name.startswith(("bfloat"
 
 
 def numpy_name(dtype: str) -> str:
-    """NumPy's name of a dtype; for a dtype that NumPy lacks, unsigned integers of the same width.
+    """NumPy's own name for the bits of a dtype: for a dtype that NumPy lacks, unsigned integers of the same width.
 
     Examples
     --------

@@ -596,11 +596,11 @@ def _reserve(fd: int, size: int, path: str | os.PathLike[str]) -> None:
 
 
 def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mmap, offsets: Sequence[int]) -> Pool:
-    from ..arrays import numpy_dtype
+    from ..arrays import array_on
     from ..pool import Pool
 
-    arrays: list[np.ndarray[Any, Any]] = [
-        np.ndarray(allocation.shape, numpy_dtype(allocation.dtype), pages, offset, allocation.strides)
+    arrays = [
+        array_on(pages, allocation, offset)
         for allocation, offset in zip(resolved.allocations, offsets, strict=True)
     ]
     return Pool(layout, shape, arrays, num_blocks=resolved.num_blocks)

@@ -21,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..access import Access
+from ..arrays import array_on
 from ..errors import BindError, LayoutError, PlanError
 from ..layout import Layout
 from ..planner import plan
 from ..resolved import Resolved
-from ..shapes import PACKED, BlockShape, load_shape, numpy_name
+from ..shapes import PACKED, BlockShape, load_shape
 from ..spec import example_shape, load
 
 __all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
@@ -418,8 +419,7 @@ class _Side:
         made = []
         for base, allocation in zip(self.bases, self.resolved.allocations, strict=True):
             if self.case.framework == "numpy":
-                dtype = np.dtype(numpy_name(allocation.dtype))
-                made.append(np.ndarray(allocation.shape, dtype, self.buffer, base, allocation.strides))
+                made.append(array_on(self.buffer, allocation, base))
                 continue
             import torch
 

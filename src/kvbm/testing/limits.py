@@ -2,20 +2,26 @@
 
 A kernel runs on a separate thread, not in a process.  So it may be any function, including closures and lambdas, gets its
 arguments unchanged, and the overhead is small.  However, Python cannot stop a thread.  A thread that hangs runs until the process
-ends, and does not delay that end (it is a daemon).  Its CPU core, and the GPU that it waits for, cannot be used for further
-measurements in this process.
+ends, and neither delays that end (it is a daemon) nor changes its exit code (`_park_at_exit`).  Its CPU core, and the GPU that it
+waits for, cannot be used for further measurements in this process.
 
 On the CPU, times can differ from those on the main thread in two ways.  OpenMP keeps a pool of helper threads for each thread that
 calls it, and waits differently if all of them outnumber the cores.  And glibc returns large freed memory of such a thread to the
 system sooner.  A kernel that writes into given memory on one core takes as long as on the main thread.
+
+A limit is in the machine's time: seconds in which threads of this process were ready and got no core do not count, up to nine
+times the limit.  So a kernel on a busy machine is slow, and does not hang.
 
 On a GPU a call returns before its work is done.  An event is polled for the work, so a kernel that never ends is detected, too.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
+import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -23,6 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -34,6 +41,9 @@ T = TypeVar("T")
 
 #: Seconds between two queries of an event: at first, and at most.
 SHORT_NAP, LONG_NAP = 20e-6, 2e-3
+
+#: Most seconds of waiting for a core that are added to a limit, in limits.
+MOST_LOST = 9
 
 #: Seconds after the limit in which a thread may itself report that the GPU hangs.
 GRACE = 1.0
@@ -135,16 +145,36 @@ class Deadline:
         self.progress: tuple[int, int] | None = None
         self.passed = False
         self.pid = os.getpid()
+        self._before = _waits()
         self._end = time.monotonic() + limit_s
 
     @property
+    def lost(self) -> float:
+        """Seconds in which the thread of this process that waited longest was ready to run and got no core."""
+        waits = _waits()
+        return max((after - self._before.get(name, 0.0) for name, after in waits.items()), default=0.0)
+
+    @property
     def left(self) -> float:
-        """Remaining seconds."""
-        return self._end - time.monotonic()
+        """Remaining seconds: those of the limit, and those that the machine took for other work."""
+        left = self._end - time.monotonic()
+        return left if left > 0 else left + min(self.lost, MOST_LOST * self.limit_s)
 
     def missed(self, what: str) -> KernelFailure:
         progress = f" (after {self.progress[0]} of {self.progress[1]} calls)" if self.progress else ""
-        return KernelFailure(f"the kernel hangs: {what} within its limit of {self.limit_s:g} s{progress}")
+        lost = self.lost
+        busy = f", and {lost:.1f} s more in which its threads waited for a core" if lost > 0.1 * self.limit_s else ""
+        return KernelFailure(f"the kernel hangs: {what} within its limit of {self.limit_s:g} s{busy}{progress}")
+
+
+def _waits() -> dict[str, float]:
+    """For each thread of this process, the seconds that it waited for a core; nothing if Linux does not count them."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it may have ended
+                found[task.name] = int((task / "schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    return found
 
 
 def run(work: Callable[[Deadline], T], limit_s: float) -> T:
@@ -168,9 +198,12 @@ def run(work: Callable[[Deadline], T], limit_s: float) -> T:
         except BaseException as error:
             outcome.append((False, error))
 
-    thread = threading.Thread(target=target, name="kvbm.testing kernel", daemon=True)
+    thread = threading.Thread(target=target, name=_NAME, daemon=True)
+    _watch_exit()
     thread.start()
     thread.join(min(limit_s + GRACE, threading.TIMEOUT_MAX))
+    while thread.is_alive() and (left := deadline.left) > -GRACE:
+        thread.join(min(left + GRACE + SHORT_NAP, threading.TIMEOUT_MAX))
     if not outcome:
         deadline.passed = True
         raise deadline.missed("it did not return")
@@ -179,6 +212,28 @@ def run(work: Callable[[Deadline], T], limit_s: float) -> T:
         raise value
     result: T = value
     return result
+
+
+_NAME = "kvbm.testing kernel"
+
+
+@functools.cache
+def _watch_exit() -> None:
+    atexit.register(_park_at_exit)
+
+
+def _park_at_exit() -> None:
+    """Let the process end with its own exit code although a kernel still runs.
+
+    Python before 3.14 ends such a thread when it next asks for the interpreter, by unwinding its stack.  Destructors of PyTorch
+    forbid that, and C++ then ends the whole process with SIGABRT.  From here on a thread in this state sleeps instead.
+    """
+    if not any(thread.name == _NAME and thread.is_alive() for thread in threading.enumerate()):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # without the C++ library no such destructor exists
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
+        set_terminate(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:

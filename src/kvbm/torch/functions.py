@@ -16,6 +16,7 @@ import torch
 from ..contract import layout_name, reads_as, shape_text
 from ..errors import BindError, DTypeError, KvbmError
 from ..layout import Layout
+from ..memory import bits_of
 from ..pool import Pool
 from ..shapes import BlockShape
 from .batches import KINDS, any_requires_grad, dtype_name, plain_table, raise_named, torch_dtype, wants_gradient
@@ -207,7 +208,7 @@ def _tensor(array: Any, device: str) -> torch.Tensor:
         if array.dtype.isbuiltin != 1:  # dtypes of ml_dtypes: view their bits
             array = array.view(f"u{array.itemsize}")
         return torch.from_numpy(array)
-    return torch.as_tensor(array, device=device)
+    return torch.as_tensor(bits_of(array), device=device)
 
 
 def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:

@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 
 from ... import spec as layouts
+from ...arrays import array_on
 from ...errors import BindError
 from ...layout import Layout
 from ...pool import Pool
-from ...shapes import BlockShape, numpy_name, round_up
+from ...shapes import BlockShape, round_up
 from ...transfer import Strategy, Transfer
 from ...zeros import Zeros
 from .pages import Pages
@@ -172,9 +173,7 @@ def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uin
             f"host_layout: {layout.name} ({layout.order_text}): blocks of several kinds, or several ranks, share the host memory: "
             "expected a layout with one array a block, such as universal"
         )
-    kind, dtype = found.first, numpy_name(shape.dtype)
-    arrays = [np.ndarray(kind.shape, dtype, row.data, offset, kind.strides) for row in rows]
-    return Pool(layout, shape, arrays)
+    return Pool(layout, shape, [array_on(row.data, found.first, offset) for row in rows])
 
 
 @dataclass
