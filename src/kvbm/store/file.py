@@ -276,7 +276,7 @@ class Stored:
         if num_blocks is None:
             each = layout.resolve(shape, 1).block_bytes
             num_blocks = self.nbytes // each
-            sizes = [layout.resolve(shape, n).nbytes for n in (num_blocks - 1, num_blocks) if n]
+            sizes = [layout.resolve(shape, n).nbytes for n in (num_blocks - 1, num_blocks) if n > 0]
             if not sizes or sizes[-1] != self.nbytes or (sizes[0] == self.nbytes and len(sizes) > 1):
                 raise BindError(
                     f"{self.path}: {self.nbytes:,} bytes are not a multiple of the {each:,} bytes of a block in "
