@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -370,5 +372,7 @@ def test_allocate_on_a_gpu() -> None:
     stream.synchronize()
     want = oracle.expected_bytes(src_arena, back_arena, source, before, range(8), range(8))
     assert np.array_equal(back_buffer.cpu().numpy(), want)
+    memory = weakref.ref(pool._owned[0])
     del pool
+    assert memory() is None, [repr(one)[:200] for one in gc.get_referrers(memory())]
     assert _core.memory_range(address, pinned=False) == (0, 0)
