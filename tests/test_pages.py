@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -9,13 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+import kvbm
 import pages
 from kvbm.cli import main
 
+#: Files, not names of Python.
+FILES = {"kvbm.h"}
 #: Pages whose blocks have tests that do more than run them.
 ELSEWHERE = {
     "README.md": "test_readme.py",
@@ -72,6 +77,30 @@ def test_the_arrays_that_a_pool_allocates(tmp_path: Path) -> None:
         (tmp_path / "example.py").write_text(text, encoding="utf-8")
         done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stderr
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name is a module or what one holds; a module that needs a missing package counts."""
+    there: Any = kvbm
+    for at, part in enumerate(parts := name.split(".")[1:], 2):
+        try:
+            there = getattr(there, part, None) or importlib.import_module(".".join(["kvbm", *parts][:at]))
+        except ModuleNotFoundError as error:
+            return not (error.name or "").startswith("kvbm")
+    return True
+
+
+@pytest.mark.slow  # imports every bridge's framework
+def test_the_names_that_pages_use_exist() -> None:
+    """Also in prose, which nothing runs.  One page has names of metadata with the same prefix."""
+    used = {
+        (page, name)
+        for page in [*pages.PAGES, "CHANGELOG.md"]
+        if page != "docs/reference/file-format.md"
+        for name in re.findall(r"(?<![\w./-])kvbm(?:\.[A-Za-z_]\w*)+", pages.read(page))
+    }
+    gone = {(page, name) for page, name in used if name not in FILES and not _exists(name)}
+    assert len(used) > 100 and not gone, gone
 
 
 CONSOLE = [
