@@ -132,7 +132,12 @@ def test_groups_must_be_the_same() -> None:
     ends = [source, end]
     try:
         for number, (change, said) in enumerate(
-            (({"window": None}, "groups"), ({"window": "full"}, "covered"), ({"draft": "full"}, "layers"))
+            (
+                ({"window": None}, "groups"),
+                ({"window": "full"}, "covered"),
+                ({"full": "draft"}, "nl: 9 layers in one model, 2 in the other"),
+                ({"draft": "full"}, "model nl=9,.*: expected that of this side, nl=2,"),
+            )
         ):
             groups = dict(end.groups)
             for name, other in change.items():

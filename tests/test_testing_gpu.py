@@ -69,8 +69,9 @@ def test_a_kernel_that_hangs_on_the_gpu(torch: Any) -> None:
     value = torch.ones(4, device="cuda")
     try:
         ok, error = make_match_reference(lambda x: x, limit_s=0.5)(lambda x: torch.cuda._sleep(LONG), value)
-        assert (ok, error) == (
-            False, "the kernel hangs: it returned, but the GPU was not done with its work within its limit of 0.5 s",
+        # On a busy machine it goes on with the time in which threads waited for a core.
+        assert not ok and error is not None and error.startswith(
+            "the kernel hangs: it returned, but the GPU was not done with its work within its limit of 0.5 s"
         )  # fmt: skip
     finally:
         torch.cuda.synchronize()
@@ -88,7 +89,7 @@ def test_a_kernel_that_waits_for_a_hanging_gpu(torch: Any) -> None:
 
     try:
         _, error = make_match_reference(lambda x: x, limit_s=0.2)(kernel, torch.ones(4, device="cuda"))
-        assert error == "the kernel hangs: it did not return within its limit of 0.2 s"
+        assert error is not None and error.startswith("the kernel hangs: it did not return within its limit of 0.2 s")
     finally:
         torch.cuda.synchronize()
 

@@ -1047,5 +1047,5 @@ def test_a_tensor_whose_storage_was_resized_is_refused_and_never_read() -> None:
             lambda tensors=tensors, out=out: kvbm.torch.convert_(tensors, out, *names),
             lambda tensors=tensors, out=out: kvbm.torch.convert_(out, tensors, names[1], names[0], sizes),
         ):
-            with pytest.raises(kvbm.BindError, match=r"convert_?: .*the storage was resized"):
+            with pytest.raises(kvbm.BindError, match=r"convert_?: .*its storage was freed or resized"):
                 call()

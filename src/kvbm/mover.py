@@ -385,7 +385,7 @@ class Mover:
     def copy_digested(
         self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
     ) -> _core.Done:
-        """`copy` with digests: they are written to `out`, or compared on both sides."""
+        """`Transfer.copy` with digests: they are written to `out`, or compared on both sides."""
         try:
             found = self.routes.get(("digests", layers)) or self.digested(layers)
         except KvbmError:

@@ -71,14 +71,14 @@ def more_modes_are_more_launches(folder: str) -> None:
     ids = np.arange(3)
     move.copy(ids, ids, stream=5).synchronize()
     print(move.stats()["submissions"], move.stats()["blocks"])
-    s, d = move._pools
+    s, d = move._mover.keep
     for strategy in ("engine", "staged", "direct"):
         try:
             print(kvbm.Transfer(s, d, strategy))
         except kvbm.MissingKernelError as error:
             print(error)
     move, launches = both(Path(folder) / "inside.yaml", "nhd")
-    print(launches, "engine" in repr(kvbm.Transfer(*move._pools, "engine")))
+    print(launches, "engine" in repr(kvbm.Transfer(*move._mover.keep, "engine")))
 
 
 def code_for_another_gpu(folder: str) -> None:
