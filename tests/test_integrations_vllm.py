@@ -280,7 +280,7 @@ def test_nobody_is_there(engines: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     visit = decode.visit(0, port, 1)
-    with pytest.raises(KvbmError, match="refused"):
+    with pytest.raises(KvbmError, match="refused: does a vLLM engine with KvbmConnector"):
         visit.link()
     with pytest.raises(TransferError, match="tried again after"):
         visit.want(Want("one", is_given_up=True))

@@ -417,6 +417,17 @@ def test_what_is_not_said_is_an_error(make: Any, message: str) -> None:
         make().pool()
 
 
+def test_a_group_of_states_is_left_out_by_the_groups_that_the_error_names() -> None:
+    made = engine(layers=([0, 2], [1, 3]))
+    made.kv_cache_config.kv_cache_groups[1].kv_cache_spec = SimpleNamespace(block_size=NT, shapes=((2, 2),))
+    with pytest.raises(BindError, match=r"it has no layout here; pass group= with one of 0 to read") as caught:
+        made.groups()
+    number = int(re.search(r"one of (\d+)", str(caught.value))[1])  # type: ignore[index]
+    assert [one.index for one in made.groups(group=number)] == [number]
+    with pytest.raises(BindError, match="it has no layout here"):
+        made.groups(group=1)
+
+
 def test_a_view_of_another_order_is_an_error() -> None:
     one, other = engine("LBHNC"), engine("LBNHC")
     one.kv_caches = other.kv_caches

@@ -233,6 +233,7 @@ def _group(
     if getattr(said, "num_kv_heads", None) is None:
         raise BindError(
             f"{what}: {type(said).__name__}: expected attention with keys and values or a latent; it has no layout here"
+            + _readable(kv_cache_config)
         )
     if getattr(tensor, "host_resident", False):
         raise BindError(
@@ -268,6 +269,14 @@ def _group(
         heads=1 if hasattr(said, "cache_dtype_str") else int(model.get_total_num_kv_heads()),
         model_layers=int(model.get_total_num_hidden_layers()),
     )  # fmt: skip
+
+
+def _readable(kv_cache_config: Any) -> str:
+    """The advice to read only the groups that have a layout; empty if none has."""
+    specs = [getattr(one, "kv_cache_spec", None) for one in kv_cache_config.kv_cache_groups]
+    each = [list(getattr(one, "kv_cache_specs", {}).values()) or [one] for one in specs]
+    found = [str(i) for i, some in enumerate(each) if all(getattr(one, "num_kv_heads", None) is not None for one in some)]
+    return f"; pass group= with one of {', '.join(found)} to read a group that has one" if found else ""
 
 
 class _Spec(NamedTuple):

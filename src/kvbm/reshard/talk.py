@@ -493,8 +493,12 @@ class Reception:
         self._thread.join(5)
 
 
-def connect(host: str, port: int, timeout: float, secret: Secret | None = None) -> Talk:
+def connect(
+    host: str, port: int, timeout: float, secret: Secret | None = None, server: str = "`kvbm link serve`"
+) -> Talk:
     """Begin a conversation with `kvbm link serve`, or with a worker of an engine.
+
+    `server` is what listens there, for the message if nothing does.
 
     Raises
     ------
@@ -504,7 +508,7 @@ def connect(host: str, port: int, timeout: float, secret: Secret | None = None) 
         There is a secret, and the other side does not have it.
     """
     end = time.monotonic() + timeout
-    talk = _connected(host, port, timeout)
+    talk = _connected(host, port, timeout, server)
     if secret is None:
         return talk
     try:
@@ -517,7 +521,7 @@ def connect(host: str, port: int, timeout: float, secret: Secret | None = None) 
     return talk
 
 
-def _connected(host: str, port: int, timeout: float) -> Talk:
+def _connected(host: str, port: int, timeout: float, server: str) -> Talk:
     where, end = _text(printable(host), port), time.monotonic() + timeout
     late = f"{where}: no answer within {timeout:g} s: is the name right, and does a firewall let it through?"
     try:
@@ -536,7 +540,7 @@ def _connected(host: str, port: int, timeout: float) -> Talk:
         raise UnreachableError(late) from None
     except OSError as error:
         hint = (
-            ": does `kvbm link serve` run there, and listen on this port?"
+            f": does {server} run there, and listen on this port?"
             if isinstance(error, ConnectionRefusedError)
             else ""
         )

@@ -47,6 +47,9 @@ _MOST_LOST = 64
 #: Most characters of a reason.
 _MOST_TEXT = 1000
 
+#: What listens at the ports of another engine, for messages.
+_SERVER = "a vLLM engine with KvbmConnector (ports from its kv_port on)"
+
 
 @dataclass(frozen=True)
 class Want:
@@ -425,7 +428,9 @@ class Visit:
         try:
             cards = []
             for number in range(self._ports):
-                talk = connect(self._host, self._port + number, self._left(end), self._links.endpoint.secret)
+                talk = connect(
+                    self._host, self._port + number, self._left(end), self._links.endpoint.secret, _SERVER
+                )
                 self._talks.append(talk)
                 if self._is_closed:
                     raise BindError("this engine is shutting down")
