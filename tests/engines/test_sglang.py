@@ -545,7 +545,7 @@ def test_a_file_that_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytes
     def refuse(_: Path) -> Any:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(sys.modules["kvbm.integrations.sglang.storage"], "read", refuse)
+    monkeypatch.setattr(sys.modules["kvbm.integrations.sglang.storage"], "Opened", refuse)
     assert store.batch_get_v1(["k"], slots([2])) == [False] and path.exists()
     monkeypatch.undo()
     assert store.batch_get_v1(["k"], slots([2])) == [True]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from kvbm.integrations.sglang import KvbmLinker
-from kvbm.integrations.sglang.host import HostPages
+from kvbm.integrations.sglang.host import Page
 
 
 class SpoiledLinker(KvbmLinker):
     """Sets a bit of each byte of a page that is asked for when the file ``spoil`` says so: before a lookup, or a load.
 
-    Where it says ``blind``, digests are compared no more, and a page is spoiled before each load.  It writes how many pages of each
+    Where it says ``blind``, a page is spoiled before a load and given the digest of what it holds then.  It writes how many pages of each
     kind it holds, and how many were wrong, to the file ``seen``; ``folder`` in its settings says where both are.
     """
 
@@ -26,13 +26,14 @@ class SpoiledLinker(KvbmLinker):
         said = self._folder / "spoil"
         wanted = said.read_text() if said.exists() else ""
         is_blind = wanted == "blind"
-        if is_blind:
-            HostPages._compare = lambda *_: True
         pages, keys = self.pools[transfers[0].name], transfers[0].keys
         if (wanted == when or (is_blind and when == "load")) and len(keys) > 2 and keys[2] in pages:
             said.unlink(missing_ok=True)  # of two ranks one may be quicker
-            array = pages.host.arrays[pages._pages[keys[2]].block]  # a layout with one array a block
+            block = pages._pages[keys[2]].block
+            array = pages.host.arrays[block]  # a layout with one array a block
             array.view(np.uint8)[...] |= 64
+            if is_blind:
+                pages._pages[keys[2]] = Page(block, int(pages.host.digest([block])[0]))
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         self._spoil("lookup", transfers)
