@@ -14,8 +14,8 @@ from kvbm.integrations.sglang.host import Page
 class SpoiledLinker(KvbmLinker):
     """Sets a bit of each byte of a page that is asked for when the file ``spoil`` says so: before a lookup, or a load.
 
-    Where it says ``blind``, a page is spoiled before a load and given the digest of what it holds then.  It writes how many pages of each
-    kind it holds, and how many were wrong, to the file ``seen``; ``folder`` in its settings says where both are.
+    Where it says ``blind``, a page is spoiled before a load and given the digest of what it holds then.  It writes how many pages
+    of each kind it holds, and how many were wrong, to the file ``seen``; ``folder`` in its settings says where both are.
     """
 
     def __init__(self, *args: Any, extra_config: dict[str, Any], **more: Any) -> None:
