@@ -183,7 +183,7 @@ def test_a_load_that_fails(reports: bool) -> None:
 def spec(**extra: Any) -> offload.KvbmOffloadingSpec:
     config = SimpleNamespace(
         extra_config={"cpu_bytes_to_use": 1 << 20, **extra}, groups=[], enable_kv_cache_events=False,
-        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1), canonical_layout=extra.pop("canonical", False),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1), canonical_layout=extra.get("canonical_layout", False),
         parallel=SimpleNamespace(world_size=2), worker_kv_bytes_per_block=1 << 16, replicated_layout=False,
     )  # fmt: skip
     return offload.KvbmOffloadingSpec(config)
@@ -193,7 +193,7 @@ def spec(**extra: Any) -> offload.KvbmOffloadingSpec:
     ("extra", "says"),
     [
         ({"verify": "no"}, r"verify: expected true or false, got 'no'"),
-        ({"canonical": True}, r"canonical_layout: host_layout replaces it"),
+        ({"canonical_layout": True}, r"canonical_layout: host_layout replaces it"),
         ({"folder": "/here", "folder_bytes": 1, "host_layout": "pages"}, r"host_layout: expected a layout, as folder .* 'pages'"),
         ({"folder": "here", "folder_bytes": 1}, r"folder: expected an absolute path, got 'here'"),
         ({"cpu_bytes_to_use": 1000}, r"cpu_bytes_to_use: expected at least 131072 bytes, .* got 1000"),
