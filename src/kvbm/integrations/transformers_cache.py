@@ -259,6 +259,10 @@ class Host:
             The blocks were dropped, or have another shape.
         """
         self._require(held)
+        for name in held.ids:  # before anything is compared or copied
+            expected, got = self.pools[name].shape, groups[name].pool.shape if name in groups else None
+            if expected != got:
+                raise BindError(f"transformers: {name}: expected pools of one block shape, got {expected} and {got or 'no group'}")
         right = True
         for name, ids in held.ids.items():
             host, pool, into = self.pools[name], groups[name].pool, tables[name][: len(ids)]
