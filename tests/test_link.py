@@ -529,6 +529,25 @@ def test_a_closed_link_is_forgotten() -> None:
             end.meet(cards, stripe=CASE.stripe)
 
 
+def test_a_peer_that_keeps_its_slots_leaves_one_to_others() -> None:
+    """The last free slot goes only to a peer that has none, each way by itself; in small rings everybody gets what is free."""
+    for each in range(1, 9):
+        made = ring.Ring("cpu", 256, each, each)
+        for sends in (True, False):
+            kept = [slot for _ in range(each + 1) if (slot := made.take("stopped", sends=sends)) is not None]
+            assert len(kept) == (each - 1 if each >= 4 else each)
+            for peer in ("one", "two") if each >= 4 else ():
+                [slot, more] = made.take(peer, sends=sends), made.take(peer, sends=sends)
+                assert slot is not None and more is None and made.free(sends=sends) == 0
+                made.give(slot)
+            for slot in kept:
+                made.give(slot)
+            assert made.free(sends=sends) == each and not made._taken
+        with pytest.raises(KeyError):  # given twice, two chunks would share it
+            made.give(kept[0])
+        made.close()
+
+
 def test_few_slots() -> None:
     """A ring of one slot per direction: slower, and right."""
     with on_faulty({}, slots=1) as found:

@@ -267,7 +267,7 @@ class Outflow:
             return None
         if array is not None:
             return -1, array
-        slot = ring.take(sends=True)
+        slot = ring.take(self.peer, sends=True)
         if slot is None:
             self.link.count("stalls")
             return None
@@ -492,7 +492,7 @@ class Inflow:
         if away > window - window // 4:  # several per note
             return False
         while self._todo and away < window and len(self._coming) < min(2 * window, MOST_GRANTS):
-            slot = ring.take(sends=False)
+            slot = ring.take(self.peer, sends=False)
             if slot is None:
                 self.link.count("stalls")
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +19,9 @@ from ..wire import Slab, Slice
 from ..wire.loans import memory_file
 
 __all__ = ["Ring"]
+
+#: Slots each way from which on the last free one is kept for peers that have none.
+_SHARED = 4
 
 #: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
 #: chunks are done, which would delay the first chunk.
@@ -73,6 +76,8 @@ class Ring:
             self._free_device = (number, address)
         self.slab = Slab(address, nbytes, device, self, file)
         self._free = deque(range(sends)), deque(range(sends, sends + takes))
+        self._peer_of: dict[int, str] = {}  # taken slots
+        self._taken: Counter[tuple[str, bool]] = Counter()  # by peer and way
         self.quarantined: set[tuple[str, int]] = set()
 
     @staticmethod
@@ -80,13 +85,26 @@ class Ring:
         """Bytes of a slot for chunks of `chunk_bytes` bytes, including the trailer: a multiple of 256."""
         return round_up(chunk_bytes, 256)
 
-    def take(self, *, sends: bool) -> int | None:
-        """Take a free slot; None if no slot is free."""
+    def take(self, peer: str = "", *, sends: bool) -> int | None:
+        """Take a free slot for chunks of a peer; None if the peer must wait.
+
+        The last free slot is only for a peer that has none, so a peer that has stopped and keeps its slots stops no other.
+        """
         free = self._free[not sends]
-        return free.popleft() if free else None
+        is_last = len(free) == 1 and (self.sends if sends else self.takes) >= _SHARED
+        if not free or (is_last and self._taken[peer, sends]):
+            return None
+        slot = free.popleft()
+        self._peer_of[slot] = peer
+        self._taken[peer, sends] += 1
+        return slot
 
     def give(self, slot: int) -> None:
         """Free a slot.  No peer may write to it any more."""
+        key = self._peer_of.pop(slot), slot < self.sends
+        self._taken[key] -= 1
+        if not self._taken[key]:
+            del self._taken[key]
         self._free[slot >= self.sends].appendleft(slot)
 
     def free(self, *, sends: bool) -> int:
