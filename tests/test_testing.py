@@ -394,10 +394,11 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_grace")
 def test_a_kernel_that_hangs(hanging: Any) -> None:
-    assert check(hanging, limit_s=0.05) == "the kernel hangs: it did not return within its limit of 0.05 s"
+    said = "the kernel hangs: it did not return within its limit of 0.05 s"  # on a busy machine: ", and 0.1 s more in which …"
+    assert str(check(hanging, limit_s=0.05)).startswith(said)
     average, error = benchmark_kernel(hanging, X, 2, 3, limit_s=0.05)
     assert math.isnan(average)
-    assert error == "the kernel hangs: it did not return within its limit of 0.05 s (after 0 of 5 calls)"
+    assert error is not None and error.startswith(said) and error.endswith(" (after 0 of 5 calls)")
 
 
 def test_many_calls_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
