@@ -869,7 +869,7 @@ def test_a_sender_that_ends(start: Callable[..., Process], kind: str, number: si
     client = start("send", address, "--wire", kind, *ENDLESS)
     client.wait_for(3, "stderr", "sequence")
     client.process.send_signal(number)
-    assert client.end() == (1 if number == signal.SIGINT else -signal.SIGKILL)
+    assert client.end() == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in client.said
     told = json.loads(server.wait_for(2)[1])
     assert told["error"] and "Traceback" not in server.said

@@ -716,6 +716,8 @@ RIGHT = {
     "an int": {"num_blocks"}, "a layout": {"layout"}, "a shape": {"shape"}, "a set": {"ids", "rows"}, "a list": {"ids", "rows"},
     "a tuple": {"ids", "rows"}, "numbers by number": {"ids", "rows"}, "a type": {"progress"},
 }  # fmt: skip
+#: Arguments that are a path, or an open file.
+FILES = {("path", "load"), ("src", "convert"), ("path", "verify"), ("path", "digest"), ("path", "add_digests")}
 
 
 @pytest.mark.parametrize(("function", "name"), [(function, name) for function, names in ANY.items() for name in names])
@@ -750,6 +752,8 @@ def test_arguments_of_other_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if name in RIGHT.get(kind, ()) or (name, kind) == ("pool", "the pool") or (name, kind) == ("stored", "the file"):
             continue
         if kind == "a text" and name == "src" and function == "convert":
+            continue
+        if kind == "the file" and (name, function) in FILES:  # what `read` returned
             continue
         with pytest.raises(kvbm.KvbmError) as error:
             call(**arguments | {name: wrong})

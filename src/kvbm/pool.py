@@ -695,8 +695,9 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
         )
     rows = found[0].shape
     blocks = rows[first.axes.index("b")] if "b" in first.axes else 0
-    if blocks < 1 or (first.is_record and not _is_exact(layout, shape, found[0], blocks)):
-        # Bytes that planes share come in any shape.  If K and V have orders of their own in one array, it has no axis of blocks.
+    is_flat = first.is_record and len(rows) < len(first.shape)
+    if blocks < 1 or (is_flat and not _is_exact(layout, shape, found[0], blocks)):
+        # Flat bytes have no axis of blocks, nor has an array in which K and V have orders of their own.
         nbytes = math.prod(rows) * first.itemsize
         numbers = numbers_of_blocks(layout, shape, nbytes) if nbytes else range(0)
         use = "pass num_blocks= to kvbm.Pool"
