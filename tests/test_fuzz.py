@@ -11,7 +11,7 @@ import pytest
 import fuzzing
 import kvbm
 from kvbm import BlockShape, LayoutError, access, resolved, spec
-from kvbm.store import file
+from kvbm.store import header
 
 #: Cases of a kind.
 CASES = {
@@ -26,15 +26,15 @@ def test_inputs_are_taken_or_refused(kind: str) -> None:
     assert 0.05 < taken / CASES[kind] < 0.9, "hardly an input is taken, or refused: the rest of the law is not tried"
 
 
-def _as_it_is(said: Any, start: int) -> file.Entry:
-    return file.Entry(said["dtype"], said["shape"], start + said["data_offsets"][0], start + said["data_offsets"][1])
+def _as_it_is(name: str, said: Any, start: int) -> header.Entry:
+    return header.Entry(said["dtype"], said["shape"], start + said["data_offsets"][0], start + said["data_offsets"][1])
 
 
 CHECKS: dict[str, tuple[str, Any, str, Any, Any]] = {
     "splits cover an axis": ("layout", resolved, "_require_cover", lambda *_: None, AssertionError),
     "planes are apart": ("layout", resolved, "_require_apart", lambda *_: None, AssertionError),
     "digits go on": ("layout", access.Step, "continues", lambda *_: True, AssertionError),
-    "a header holds numbers": ("file", file, "_read_entry", _as_it_is, (LookupError, TypeError, ValueError)),
+    "a header holds numbers": ("file", header, "_entry", _as_it_is, (LookupError, TypeError, ValueError)),
 }
 
 

@@ -19,7 +19,7 @@ from .arrays import Array, describe, find_overlap, nest_of
 from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, numbers_of_blocks, one_number, require_each
 from .digest import Model
 from .engines import FromEngines, pool_hint
-from .errors import BindError, CudaError, CudaUnavailableError, LayoutError
+from .errors import BindError, CudaError, CudaUnavailableError
 from .layout import Layout
 from .lower import Steps
 from .matching import names_of_strides
@@ -45,7 +45,7 @@ from .resolved import Resolved
 from .selection import Axis, PoolSection
 from .shapes import BlockShape, as_shape
 from .shown import Shown
-from .spans import meet, merge_steps
+from .spans import meet
 from .spec import as_layout
 from .watching import Borrowed, has_memory
 
@@ -695,9 +695,7 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
         )
     rows = found[0].shape
     blocks = rows[first.axes.index("b")] if "b" in first.axes else 0
-    is_flat = first.is_record and len(rows) < len(first.shape)
-    if blocks < 1 or (is_flat and not _is_exact(layout, shape, found[0], blocks)):
-        # Flat bytes have no axis of blocks, nor has an array in which K and V have orders of their own.
+    if blocks < 1:  # an array in which K and V have orders of their own has no axis of blocks
         nbytes = math.prod(rows) * first.itemsize
         numbers = numbers_of_blocks(layout, shape, nbytes) if nbytes else range(0)
         use = "pass num_blocks= to kvbm.Pool"
@@ -705,12 +703,3 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks
-
-
-def _is_exact(layout: Layout, shape: BlockShape, array: Array, blocks: int) -> bool:
-    """True if the array has exactly the shape and strides that the layout gives for this number of blocks."""
-    try:
-        kind = layout.resolve(shape, blocks).first
-    except LayoutError:
-        return False
-    return array.shape == kind.shape and merge_steps(array.shape, array.strides) == merge_steps(kind.shape, kind.strides)
