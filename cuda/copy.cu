@@ -2,7 +2,7 @@
 //
 // Each pair moves by the widest word that fits both of its sides: if source and destination are misaligned by the same
 // number of bytes, everything but the first and the last few bytes still goes by words of 16.
-#include "permute.cuh"
+#include "address.cuh"
 
 namespace kvbm {
 namespace {

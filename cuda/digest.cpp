@@ -2,7 +2,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "permute.cuh"
+#include "cells.cuh"
 
 #ifdef __x86_64__
 #pragma GCC diagnostic push

@@ -13,7 +13,7 @@
 
 #include "batch.h"
 #include "driver.h"
-#include "permute.cuh"
+#include "prepare.cuh"
 
 namespace kvbm_driver {
 

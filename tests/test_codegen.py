@@ -265,6 +265,38 @@ def test_registers(cubin: str) -> None:
         assert registers * threads <= 65536, (name, registers)
 
 
+# ---- headers --------------------------------------------------------------------------------------------------------
+
+
+def header_order() -> list[str]:
+    """The headers in the order that permute.cuh gives them, and permute.cuh itself."""
+    text = (codegen.cuda_dir() / "permute.cuh").read_text(encoding="utf-8")
+    return [*re.findall(r"^//   (\w+\.cuh) ", text, re.MULTILINE), "permute.cuh"]
+
+
+def test_headers_include_only_headers_before_them() -> None:
+    order = header_order()
+    assert set(order) == {path.name for path in codegen.cuda_dir().glob("*.cuh")} and len(order) == len(set(order))
+    for number, name in enumerate(order):
+        text = (codegen.cuda_dir() / name).read_text(encoding="utf-8")
+        assert text.startswith(f"// {name}: "), "its first line says what it is"
+        includes = set(re.findall(r'^#include "([^"]+)"', text, re.MULTILINE))
+        assert includes <= {"kvbm.h", *order[:number]}, name
+        assert text.rfind("#include") < text.find("namespace kvbm {") or name == "permute.cuh", "nothing is included later"
+
+
+@pytest.mark.parametrize("name", header_order())
+def test_a_header_compiles_alone(name: str, tmp_path: Path) -> None:
+    compiler = next((found for one in ("c++", "g++", "clang++") if (found := shutil.which(one))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source = tmp_path / "one.cpp"
+    source.write_text(f'#include "{name}"\n#include "{name}"\n')
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{codegen.cuda_dir()}", source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- the host half of the templates, in a program of its own -------------------------------------------------------
 
 @pytest.fixture(scope="module")

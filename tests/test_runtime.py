@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 import kvbm
 import oracle
 import strategies
-from kvbm import _core, cli, codegen, doctor, nest, prepare, runtime, spec
+from kvbm import _core, cli, codegen, doctor, nest, nvcc, prepare, runtime, spec
 from kvbm.nest import Mode
 from memory import aligned, numpy_views, placed
 from processes import FakeDriver
@@ -225,7 +225,9 @@ def test_everything_that_changes_a_bit_is_in_the_key(
     folder = cache / "headers"
     shutil.copytree(codegen.cuda_dir(), folder)
     monkeypatch.setattr(runtime, "cuda_dir", lambda: folder)
-    for name in ("permute.cuh", "pages.cuh", "kvbm.h"):
+    included = nvcc.sources(folder / "permute.cuh", folder)
+    assert {"permute.cuh", "words.cuh", "planes.cuh", "kvbm.h"} <= {path.name for path in included}
+    for name in [path.name for path in included]:
         (folder / name).write_bytes((folder / name).read_bytes() + b"\n")
         runtime._headers.cache_clear()
         keys.append(runtime._key(NAME, 90, compiler))

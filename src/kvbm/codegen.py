@@ -1,7 +1,7 @@
 """The list of kernels to build, and their source: CUDA for the GPU and C++ for the host, from the same list.
 
 Generation is deterministic: the same layouts give the same bytes.  The generated files only instantiate the templates of
-``cuda/permute.cuh``; the logic of the kernels is written there by hand.
+``cuda/permute.cuh``; the logic of the kernels is written by hand in the headers that it lists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-// pages.cuh: the planes of a block in one launch.  The end of permute.cuh, which includes it.
+// planes.cuh: the planes of a block in one launch.
 //
 //   Record<OUTER, INNER, SUMS>      rows of several parts, each with a word of its own; digested as they pass
 //   Page<OUTER, INNER, GATHERS>     the same by way of shared memory, where one side's rows are no whole words or sectors
 #pragma once
+
+#include "rows.cuh"
 
 namespace kvbm {
 
@@ -10,10 +12,7 @@ namespace kvbm {
 // sectors and lines of memory, is then read once and written whole.  A part's word is an argument: data moves in words of
 // 16 bytes, and a scale of 4 beside it.
 template <int OUTER, int INNER, bool SUMS = false>
-struct Record;
-
-template <int OUTER, int INNER, bool SUMS>
-struct Kernel<Record<OUTER, INNER, SUMS>> {
+struct Record {
   template <int WORD>
   using Plane = Rows<OUTER, INNER, WORD, kRowThreads, 1, SUMS>;
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = Plane<16>::kMinCtas, kWords = Plane<16>::kWords;
@@ -88,10 +87,7 @@ struct Kernel<Record<OUTER, INNER, SUMS>> {
 // all planes of a few tokens, so it is read, or written, as one stream of 16-byte words by way of shared memory, and the
 // planes are taken apart there.  The last inner mode of every part steps from one such piece of a page to the next.
 template <int OUTER, int INNER, bool GATHERS>
-struct Page;
-
-template <int OUTER, int INNER, bool GATHERS>
-struct Kernel<Page<OUTER, INNER, GATHERS>> {
+struct Page {
   // A source is staged without registers, a destination by way of some.
   static constexpr uint32_t kTeams = 1, kThreads = kTileThreads, kMinCtas = 16;
   static constexpr int kPiece = KVBM_MAX_INNER - 1;

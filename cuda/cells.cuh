@@ -1,0 +1,141 @@
+// cells.cuh: digests of what kernels read: the cells, their keys, and the sums over them.  docs/digest.md defines them.
+#pragma once
+
+#include "address.cuh"
+
+namespace kvbm {
+
+// Of version 1.  The four of the words are the best of 20,000 sets; tools/digest_constants.py finds them again.
+constexpr uint64_t kOfWord0 = UINT64_C(0xa55c9364d6777aa3), kOfWord1 = UINT64_C(0xb78448c894e972e3),
+                   kOfWord2 = UINT64_C(0x1e2754521961ffbb), kOfWord3 = UINT64_C(0x055ccea021bda7a7),
+                   kOfCell = UINT64_C(0xa0761d6478bd642f);
+constexpr uint64_t kOfKey0 = UINT64_C(0xbf58476d1ce4e5b9), kOfKey1 = UINT64_C(0x94d049bb133111eb);
+
+KVBM_INLINE uint64_t folded(uint64_t x) { return x ^ (x >> 32); }
+KVBM_INLINE uint64_t weight_of_scaled(uint64_t scaled) { return folded(folded(scaled) * kOfKey1) | 1; }
+KVBM_INLINE uint64_t weight(uint64_t key) { return weight_of_scaled(key * kOfKey0); }
+KVBM_INLINE uint64_t content(const Word16& v) {
+  return folded(kOfCell + v.x[0] * kOfWord0 + v.x[1] * kOfWord1 + v.x[2] * kOfWord2 + v.x[3] * kOfWord3);
+}
+KVBM_INLINE uint64_t digest_of(uint64_t key, const Word16& v) { return weight(key) * content(v); }
+// The same where the first key of many is scaled once: key = first + step.
+KVBM_INLINE uint64_t scaled_key(uint64_t first) { return first * kOfKey0; }
+KVBM_INLINE uint64_t digest_of(uint64_t scaled, uint32_t step, const Word16& v) {
+  return weight_of_scaled(scaled + step * kOfKey0) * content(v);
+}
+
+// A word as the cell that it is: what is missing is zero.
+KVBM_INLINE Word16 cell_of(const Word16& v) { return v; }
+KVBM_INLINE Word16 cell_of(const Word8& v) { return {{v.x[0], v.x[1], 0, 0}}; }
+KVBM_INLINE Word16 cell_of(uint32_t v) { return {{v, 0, 0, 0}}; }
+KVBM_INLINE Word16 cell_of(uint16_t v) { return {{v, 0, 0, 0}}; }
+KVBM_INLINE Word16 cell_of(uint8_t v) { return {{v, 0, 0, 0}}; }
+
+// ---- keys ----------------------------------------------------------------------------------------------------------
+
+KVBM_INLINE uint64_t position_of(const kvbm_args& a, uint32_t pair) {
+  const kvbm_digest& d = a.digest;
+  if (d.position_bytes == 0) return 0;
+  if (a.inline_mask & KVBM_POSITIONS_INLINE) return a.payload[d.positions / 8 + pair];
+  if (d.position_bytes == 8) return reinterpret_cast<const uint64_t*>(d.positions)[pair];
+  return uint64_t(int64_t(reinterpret_cast<const int32_t*>(d.positions)[pair]));
+}
+
+KVBM_INLINE uint32_t pair_of(const kvbm_part& p, uint32_t& place) {
+  uint32_t chunk = take(place, p.faster), pair = place;
+  place = chunk;
+  if (p.pairs_first) {
+    place = pair;
+    pair = chunk;
+  }
+  return pair;
+}
+
+// Key of the first cell of a job's place.
+template <int OUTER>
+KVBM_INLINE uint64_t first_key(const kvbm_args& a, const kvbm_part& p, uint32_t place) {
+  uint32_t chunk = place;
+  const uint32_t pair = pair_of(p, chunk);
+  uint64_t key = a.digest.first[&p - a.part] + position_of(a, pair) * a.digest.lanes;
+  KVBM_UNROLL
+  for (int k = 0; k < OUTER; ++k) {
+    const uint32_t c = k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk;
+    key += uint64_t(c) * p.outer[k].key;
+  }
+  return key;
+}
+
+// Bytes of both sides and keys that an index over the inner modes FIRST .. FIRST+COUNT-1 steps: inside a chunk keys fit 32 bits.
+template <int FIRST, int COUNT>
+KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst, uint32_t& key) {
+  KVBM_UNROLL
+  for (int k = FIRST; k < FIRST + COUNT; ++k) {
+    const uint32_t c = k + 1 < FIRST + COUNT ? take(index, p.inner[k].extent) : index;
+    src += uint64_t(c) * uint32_t(p.inner[k].src);
+    dst += uint64_t(c) * uint32_t(p.inner[k].dst);
+    key += c * p.inner[k].key;
+  }
+}
+
+// ---- sums ----------------------------------------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+// Returns when the digests are zero: the launch need not wait for the kernel that clears them (launch.cpp).
+__device__ __forceinline__ void wait_for_clear() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Adds the sum of a row's threads, which all take part whatever they have found, to the digest of their pair: once a row, as what
+// is added at one address stands in line there.
+template <uint32_t THREADS>
+__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint32_t width,
+                                        uint64_t sum) {
+  if (width < 32) {
+    for (uint32_t apart = width / 2; apart; apart /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, apart);
+  } else {
+    // Three limbs, each of which 32 times fits a 32-bit sum.
+    const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu),
+                   middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
+                   high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
+    sum = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
+    if (width > 32) {
+      __shared__ uint64_t of_warp[THREADS / 32];
+      const uint32_t warp = threadIdx.x / 32;
+      if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
+      __syncthreads();
+      if (lane == 0)
+        for (uint32_t i = 1; i < width / 32; ++i) sum += of_warp[warp + i];
+    }
+  }
+  if (lane == 0 && job < p.jobs) {
+    wait_for_clear();
+    uint32_t place = quotient(job, p.tiles);
+    atomicAdd(reinterpret_cast<unsigned long long*>(a.digest.out) + pair_of(p, place), (unsigned long long)sum);
+  }
+}
+#else
+inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
+  __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.out) + pair, sum, __ATOMIC_RELAXED);
+}
+
+// Words of WORD bytes that are cells, and may be copied, too.
+template <int WORD>
+uint64_t digest_cells(const kvbm_cells& c) {
+  if constexpr (WORD == 16) return kvbm_digest_cells(&c);
+  uint64_t sum = 0;
+  for (uint64_t row = 0; row < c.rows; ++row) {
+    const char* src = c.src + int64_t(row) * c.src_row;
+    if (c.dst) copy_run<WORD>(c.dst + int64_t(row) * c.dst_row, src, c.count * WORD, c.streaming);
+    for (uint64_t i = 0; i < c.count; ++i) {
+      Word<WORD> v;
+      load(v, src + i * WORD);
+      sum += digest_of(c.key + row * c.key_row + i * c.key_step, cell_of(v));
+    }
+  }
+  return sum;
+}
+#endif
+
+}  // namespace kvbm

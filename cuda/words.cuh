@@ -1,0 +1,138 @@
+// words.cuh: the words that kernels move, and how they are loaded and stored on the GPU and on the host.
+#pragma once
+
+#include "kvbm.h"
+
+#ifdef __CUDACC__
+#define KVBM_INLINE __host__ __device__ __forceinline__
+#define KVBM_UNROLL _Pragma("unroll")
+#define KVBM_UNROLL_4 _Pragma("unroll 4")
+#else
+#include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+#define KVBM_INLINE inline
+#define KVBM_UNROLL
+#endif
+
+namespace kvbm {
+
+struct alignas(16) Word16 {
+  uint32_t x[4];
+};
+struct alignas(8) Word8 {
+  uint32_t x[2];
+};
+
+template <int BYTES>
+KVBM_INLINE auto word_of() {
+  if constexpr (BYTES == 16)
+    return Word16{};
+  else if constexpr (BYTES == 8)
+    return Word8{};
+  else if constexpr (BYTES == 4)
+    return uint32_t{};
+  else if constexpr (BYTES == 2)
+    return uint16_t{};
+  else
+    return uint8_t{};
+}
+template <int BYTES>
+using Word = decltype(word_of<BYTES>());
+
+#ifdef __CUDACC__
+// Every byte is read once and written once.  The L2 is asked to keep what was read rather than what was written: written lines
+// then leave for memory early, which is worth 5 %, and nothing lasts: the next kernels' lines replace the read ones within
+// two passes (benchmarks/NOTES.md).
+// Not `ld.global.nc`, though sources are not written during the kernel: ptxas moves those past stores, and then a thread has
+// one load in flight instead of all.
+__device__ __forceinline__ uint64_t kept_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void load(Word16& v, const char* p) {
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+               : "l"(p), "l"(kept_last()));
+}
+__device__ __forceinline__ void load(Word8& v, const char* p) {
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(v.x[0]), "=r"(v.x[1])
+               : "l"(p), "l"(kept_last()));
+}
+// Narrow words share their sectors with their neighbours, so these may stay in the L1.
+__device__ __forceinline__ void load(uint32_t& v, const char* p) { asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p)); }
+__device__ __forceinline__ void load(uint16_t& v, const char* p) { asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p)); }
+__device__ __forceinline__ void load(uint8_t& v, const char* p) {
+  uint16_t wide;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(wide) : "l"(p));
+  v = uint8_t(wide);
+}
+__device__ __forceinline__ void store(char* p, const Word16& v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3])
+               : "memory");
+}
+__device__ __forceinline__ void store(char* p, const Word8& v) {
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x[0]), "r"(v.x[1]) : "memory");
+}
+__device__ __forceinline__ void store(char* p, uint32_t v) { *reinterpret_cast<uint32_t*>(p) = v; }
+__device__ __forceinline__ void store(char* p, uint16_t v) { *reinterpret_cast<uint16_t*>(p) = v; }
+__device__ __forceinline__ void store(char* p, uint8_t v) { *reinterpret_cast<uint8_t*>(p) = v; }
+#else
+template <class W>
+inline void load(W& v, const char* p) {
+  std::memcpy(&v, p, sizeof v);
+}
+template <class W>
+inline void store(char* p, const W& v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;  // a sanitizer sees neither stores around the cache nor every memcpy: word by word
+#else
+constexpr bool kSanitized = false;
+#endif
+
+// A run on the host.  With `streaming`, words of 16 bytes go around the cache, as a large memcpy's do: a destination line
+// would otherwise be read before it is written, and half as many bytes again would cross the bus.
+template <int WORD>
+inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming) {
+#ifdef __SSE2__
+  if (WORD == 16 && streaming && !kSanitized) {
+    for (uint64_t i = 0; i < bytes; i += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
+    return;
+  }
+#endif
+  if (bytes >= 64 && !kSanitized) {
+    std::memcpy(dst, src, bytes);
+    return;
+  }
+  for (uint64_t i = 0; i < bytes; i += WORD) {
+    Word<WORD> v;
+    load(v, src + i);
+    store(dst + i, v);
+  }
+}
+
+// Pieces that lie apart are too short for the processor to see the next one coming: it is asked for by hand, some of them ahead.
+// Never faults, whatever the address.
+constexpr uint32_t kLine = 64;
+constexpr uint64_t kPiece = 1024;              // bytes that are copied at a time
+constexpr uint64_t kPrefetchAhead = 12 << 10;  // bytes; less measured behind, up to 24 KiB no better
+constexpr uint64_t kPrefetchCached = 8 << 10;  // where stores go through the cache, too
+inline void prefetch(const char* src, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; i += kLine) __builtin_prefetch(src + i);
+}
+
+inline void fence_streaming_stores(bool streaming) {
+#ifdef __SSE2__
+  if (streaming) _mm_sfence();
+#endif
+}
+#endif
+
+}  // namespace kvbm
