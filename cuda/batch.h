@@ -1,4 +1,4 @@
-// batch.h: what launches and host runs both ask of a batch and its ids.
+// batch.h: descriptions and ids of a batch, for launches and for runs on the host.
 #pragma once
 
 #include <string.h>
@@ -10,19 +10,19 @@
 
 namespace kvbm_driver {
 
-static_assert(sizeof(kvbm_args) == 4096, "the inline payload fills the parameters");
+static_assert(sizeof(kvbm_args) == 4096, "the parameters of a kernel have 4,096 bytes");
 
-enum : int32_t { kSkip = -1 };  // the id of a pair that is left out
+enum : int32_t { kSkip = -1 };  // the id of a pair that is skipped
 
-// Bytes of the payload that parts, and the units of their ids, take; behind them ids and tables may travel.
+// Bytes of the payload that the parts and the units of ids take.  Ids and tables go behind them.
 inline size_t described_bytes(uint32_t num_parts, uint32_t mask) {
   const bool has_units = mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS);
   return num_parts * sizeof(kvbm_part) + (has_units ? offsetof(kvbm_units, part) + num_parts * sizeof(kvbm_unit_strides) : 0);
 }
-// Bits of inline_mask that say what the caller has described.
+// Bits of inline_mask that the caller sets.
 enum : uint32_t { kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST };
 
-// Copies what a copy's caller has set of its parameters: a batch sets the rest.
+// Copies the description of a copy.  Each batch sets the other parameters.
 inline void copy_description(kvbm_args* to, const kvbm_args& from) {
   memcpy(to, &from, offsetof(kvbm_args, part) + described_bytes(from.num_parts, from.inline_mask));
   if (from.inline_mask & KVBM_DIGEST) to->digest = from.digest;
@@ -39,8 +39,8 @@ inline bool is_skipped(const kvbm_batch& batch, uint32_t i) {
   return id_at(batch.src, i) == kSkip || id_at(batch.dst, i) == kSkip;
 }
 
-// Takes the digits of a unit out of an id, which then is a block's, and returns where the unit begins in the block.
-inline int64_t unit_of(int64_t* id, const kvbm_div* digits, const int64_t* strides) {
+// Splits an id of a unit: *id becomes the block's, and the result is the offset of the unit in the block, in bytes.
+inline int64_t split_unit(int64_t* id, const kvbm_div* digits, const int64_t* strides) {
   int64_t bytes = 0;
   for (int k = 0; k < KVBM_UNIT_DIGITS; ++k) {
     bytes += *id % digits[k].n * strides[k];
@@ -49,15 +49,15 @@ inline int64_t unit_of(int64_t* id, const kvbm_div* digits, const int64_t* strid
   return bytes;
 }
 
-// Where a block, or a unit, of one part begins behind its allocation's address; *id becomes the block's.
+// Offset of a block, or a unit, of one part from its base address, in bytes; *id becomes the block's.
 inline int64_t src_start(const kvbm_args& args, uint32_t part, int64_t* id) {
   const kvbm_units& units = units_of(args);
-  const int64_t unit = args.inline_mask & KVBM_SRC_UNITS ? unit_of(id, units.src, units.part[part].src) : 0;
+  const int64_t unit = args.inline_mask & KVBM_SRC_UNITS ? split_unit(id, units.src, units.part[part].src) : 0;
   return unit + *id * args.part[part].src_id_stride;
 }
 inline int64_t dst_start(const kvbm_args& args, uint32_t part, int64_t* id) {
   const kvbm_units& units = units_of(args);
-  const int64_t unit = args.inline_mask & KVBM_DST_UNITS ? unit_of(id, units.dst, units.part[part].dst) : 0;
+  const int64_t unit = args.inline_mask & KVBM_DST_UNITS ? split_unit(id, units.dst, units.part[part].dst) : 0;
   return unit + *id * args.part[part].dst_id_stride;
 }
 

@@ -1,35 +1,35 @@
-// cells.cuh: digests of what kernels read: the cells, their keys, and the sums over them.  docs/digest.md defines them.
+// cells.cuh: digests of what kernels read: cells, their keys, and the sums over them (docs/reference/digest.md defines them).
 #pragma once
 
 #include "address.cuh"
 
 namespace kvbm {
 
-// Of version 1.  The four of the words are the best of 20,000 sets; tools/digest_constants.py finds them again.
-constexpr uint64_t kOfWord0 = UINT64_C(0xa55c9364d6777aa3), kOfWord1 = UINT64_C(0xb78448c894e972e3),
-                   kOfWord2 = UINT64_C(0x1e2754521961ffbb), kOfWord3 = UINT64_C(0x055ccea021bda7a7),
-                   kOfCell = UINT64_C(0xa0761d6478bd642f);
-constexpr uint64_t kOfKey0 = UINT64_C(0xbf58476d1ce4e5b9), kOfKey1 = UINT64_C(0x94d049bb133111eb);
+// The constants of version 1.  Those of the words are the best of 20,000 sets (tools/digest_constants.py).
+constexpr uint64_t kWordFactor0 = UINT64_C(0xa55c9364d6777aa3), kWordFactor1 = UINT64_C(0xb78448c894e972e3),
+                   kWordFactor2 = UINT64_C(0x1e2754521961ffbb), kWordFactor3 = UINT64_C(0x055ccea021bda7a7),
+                   kCellOffset = UINT64_C(0xa0761d6478bd642f);
+constexpr uint64_t kKeyFactor0 = UINT64_C(0xbf58476d1ce4e5b9), kKeyFactor1 = UINT64_C(0x94d049bb133111eb);
 
-KVBM_INLINE uint64_t folded(uint64_t x) { return x ^ (x >> 32); }
-KVBM_INLINE uint64_t weight_of_scaled(uint64_t scaled) { return folded(folded(scaled) * kOfKey1) | 1; }
-KVBM_INLINE uint64_t weight(uint64_t key) { return weight_of_scaled(key * kOfKey0); }
+KVBM_INLINE uint64_t fold(uint64_t x) { return x ^ (x >> 32); }
+KVBM_INLINE uint64_t weight_of_scaled(uint64_t scaled) { return fold(fold(scaled) * kKeyFactor1) | 1; }
+KVBM_INLINE uint64_t weight(uint64_t key) { return weight_of_scaled(key * kKeyFactor0); }
 KVBM_INLINE uint64_t content(const Word16& v) {
-  return folded(kOfCell + v.x[0] * kOfWord0 + v.x[1] * kOfWord1 + v.x[2] * kOfWord2 + v.x[3] * kOfWord3);
+  return fold(kCellOffset + v.x[0] * kWordFactor0 + v.x[1] * kWordFactor1 + v.x[2] * kWordFactor2 + v.x[3] * kWordFactor3);
 }
 KVBM_INLINE uint64_t digest_of(uint64_t key, const Word16& v) { return weight(key) * content(v); }
-// The same where the first key of many is scaled once: key = first + step.
-KVBM_INLINE uint64_t scaled_key(uint64_t first) { return first * kOfKey0; }
+// The same for key = first + step, where `scaled` is scaled_key(first).
+KVBM_INLINE uint64_t scaled_key(uint64_t first) { return first * kKeyFactor0; }
 KVBM_INLINE uint64_t digest_of(uint64_t scaled, uint32_t step, const Word16& v) {
-  return weight_of_scaled(scaled + step * kOfKey0) * content(v);
+  return weight_of_scaled(scaled + step * kKeyFactor0) * content(v);
 }
 
-// A word as the cell that it is: what is missing is zero.
-KVBM_INLINE Word16 cell_of(const Word16& v) { return v; }
-KVBM_INLINE Word16 cell_of(const Word8& v) { return {{v.x[0], v.x[1], 0, 0}}; }
-KVBM_INLINE Word16 cell_of(uint32_t v) { return {{v, 0, 0, 0}}; }
-KVBM_INLINE Word16 cell_of(uint16_t v) { return {{v, 0, 0, 0}}; }
-KVBM_INLINE Word16 cell_of(uint8_t v) { return {{v, 0, 0, 0}}; }
+// A word as a cell; the missing bytes are zero.
+KVBM_INLINE Word16 as_cell(const Word16& v) { return v; }
+KVBM_INLINE Word16 as_cell(const Word8& v) { return {{v.x[0], v.x[1], 0, 0}}; }
+KVBM_INLINE Word16 as_cell(uint32_t v) { return {{v, 0, 0, 0}}; }
+KVBM_INLINE Word16 as_cell(uint16_t v) { return {{v, 0, 0, 0}}; }
+KVBM_INLINE Word16 as_cell(uint8_t v) { return {{v, 0, 0, 0}}; }
 
 // ---- keys ----------------------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ KVBM_INLINE uint32_t pair_of(const kvbm_part& p, uint32_t& place) {
   return pair;
 }
 
-// Key of the first cell of a job's place.
+// Key of the first cell of a place (the number of a job without its tile).
 template <int OUTER>
 KVBM_INLINE uint64_t first_key(const kvbm_args& a, const kvbm_part& p, uint32_t place) {
   uint32_t chunk = place;
@@ -65,7 +65,7 @@ KVBM_INLINE uint64_t first_key(const kvbm_args& a, const kvbm_part& p, uint32_t 
   return key;
 }
 
-// Bytes of both sides and keys that an index over the inner modes FIRST .. FIRST+COUNT-1 steps: inside a chunk keys fit 32 bits.
+// Adds the byte offsets and the keys of an index over the inner modes FIRST .. FIRST+COUNT-1.  Inside a chunk keys fit 32 bits.
 template <int FIRST, int COUNT>
 KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uint64_t& dst, uint32_t& key) {
   KVBM_UNROLL
@@ -80,22 +80,22 @@ KVBM_INLINE void step_key(const kvbm_part& p, uint32_t index, uint64_t& src, uin
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
 #ifdef __CUDACC__
-// Returns when the digests are zero: the launch need not wait for the kernel that clears them (launch.cpp).
+// Waits until kvbm_clear has set the digests to zero.  The kernel itself may start before that (launch.cpp).
 __device__ __forceinline__ void wait_for_clear() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Adds the sum of a row's threads, which all take part whatever they have found, to the digest of their pair: once a row, as what
-// is added at one address stands in line there.
+// Adds the sum of the threads of a row to the digest of their pair.  All threads must call it.  One atomic addition per row,
+// because additions at one address are serialised.
 template <uint32_t THREADS>
-__device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane, uint32_t width,
-                                        uint64_t sum) {
+__device__ __forceinline__ void add_to_digest(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane,
+                                              uint32_t width, uint64_t sum) {
   if (width < 32) {
-    for (uint32_t apart = width / 2; apart; apart /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, apart);
+    for (uint32_t distance = width / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, distance);
   } else {
-    // Three limbs, each of which 32 times fits a 32-bit sum.
+    // Three limbs of 21 or 22 bits: the sum of 32 of each fits 32 bits.
     const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu),
                    middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
                    high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
@@ -116,11 +116,11 @@ __device__ __forceinline__ void put_sum(const kvbm_args& a, const kvbm_part& p, 
   }
 }
 #else
-inline void put_sum(const kvbm_args& a, uint32_t pair, uint64_t sum) {
+inline void add_to_digest(const kvbm_args& a, uint32_t pair, uint64_t sum) {
   __atomic_fetch_add(reinterpret_cast<uint64_t*>(a.digest.out) + pair, sum, __ATOMIC_RELAXED);
 }
 
-// Words of WORD bytes that are cells, and may be copied, too.
+// Digests words of WORD bytes that are cells; copies them if `c.dst` is given.
 template <int WORD>
 uint64_t digest_cells(const kvbm_cells& c) {
   if constexpr (WORD == 16) return kvbm_digest_cells(&c);
@@ -131,7 +131,7 @@ uint64_t digest_cells(const kvbm_cells& c) {
     for (uint64_t i = 0; i < c.count; ++i) {
       Word<WORD> v;
       load(v, src + i * WORD);
-      sum += digest_of(c.key + row * c.key_row + i * c.key_step, cell_of(v));
+      sum += digest_of(c.key + row * c.key_row + i * c.key_step, as_cell(v));
     }
   }
   return sum;

@@ -1,18 +1,18 @@
-// copy.cu: the kernels that know no layout: copies of raw addresses, and what sets digests to zero.
+// copy.cu: kernels that are independent of layouts: one copies pairs of addresses, one sets digests to zero.
 //
-// Each pair moves by the widest word that fits both of its sides: if source and destination are misaligned by the same
-// number of bytes, everything but the first and the last few bytes still goes by words of 16.
+// Each pair is copied in the widest word that fits both sides.  If source and destination are misaligned by the same number of
+// bytes, all but the first and last few bytes are copied in words of 16.
 #include "address.cuh"
 
 namespace kvbm {
 namespace {
 
 constexpr uint32_t kPairThreads = 128;
-constexpr uint32_t kPairLoads = 2;  // words that a thread has in flight
+constexpr uint32_t kPairLoads = 2;  // words a thread loads before it stores them
 constexpr uint32_t kMinPairWidth = 8;
 constexpr uint32_t kClearThreads = 256;
 
-// Bytes [first, last) of one pair by the `width` threads of one tile.
+// Copies `bytes` with the `width` threads of one tile; `lane` is the number of this thread.
 template <int WORD>
 __device__ __forceinline__ void copy_span(const char* src, char* dst, uint32_t bytes, uint32_t lane, uint32_t width) {
   uint32_t head = static_cast<uint32_t>(-reinterpret_cast<uint64_t>(dst)) & (WORD - 1);
@@ -22,15 +22,15 @@ __device__ __forceinline__ void copy_span(const char* src, char* dst, uint32_t b
   char* to = dst + head;
   for (uint32_t i = lane; i < words; i += width * kPairLoads) {
     Word<WORD> v[kPairLoads];
-#pragma unroll
+    KVBM_UNROLL
     for (uint32_t u = 0; u < kPairLoads; ++u)
       if (i + u * width < words) load(v[u], from + uint64_t{i + u * width} * WORD);
-#pragma unroll
+    KVBM_UNROLL
     for (uint32_t u = 0; u < kPairLoads; ++u)
       if (i + u * width < words) store(to + uint64_t{i + u * width} * WORD, v[u]);
   }
   if constexpr (WORD > 1) {
-    // Fewer bytes than two words, at both ends: one index runs over both.
+    // The unaligned bytes at both ends, fewer than two words: one loop copies both.
     for (uint32_t i = lane; i < head + tail; i += width) {
       const uint32_t at = i < head ? i : bytes - tail + (i - head);
       uint8_t v;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void let_next_start() {
 extern "C" __global__ void __launch_bounds__(kvbm::kPairThreads, 2048 / kvbm::kPairThreads)
     kvbm_copy_pairs(const __grid_constant__ kvbm_pairs args) {
   using namespace kvbm;
-  // The pair is looked up once a tile: the other threads only wait for two addresses.
+  // The first thread of each tile looks the pair up for all its threads.
   __shared__ struct {
     const char* src;
     char* dst;
@@ -66,10 +66,10 @@ extern "C" __global__ void __launch_bounds__(kvbm::kPairThreads, 2048 / kvbm::kP
     if (pair < args.jobs) {
       const uint32_t tile = take(pair, args.tiles);
       const kvbm_pair at = args.pairs ? reinterpret_cast<const kvbm_pair*>(args.pairs)[pair] : args.payload[pair];
-      // Tiles after the first start where the destination is aligned; the last one takes what that leaves over.
-      const uint32_t ahead = at.dst & 15;
-      const uint64_t first = tile == 0 ? 0 : uint64_t{tile} * args.tile_bytes - ahead;
-      const uint64_t last = tile + 1 == args.tiles.n ? args.bytes : uint64_t{tile + 1} * args.tile_bytes - ahead;
+      // All tiles but the first start at an aligned destination; the last one has the remaining bytes.
+      const uint32_t misaligned = at.dst & 15;
+      const uint64_t first = tile == 0 ? 0 : uint64_t{tile} * args.tile_bytes - misaligned;
+      const uint64_t last = tile + 1 == args.tiles.n ? args.bytes : uint64_t{tile + 1} * args.tile_bytes - misaligned;
       found[row].src = reinterpret_cast<const char*>(at.src + first);
       found[row].dst = reinterpret_cast<char*>(at.dst + first);
       found[row].bytes = static_cast<uint32_t>(last - first);
@@ -80,20 +80,21 @@ extern "C" __global__ void __launch_bounds__(kvbm::kPairThreads, 2048 / kvbm::kP
   if (bytes == 0) return;
   const char* src = found[row].src;
   char* dst = found[row].dst;
-  const uint64_t apart = reinterpret_cast<uint64_t>(src) ^ reinterpret_cast<uint64_t>(dst);
-  if ((apart & 15) == 0)
+  const uint64_t differing = reinterpret_cast<uint64_t>(src) ^ reinterpret_cast<uint64_t>(dst);
+  if ((differing & 15) == 0)
     copy_span<16>(src, dst, bytes, lane, width);
-  else if ((apart & 7) == 0)
+  else if ((differing & 7) == 0)
     copy_span<8>(src, dst, bytes, lane, width);
-  else if ((apart & 3) == 0)
+  else if ((differing & 3) == 0)
     copy_span<4>(src, dst, bytes, lane, width);
-  else if ((apart & 1) == 0)
+  else if ((differing & 1) == 0)
     copy_span<2>(src, dst, bytes, lane, width);
   else
     copy_span<1>(src, dst, bytes, lane, width);
 }
 
-// Digests are added up from zero.  The kernel that adds starts beside this one, and waits for it where it adds (digest.cuh).
+// Sets digests to zero before a kernel adds to them.  That kernel may start early, and waits before its first addition
+// (cells.cuh).
 extern "C" __global__ void __launch_bounds__(kvbm::kClearThreads) kvbm_clear(uint64_t* digests, uint64_t count) {
   kvbm::let_next_start();
   for (uint64_t i = blockIdx.x * uint64_t{kvbm::kClearThreads} + threadIdx.x; i < count;

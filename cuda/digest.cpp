@@ -1,4 +1,4 @@
-// digest.cpp: digests of cells on the host, by the widest instructions that the processor has.
+// digest.cpp: digests of cells on the host, with the widest vectors of the processor.
 #include <stdint.h>
 #include <string.h>
 
@@ -6,7 +6,7 @@
 
 #ifdef __x86_64__
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // in GCC 12's own header
+#pragma GCC diagnostic ignored "-Wuninitialized"  // a false one in GCC 12's header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
@@ -14,7 +14,7 @@
 
 namespace {
 
-// Other processors multiply numbers of 64 bits one by one, or in vectors no faster.
+// For processors without AVX2: they have no faster 64-bit multiplication in vectors.
 uint64_t plain_row(const char* src, char* dst, uint64_t count, uint64_t key, const kvbm_cells& cells) {
   if (dst) kvbm::copy_run<16>(dst, src, 16 * count, cells.streaming);
   uint64_t sum = 0;
@@ -42,7 +42,7 @@ namespace avx2 {
 #define CELLS {0, 2, 1, 3}
 #define EVEN(a, b) Vector(_mm256_unpacklo_epi64(__m256i(a), __m256i(b)))
 #define ODD(a, b) Vector(_mm256_unpackhi_epi64(__m256i(a), __m256i(b)))
-#define PRODUCT(x, f) Vector(_mm256_mul_epu32(__m256i(x), __m256i(Vector{} + (f))))  // of the lower 32 bits
+#define PRODUCT(x, f) Vector(_mm256_mul_epu32(__m256i(x), __m256i(Vector{} + (f))))  // of the lower 32 bits of each lane
 #define WORDS(x, f, g) (PRODUCT(x, f) + PRODUCT((x) >> 32, g) + ((PRODUCT(x, (f) >> 32) + PRODUCT((x) >> 32, (g) >> 32)) << 32))
 #define STREAM(p, v) _mm256_stream_si256(reinterpret_cast<__m256i*>(p), __m256i(v))
 #include "digest_wide.h"
@@ -62,7 +62,7 @@ namespace avx512 {
 #define CELLS {0, 4, 1, 5, 2, 6, 3, 7}
 #define EVEN(a, b) Vector(_mm512_unpacklo_epi64(__m512i(a), __m512i(b)))
 #define ODD(a, b) Vector(_mm512_unpackhi_epi64(__m512i(a), __m512i(b)))
-#define WORDS(x, f, g) ((x) * (f) + ((x) >> 32) * ((g) - ((f) << 32)))  // as x is of the lower and 2^32 of the upper ones
+#define WORDS(x, f, g) ((x) * (f) + ((x) >> 32) * ((g) - ((f) << 32)))  // x = lower + 2^32 * upper
 #define STREAM(p, v) _mm512_stream_si512(reinterpret_cast<__m512i*>(p), __m512i(v))
 #include "digest_wide.h"
 }  // namespace avx512

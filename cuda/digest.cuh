@@ -1,7 +1,7 @@
-// digest.cuh: Digest<...>: digests alone; nothing is copied.
+// digest.cuh: Digest computes digests and copies nothing.
 //
-//   Digest<OUTER, INNER, WORD>            reads cells; how many words one has, and where they lie, are arguments
-//   Digest<OUTER, INNER, 16, ELEMENT>     reads words of elements that belong to as many cells, side by side, and turns them
+//   Digest<OUTER, INNER, WORD>            reads cells; their number of words and the steps between words are arguments
+//   Digest<OUTER, INNER, 16, ELEMENT>     reads words that hold one element of each of several cells, and transposes them
 #pragma once
 
 #include "cells.cuh"
@@ -10,7 +10,7 @@
 
 namespace kvbm {
 
-// Bytes from the first word of a cell to another one.
+// Byte offset of a word from the first word of its cell.
 KVBM_INLINE uint64_t offset_in_cell(const kvbm_part& p, uint32_t word) {
   uint64_t offset = 0;
   KVBM_UNROLL
@@ -18,7 +18,7 @@ KVBM_INLINE uint64_t offset_in_cell(const kvbm_part& p, uint32_t word) {
   return offset;
 }
 
-// A cell of `cell_words` words that lie where the layout has them.
+// Loads the `cell_words` words of a cell.
 template <int WORD>
 KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
   if constexpr (WORD == 16) {
@@ -32,7 +32,7 @@ KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
       if (j >= p.cell_words) break;
       Word<WORD> v;
       load(v, at + offset_in_cell(p, j));
-      const Word16 whole = cell_of(v);
+      const Word16 whole = as_cell(v);
       x[j * WORD / 4] |= whole.x[0] << j * WORD % 4 * 8;
       if constexpr (WORD == 8) x[j * 2 + 1] = whole.x[1];
     }
@@ -40,19 +40,19 @@ KVBM_INLINE Word16 gather_cell(const kvbm_part& p, const char* at) {
   }
 }
 
-// Cells are what is counted here: their number and steps are a row's words.
-// With ELEMENT it is squares of cells: words of 16 bytes, of which each has one element of as many cells that follow each other.
-// The first mode goes from square to square, and its key is that many cells'.
+// The inner modes count cells.  With ELEMENT they count squares: 16/ELEMENT words of 16 bytes that hold 16/ELEMENT cells with
+// consecutive keys.  Then the first mode goes from square to square, and its key step is that of 16/ELEMENT cells.
 template <int OUTER, int INNER, int WORD, int ELEMENT = 0>
 struct Digest {
   static_assert(ELEMENT == 0 || WORD == 16, "elements are turned in words of 16 bytes");
   static constexpr uint32_t kSide = ELEMENT ? 16 / ELEMENT : 1;  // cells of a square
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads;
-  static constexpr uint32_t kMinCtas = ELEMENT == 1 ? 3 : ELEMENT == 2 ? 7 : 10;  // a square is held in registers
+  static constexpr uint32_t kMinCtas = ELEMENT == 1 ? 3 : ELEMENT == 2 ? 7 : 10;  // a thread has a whole square in registers
   static constexpr uint32_t kLoads = ELEMENT ? 1 : 4;                             // cells, or squares, a thread has in flight
-  static constexpr uint32_t kCells = 16 / kSide;  // that a thread digests at most: what is looked up once is worth that many
+  static constexpr uint32_t kCells = 16 / kSide;  // cells, or squares, per thread and tile: they share one lookup
 
-  // A sum may be taken in any order; the host reads as memory goes on.  Modes of one step lead nowhere.
+  // The order of a sum does not matter, so the host reads in the order of memory: smallest stride first, modes of extent 1
+  // last.
   static void order_modes(kvbm_part& p) {
     auto step = [&](int mode) { return p.inner[mode].extent.n > 1 ? uint64_t(p.inner[mode].src) : ~UINT64_C(0); };
     for (int i = 1; i < INNER; ++i)
@@ -74,7 +74,7 @@ struct Digest {
     Word16 v[kSide];
     KVBM_UNROLL
     for (uint32_t j = 0; j < kSide; ++j) load(v[j], at + offset_in_cell(p, j));
-    if constexpr (ELEMENT != 0) Square<ELEMENT>::turn(v);
+    if constexpr (ELEMENT != 0) Square<ELEMENT>::transpose(v);
     uint64_t sum = 0;
     KVBM_UNROLL
     for (uint32_t j = 0; j < kSide; ++j) sum += digest_of(scaled, key + j * (p.inner[0].key / kSide), v[j]);
@@ -98,7 +98,7 @@ struct Digest {
       Bases at;
       found[row].reads = job < p.jobs && locate<OUTER>(a, p, place, at);
       found[row].src = at.src;
-      found[row].key = job < p.jobs ? scaled_key(first_key<OUTER>(a, p, place)) : 0;  // beyond them is no position
+      found[row].key = job < p.jobs ? scaled_key(first_key<OUTER>(a, p, place)) : 0;  // other jobs have no position
     }
     const uint32_t first = tile * p.tile_words + lane, last = min(tile * p.tile_words + p.tile_words, p.words);
     __syncthreads();
@@ -125,28 +125,28 @@ struct Digest {
           if (i + u * width < last) sum += digest_of(base, key[u], v[u]);
       }
     }
-    put_sum<kThreads>(a, p, job, lane, width, sum);
+    add_to_digest<kThreads>(a, p, job, lane, width, sum);
   }
 #else
-  static constexpr uint32_t kGathered = 64;  // cells that are made whole at a time
+  static constexpr uint32_t kGathered = 64;  // cells that are gathered at a time
 
-  // Cells at a step of `apart` bytes, into memory.  Where words lie side by side, those of some cells are read at once.
-  static void gather_cells(const kvbm_part& p, const char* at, int64_t apart, uint32_t count, Word16* cells) {
+  // Gathers cells at a stride of `cell_stride` bytes.  If the first words of the cells are adjacent, loads 16 bytes of several.
+  static void gather_cells(const kvbm_part& p, const char* at, int64_t cell_stride, uint32_t count, Word16* cells) {
     constexpr uint32_t kSide = 16 / WORD;
     uint32_t i = 0;
     if constexpr (WORD < 16) {
-      for (; apart == WORD && i + kSide <= count; i += kSide) {
+      for (; cell_stride == WORD && i + kSide <= count; i += kSide) {
         for (uint32_t j = 0; j < kSide; ++j) {
           cells[i + j] = {};
           if (j < p.cell_words) load(cells[i + j], at + i * WORD + offset_in_cell(p, j));
         }
-        Square<WORD>::turn(reinterpret_cast<Word16(&)[kSide]>(cells[i]));
+        Square<WORD>::transpose(reinterpret_cast<Word16(&)[kSide]>(cells[i]));
       }
     }
-    for (; i < count; ++i) cells[i] = gather_cell<WORD>(p, at + int64_t(i) * apart);
+    for (; i < count; ++i) cells[i] = gather_cell<WORD>(p, at + int64_t(i) * cell_stride);
   }
 
-  // Rows of cells that lie anywhere: the steps from cell to cell are the first mode's.
+  // Digests rows of cells that are not contiguous: the first mode's stride is the one from cell to cell.
   static uint64_t digest_gathered(const kvbm_part& p, const kvbm_cells& cells) {
     Word16 some[kGathered];
     uint64_t sum = 0;
@@ -182,7 +182,7 @@ struct Digest {
         step_key<0, INNER>(p, index, src, none, key);
         sum += digest_square(p, at.src + src, scaled_key(base), key);
       }
-      for (uint32_t index = first; !ELEMENT && index < last;) {  // by whole runs, where there are several
+      for (uint32_t index = first; !ELEMENT && index < last;) {  // one run, or all whole runs of a row
         uint64_t src = 0, none = 0;
         uint32_t step = 0, row = index;
         step_key<0, INNER>(p, index, src, none, step);
@@ -196,7 +196,7 @@ struct Digest {
         index += uint32_t(cells.count * cells.rows);
         sum += WORD == 16 && run.src == 16 ? kvbm_digest_cells(&cells) : digest_gathered(p, cells);
       }
-      put_sum(a, pair_of(p, place), sum);
+      add_to_digest(a, pair_of(p, place), sum);
     }
   }
 #endif

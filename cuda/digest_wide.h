@@ -1,12 +1,15 @@
-// digest_wide.h: digests cells by vectors of LANES numbers of 64 bits.  digest.cpp includes it once an instruction set, and defines
+// digest_wide.h: digests of cells with SIMD vectors.  digest.cpp includes it once per instruction set, and defines before
 //
-//   ISA, LANES        its name for the compiler, and how many numbers it has in a vector
-//   EVEN, ODD         of two vectors: the first, and the second, halves of their cells
-//   CELLS             which cell's halves these are, by lane
-//   WORDS(x, f, g)    the sum of the lower 32 bits of each lane times f, and of the upper ones times g
+//   ISA               the name of the instruction set for the compiler
+//   LANES             64-bit lanes of a vector
+//   EVEN(a, b)        the first halves of the cells in two vectors
+//   ODD(a, b)         their second halves
+//   CELLS             the number of the cell in each lane of EVEN and ODD
+//   WORDS(x, f, g)    per lane: the lower 32 bits times f plus the upper 32 bits times g
 //   STREAM(p, v)      stores a vector around the cache
 //
-// Operators are those of each lane.  No function is called from the loop: one without this attribute would be compiled for less.
+// Operators act on each lane.  The loop calls no function, because functions without the target attribute are compiled for the
+// base instruction set, and so they are not inlined.
 
 typedef uint64_t Vector __attribute__((vector_size(8 * LANES)));
 typedef uint64_t Unaligned __attribute__((vector_size(8 * LANES), aligned(1), may_alias));
@@ -20,8 +23,9 @@ __attribute__((target(ISA))) uint64_t digest(const kvbm_cells& cells) {
   for (uint64_t row = 0; row < cells.rows; ++row) {
     const char* src = cells.src + static_cast<int64_t>(row) * cells.src_row;
     char* dst = cells.dst ? cells.dst + static_cast<int64_t>(row) * cells.dst_row : nullptr;
-    bool around = cells.streaming;
-    if (dst && around && (kSanitized || reinterpret_cast<uint64_t>(dst) % sizeof(Vector))) {  // digested from the cache
+    bool streaming = cells.streaming;
+    if (dst && streaming &&
+        (kSanitized || reinterpret_cast<uint64_t>(dst) % sizeof(Vector))) {  // copy first, then digest from the cache
       copy_run<16>(dst, src, 16 * cells.count, true);
       dst = nullptr;
     }
@@ -29,16 +33,17 @@ __attribute__((target(ISA))) uint64_t digest(const kvbm_cells& cells) {
     for (uint64_t i = 0; i < whole; i += LANES, scaled += LANES * step) {
       const Vector a = *reinterpret_cast<const Unaligned*>(src + 16 * i);
       const Vector b = *reinterpret_cast<const Unaligned*>(src + 16 * i + sizeof(Vector));
-      if (dst && around) {
+      if (dst && streaming) {
         STREAM(dst + 16 * i, a);
         STREAM(dst + 16 * i + sizeof(Vector), b);
       } else if (dst) {
         *reinterpret_cast<Unaligned*>(dst + 16 * i) = a;
         *reinterpret_cast<Unaligned*>(dst + 16 * i + sizeof(Vector)) = b;
       }
-      Vector content = WORDS(EVEN(a, b), kOfWord0, kOfWord1) + WORDS(ODD(a, b), kOfWord2, kOfWord3) + kOfCell;
+      Vector content =
+          WORDS(EVEN(a, b), kWordFactor0, kWordFactor1) + WORDS(ODD(a, b), kWordFactor2, kWordFactor3) + kCellOffset;
       content ^= content >> 32;
-      Vector weight = (scaled ^ scaled >> 32) * kOfKey1;
+      Vector weight = (scaled ^ scaled >> 32) * kKeyFactor1;
       weight = (weight ^ weight >> 32) | 1;
       sum += weight * content;
     }

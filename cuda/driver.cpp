@@ -1,4 +1,4 @@
-// driver.cpp: finds the CUDA driver, starts it, opens devices, and says what its statuses mean.
+// driver.cpp: finds and starts the CUDA driver, opens devices, and has events, graphs and the texts of status codes.
 #include "driver.h"
 
 #include <dlfcn.h>
@@ -15,7 +15,7 @@ thread_local const char* last_call = "";
 Device* devices = nullptr;
 int num_devices = 0;
 
-// ---- loading and starting the driver, and what fork() does to it ---------------------------------------------------
+// ---- loading and starting the driver, and fork() -------------------------------------------------------------------
 
 enum : int { kUnset = INT_MIN };
 std::atomic<int> load_status{kUnset};   // libcuda.so.1 is open and its functions are known
@@ -26,10 +26,10 @@ std::once_flag load_once, start_once;
 int load_functions() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) return check("dlopen(\"libcuda.so.1\")", KVBM_NO_DRIVER);
-  // Below CUDA 12 there is no cuGetProcAddress_v2; the exported symbols do for everything but the batch.
+  // Drivers before CUDA 12 have no cuGetProcAddress_v2.  Then exported symbols are used, for all functions but batched copies.
   using GetProcAddress = int (*)(const char*, void**, int, uint64_t, int*);
   auto get_proc_address = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
-  // A request for a version above the driver's is refused.  12000 covers every prototype above but cuFuncLoad (12.4).
+  // The driver refuses versions above its own.  12000 has every function but cuFuncLoad (12.4).
   auto find = [&](const char* name, const char* symbol, int version) -> void* {
     void* found = nullptr;
     if (get_proc_address && get_proc_address(name, &found, version, 0, nullptr) != KVBM_OK) found = nullptr;
@@ -41,7 +41,7 @@ int load_functions() {
   KVBM_DRIVER_FUNCTIONS(KVBM_FIND)
 #undef KVBM_FIND
   RETURN_IF_FAILED(CU(DriverGetVersion, &driver.version));
-  // One name, two ABIs: the version asked for decides which one comes back, and dlsym's symbols tell them apart too.
+  // cuMemcpyBatchAsync has two prototypes.  The requested version, or the name of the symbol, selects one.
   if (driver.version >= 13000)
     driver.MemcpyBatchAsyncV2 = reinterpret_cast<BatchV2>(find("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", 13000));
   if (driver.version >= 12080 && !driver.MemcpyBatchAsyncV2)
@@ -60,7 +60,7 @@ int load() {
   return load_status.load(std::memory_order_acquire);
 }
 
-// A child inherits the driver's state but not its threads: every further call would fail or hang.
+// A forked child has the driver's state but not its threads, so every call would fail or hang.
 void in_forked_child() {
   if (start_begun.load(std::memory_order_relaxed)) start_status.store(KVBM_FORKED, std::memory_order_relaxed);
 }
@@ -97,7 +97,7 @@ int open_slowly(Device* device, int ordinal) {
   RelaxedCapture relaxed;
   RETURN_IF_FAILED(CU(DeviceGet, &device->handle, ordinal));
   RETURN_IF_FAILED(CU(DeviceGetAttribute, &device->sms, kMultiprocessors, device->handle));
-  // Kept if a later step fails, so that a second attempt does not retain again.
+  // Stays set if a later step fails, so that a second attempt does not retain it again.
   if (!device->context) RETURN_IF_FAILED(CU(DevicePrimaryCtxRetain, &device->context, device->handle));
   Current current;
   RETURN_IF_FAILED(current.enter(device->context));
@@ -123,7 +123,7 @@ int take_event(Device* device, Handle* event) {
     }
   }
   RelaxedCapture relaxed;
-  Current current;  // an event is of the context that it is made in, and the caller may be in another GPU's
+  Current current;  // an event belongs to the current context, and the caller's may be that of another GPU
   RETURN_IF_FAILED(current.enter(device->context));
   return CU(EventCreate, event, kEventNoTiming);
 }
@@ -158,38 +158,38 @@ int order_streams(Device* device, Stream from, Stream to) {
   return status;
 }
 
-// ---- what is retired ------------------------------------------------------------------------------------------------
+// ---- retired objects -----------------------------------------------------------------------------------------------
 
 Retired& retired_memory = *new Retired;
 
-void Retired::Thing::let_go() const {
+void Retired::Object::finish() const {
   if (event) give_event(&devices[device], event);
   release(device, what);
 }
 
 void Retired::add(int device, Handle event, void* what, Release release) {
-  const Thing thing = {device, event, what, release};
+  const Object object = {device, event, what, release};
   try {
     std::lock_guard<std::mutex> lock(mutex_);
-    things_.push_back(thing);
-  } catch (...) {  // no memory for the list: then wait
+    objects_.push_back(object);
+  } catch (...) {  // no memory for the list: wait instead
     if (event) driver.EventSynchronize(event);
-    thing.let_go();
+    object.finish();
   }
 }
 
 void Retired::collect(size_t most, bool waits) {
   RelaxedCapture relaxed;
   std::unique_lock<std::mutex> lock(mutex_);
-  for (size_t left = std::min(most, things_.size()); left > 0 && !things_.empty(); --left) {
-    const Thing thing = things_.front();
-    if (thing.event ? driver.EventQuery(thing.event) != KVBM_OK : !waits) {
-      things_.splice(things_.end(), things_, things_.begin());
+  for (size_t left = std::min(most, objects_.size()); left > 0 && !objects_.empty(); --left) {
+    const Object object = objects_.front();
+    if (object.event ? driver.EventQuery(object.event) != KVBM_OK : !waits) {
+      objects_.splice(objects_.end(), objects_, objects_.begin());
       continue;
     }
-    things_.pop_front();
+    objects_.pop_front();
     lock.unlock();
-    thing.let_go();
+    object.finish();
     lock.lock();
   }
 }
@@ -201,7 +201,7 @@ int capturing_graph(Stream stream, Handle* graph) {
   int state = 0;
   uint64_t id = 0;
   *graph = nullptr;
-  // The legacy stream is never captured, and asking about it while another stream is breaks that capture.
+  // The legacy stream is never captured, and this query for it would invalidate the capture of another stream.
   if (is_legacy(stream)) return KVBM_OK;
   RETURN_IF_FAILED(CU(StreamGetCaptureInfo, stream, &state, &id, graph, nullptr, nullptr));
   if (state != kActive) *graph = nullptr;
@@ -222,7 +222,7 @@ struct Status {
   const char *name, *text;
 };
 
-// Those that a caller can do something about; the driver explains the rest.
+// Statuses with advice for the caller.  The driver has the texts of all others.
 constexpr Status kStatuses[] = {
     {KVBM_OK, "CUDA_SUCCESS", "No error."},
     {KVBM_NO_DRIVER, "KVBM_NO_DRIVER",
@@ -294,8 +294,8 @@ constexpr Status kStatuses[] = {
      "The legacy default stream cannot be used while another stream captures a graph. Pass the capturing stream."},
 };
 
-// What the table says of a status, else what the driver does.
-const char* said(int status, const char* Status::* field, int (*Driver::*ask)(int, const char**), const char* otherwise) {
+// A field of the table for a status, else the driver's text.
+const char* find_text(int status, const char* Status::* field, int (*Driver::*ask)(int, const char**), const char* otherwise) {
   for (const Status& known : kStatuses)
     if (known.code == status) return known.*field;
   const bool is_loaded = load_status.load(std::memory_order_acquire) == KVBM_OK;
@@ -311,10 +311,12 @@ extern "C" {
 
 const char* kvbm_last_call(void) { return last_call; }
 
-const char* kvbm_status_name(int status) { return said(status, &Status::name, &Driver::GetErrorName, "CUDA_ERROR_UNKNOWN"); }
+const char* kvbm_status_name(int status) {
+  return find_text(status, &Status::name, &Driver::GetErrorName, "CUDA_ERROR_UNKNOWN");
+}
 
 const char* kvbm_status_text(int status) {
-  return said(status, &Status::text, &Driver::GetErrorString, "The driver knows no more about this error.");
+  return find_text(status, &Status::text, &Driver::GetErrorString, "The driver knows no more about this error.");
 }
 
 int kvbm_driver_version(int* version) {
@@ -363,7 +365,7 @@ int kvbm_event_take(int device, uint64_t* event) {
 }
 
 void kvbm_event_give(int device, uint64_t event) {
-  // After a fork there is no driver to talk to; the event is its parent's.
+  // After a fork the driver cannot be used, and the event belongs to the parent.
   if (event && start() == KVBM_OK) give_event(&devices[device], reinterpret_cast<Handle>(event));
 }
 
@@ -398,7 +400,7 @@ int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) {
 int kvbm_stream_device(uint64_t stream, int* device) {
   *device = -1;
   RETURN_IF_FAILED(start());
-  if (stream <= 2) return KVBM_OK;  // the default streams are of whichever device is current
+  if (stream <= 2) return KVBM_OK;  // a default stream belongs to the current device
   Handle context = nullptr;
   RETURN_IF_FAILED(CU(StreamGetCtx, reinterpret_cast<Stream>(stream), &context));
   for (int i = 0; i < num_devices; ++i)

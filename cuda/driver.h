@@ -1,11 +1,11 @@
-// driver.h: the CUDA driver as the runtime's files see it; what runs on the GPU and the extension never include it.
+// driver.h: the CUDA driver, for the files of the runtime (kernels and the extension do not include it).
 //
-// Nothing of CUDA is linked or included.  The driver's functions are looked up in libcuda.so.1 at first use, so the
-// extension imports on any machine and a missing driver is a status code.  Nothing here throws across the C ABI and
-// nothing aborts.
+// No CUDA library is linked, and no CUDA header is included.  The functions of the driver are looked up in libcuda.so.1 at
+// first use.  So the extension can be imported on any machine, and a missing driver is a status code.  Nothing throws across
+// the C interface, and nothing aborts.
 //
-// What lives until the process ends, on purpose: the retained primary contexts, the loaded images, the rings' slots, and every list
-// of such things.  A static destructor would race with the driver's own shutdown, which may still call back.
+// Primary contexts, loaded images, upload slots and the lists of such objects are never destroyed.  A static destructor would
+// race with the shutdown of the driver, which may still call back.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace kvbm_driver {
 
-// ---- the driver's types and functions, as far as they are needed ---------------------------------------------------
+// ---- types and functions of the driver -----------------------------------------------------------------------------
 
 using Stream = void*;
 using Handle = void*;  // context, module, function, event
@@ -39,14 +39,14 @@ enum : int {                                                     // CUpointer_at
   kPointerMemoryType = 2,
   kPointerIsManaged = 8,
   kPointerOrdinal = 9,
-  kPointerIsLegacy = 10,  // IS_LEGACY_CUDA_IPC_CAPABLE: cuMemAlloc's
+  kPointerIsLegacy = 10,  // IS_LEGACY_CUDA_IPC_CAPABLE: memory of cuMemAlloc
   kPointerRangeStart = 11,
   kPointerRangeSize = 12,
   kPointerPool = 17,
 };
 enum : unsigned { kMemoryHost = 1 };                    // CUmemorytype
 enum : int { kPtxVersion = 5, kMaxDynamicShared = 8 };  // CUfunction_attribute
-enum : int { kSerialization = 6 };                      // CUlaunchAttributeID: programmatic, of a stream
+enum : int { kSerialization = 6 };                      // CUlaunchAttributeID: PROGRAMMATIC_STREAM_SERIALIZATION
 enum : unsigned { kHostPortable = 1, kHostMapped = 2, kStreamNonBlocking = 1, kEventNoTiming = 2 };
 enum : int { kCaptureRelaxed = 2 };   // CUstreamCaptureMode
 enum : int { kLocationDevice = 1 };   // CUmemLocationType
@@ -63,7 +63,7 @@ struct CopyAttributes {  // CUmemcpyAttributes
 
 struct Copy2D {  // CUDA_MEMCPY2D
   size_t src_x, src_y;
-  int src_type;  // CUmemorytype; 4: whatever the address says
+  int src_type;  // CUmemorytype; 4: unified, the address tells
   const void* src_host;
   Address src_device;
   Handle src_array;
@@ -97,7 +97,7 @@ struct LaunchConfig {  // CUlaunchConfig
 using BatchV1 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*, Stream);
 using BatchV2 = int (*)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t, Stream);
 
-// X(name, suffix of the exported symbol, needed, parameters).  The suffix names the ABI of the prototype, for drivers
+// X(name, suffix of the exported symbol, required, parameters).  The suffix is that of the prototype's version, for drivers
 // without cuGetProcAddress.
 #define KVBM_DRIVER_FUNCTIONS(X)                                                                            \
   X(Init, "", true, (unsigned))                                                                             \
@@ -159,16 +159,16 @@ struct Driver {
 #define KVBM_POINTER(name, suffix, needed, parameters) int(*name) parameters;
   KVBM_DRIVER_FUNCTIONS(KVBM_POINTER)
 #undef KVBM_POINTER
-  BatchV1 MemcpyBatchAsyncV1;  // CUDA 12.8: reports the failing index
-  BatchV2 MemcpyBatchAsyncV2;  // CUDA 13.0: does not
+  BatchV1 MemcpyBatchAsyncV1;  // CUDA 12.8: returns the failing index
+  BatchV2 MemcpyBatchAsyncV2;  // CUDA 13.0: without it
   int version;
 };
 
-extern Driver driver;  // written once, under load_once; all zero before
+extern Driver driver;  // zero until `load` has written it, once
 
 extern thread_local const char* last_call;
 
-// Every status passes through here, so that an error can name the call.
+// Every status passes through here, so that an error message can name the call.
 inline int check(const char* call, int status) {
   if (__builtin_expect(status != KVBM_OK, 0)) last_call = call;
   return status;
@@ -183,23 +183,23 @@ inline int check(const char* call, int status) {
 
 // ---- devices -------------------------------------------------------------------------------------------------------
 
-struct Slot;  // of the ring that carries ids and tables (launch.cpp)
+struct Slot;  // of the upload ring (launch.cpp)
 
 struct Device {
-  std::mutex mutex;  // guards opening the device and loading images and functions
+  std::mutex mutex;  // held while the device is opened, and while images and functions are loaded
   std::atomic<bool> is_open{false};
   int handle = 0, sms = 0;
   Handle context = nullptr;
-  Stream private_stream = nullptr;  // for uploads that must not wait behind the caller's work
-  Stream side_stream = nullptr;     // in place of a caller's stream that cannot do it; tied to that by events, never captured
-  Handle* modules = nullptr;        // one an image; null until loaded
+  Stream private_stream = nullptr;  // for uploads that must not wait for the caller's work
+  Stream side_stream = nullptr;     // replaces a caller's stream that cannot run a call; ordered by events, never captured
+  Handle* modules = nullptr;        // one per image; null until loaded
   bool images_loaded = false;
-  std::atomic<Handle>* functions = nullptr;  // one a kernel; read without a lock
+  std::atomic<Handle>* functions = nullptr;  // one per kernel; read without a lock
   std::atomic<Handle> fixed[2] = {};         // the kernels of copy.cu, by FixedKernel
   std::mutex ring_mutex;
-  Slot* newest = nullptr;  // circular: newest->next is the slot used longest ago
+  Slot* newest = nullptr;  // a circular list: newest->next is the least recently used slot
   std::mutex events_mutex;
-  std::vector<Handle> events;  // not in use
+  std::vector<Handle> events;  // free ones
 };
 
 extern Device* devices;
@@ -209,7 +209,7 @@ int load();   // libcuda.so.1 is open and its functions are known
 int start();  // and cuInit has run
 int open_slowly(Device* device, int ordinal);
 
-// Makes a device's context current for a scope.  Where it already is (torch's case) that is one cheap question.
+// Makes a device's context current for a scope.  If it is current already (as with torch), this costs one cheap query.
 class Current {
  public:
   Current() = default;
@@ -227,15 +227,15 @@ class Current {
     pushed_ = true;
     return KVBM_OK;
   }
-  int open(int ordinal);  // opens this device, and enters its context
+  int open(int ordinal);  // opens the device and enters its context
   Device* device = nullptr;
 
  private:
   bool pushed_ = false;
 };
 
-// While another stream captures a graph in the default mode, allocating, loading and querying would break that
-// capture; they are safe for it, as none of them orders anything against the captured work.
+// If another stream captures a graph in the default mode, allocations, loads and queries would invalidate that capture.  In a
+// scope of this class they do not.  That is safe, because they are not ordered with the captured work.
 class RelaxedCapture {
  public:
   RelaxedCapture() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
@@ -259,17 +259,17 @@ inline int Current::open(int ordinal) {
   return enter(device->context);
 }
 
-// launch.cpp, with the device's context current:
+// launch.cpp.  The context of the device must be current.
 int find_kernel(Device* device, int kernel, Handle* function);
 int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream);
 
 int load_images(Device* device);  // with device->mutex held
 
-// runtime.cpp: for kernels that were compiled at run time: their code on a device (device->mutex held), and their `prepare`.
+// runtime.cpp: kernels that were compiled at run time: loads one on a device (with device->mutex held), and prepares a batch.
 int load_runtime_kernel(Device* device, int kernel, Handle* function);
 int prepare_runtime(const kvbm_kernel& kernel, kvbm_args* args, uint32_t sms, kvbm_grid* grid);
 
-// What a launch takes along beside its parameters: `write` fills memory that lies at `device` when the kernel runs.
+// Data that a launch needs besides its parameters.  `write` fills `host`, which is uploaded to `device` before `launch`.
 struct Cargo {
   virtual void write(void* host, Address device) = 0;
   virtual int launch() = 0;
@@ -277,49 +277,51 @@ struct Cargo {
  protected:
   ~Cargo() = default;
 };
-// Fills a slot of the ring, uploads it and launches, in the order of `stream`, which may be capturing a graph.  Behind the bytes that
-// are uploaded the slot has `scratch` bytes for the kernels.
+// Fills a slot of the upload ring, uploads it and launches, in the order of `stream`, which may be capturing a graph.  Behind
+// the `bytes` that are uploaded the slot has `scratch` bytes for the kernels.
 int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* cargo);
 
-// pairs.cpp: the kernels that no layout has a part in.
+// pairs.cpp: the kernels of copy.cu.
 enum FixedKernel { kCopyPairs, kClear };
 int find_fixed_kernel(Device* device, FixedKernel which, Handle* function);
 
-// driver.cpp: the graph that a stream is being captured into, or null; and an object that lives as long as a graph.
+// driver.cpp: the graph that captures a stream, or null.
 int capturing_graph(Stream stream, Handle* graph);
+// Calls `release` with `object` when the graph, and every graph made from it, is destroyed.
 int give_to_graph(Handle graph, void* object, void (*release)(void*));
 
-// driver.cpp: an event of the device that is not in use, and its way back.  What waits for it already is not disturbed by its
-// next use.
+// driver.cpp: takes a free event of the device, and returns it.  An event may be returned while streams wait for it: its next
+// record does not affect them.
 int take_event(Device* device, Handle* event);
 void give_event(Device* device, Handle event);
 
-// driver.cpp: what its owner has let go of while the GPU may still use it.  Whoever takes such a thing looks through the list.
+// driver.cpp: objects whose owner is gone, but which the GPU may still use.  Each later allocation of such an object releases
+// those that are done.
 class Retired {
  public:
   using Release = void (*)(int device, void* what);
-  // Nothing uses `what` any more once the event is done, which then goes back to its device's pool; null: `release` waits for the GPU.
+  // Calls `release` after `event`, and returns the event to the pool of its device.  Null: `release` itself waits for the GPU.
   void add(int device, Handle event, void* what, Release release);
-  // Releases what is done with among the `most` that have waited longest; what has no event only if the caller `waits`.
+  // Releases what is done among the `most` oldest objects.  Those without an event are released only if the caller `waits`.
   void collect(size_t most, bool waits = false);
 
  private:
-  struct Thing {
+  struct Object {
     int device;  // of the event
     Handle event;
     void* what;
     Release release;
-    void let_go() const;
+    void finish() const;
   };
   std::mutex mutex_;
-  std::list<Thing> things_;
+  std::list<Object> objects_;
 };
-extern Retired& retired_memory;  // rings and tables; looked through when memory is allocated
+extern Retired& retired_memory;  // rings and tables; collected when memory is allocated
 
-// driver.cpp: an event of the pool, recorded on a stream of this device; null after a failure.
+// driver.cpp: takes an event and records it on a stream of this device; null after a failure.
 int mark(Device* device, Stream stream, Handle* event);
 
-// driver.cpp: what comes on `to` from now on waits for what is on `from`, a stream of this device.
+// driver.cpp: later work on `to` waits for the work that is on `from`, a stream of this device.
 int order_streams(Device* device, Stream from, Stream to);
 
 // The null stream and CU_STREAM_LEGACY.

@@ -1,4 +1,4 @@
-// host.cpp: what runs on the host: the kernels' host halves on all cores, and the checks of block ids.
+// host.cpp: work on the host: the host halves of kernels on all cores, and the checks of block ids.
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,18 +18,18 @@ using namespace kvbm_driver;
 
 namespace {
 
-// ---- the host ------------------------------------------------------------------------------------------------------
+// ---- running kernels -----------------------------------------------------------------------------------------------
 
-enum : uint64_t { kBytesAThread = 512 << 10 };  // below two of these a second thread costs more than it saves
+enum : uint64_t { kBytesAThread = 512 << 10 };  // fewest bytes of a thread: below that its start costs more than it saves
 enum : unsigned { kMostThreads = 256, kTurnsAThread = 8 };
-// From here on stores go around the cache.  The size of the last level would be the textbook's limit, but a virtual
-// machine reports its host's and owns a slice of it; writing around measured ahead well below that.
+// Copies larger than this store around the cache.  It is not the size of the last-level cache: a virtual machine reports the
+// cache of its host, but has a slice of it.  Measured, streaming stores are faster from far smaller sizes on.
 enum : uint64_t { kStreamFrom = 2 << 20 };
 
 unsigned usable_cores() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) return static_cast<unsigned>(std::max(CPU_COUNT(&set), 1));
-  return std::max(std::thread::hardware_concurrency(), 1u);  // more CPUs than a cpu_set_t holds
+  return std::max(std::thread::hardware_concurrency(), 1u);  // the machine has more CPUs than a cpu_set_t can hold
 }
 
 uint64_t saturating_product(uint64_t a, uint64_t b) {
@@ -37,8 +37,9 @@ uint64_t saturating_product(uint64_t a, uint64_t b) {
   return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<uint64_t>::max() : product;
 }
 
-// Bytes that a batch writes.  Extents count words (or elements), and inner[0] is the mode along which the source goes
-// on: its step is their size.  Digests by themselves count cells, which may lie farther apart.  Preparing may order modes anew.
+// Bytes that a batch writes (of digests alone: at least the bytes that it reads).  Extents count words or elements, and the
+// source is contiguous along inner[0], so the stride of inner[0] is their size.  Call it before `prepare`, which may sort the
+// modes.
 uint64_t total_bytes(const kvbm_args& args) {
   uint64_t total = 0;
   for (uint32_t p = 0; p < args.num_parts; ++p) {
@@ -51,11 +52,11 @@ uint64_t total_bytes(const kvbm_args& args) {
   return total;
 }
 
-// The jobs of all parts, one part after the other, dealt out in contiguous ranges.
+// The jobs of all parts, one part after the other.  Threads take contiguous ranges of them.
 struct HostRun {
   const kvbm_kernel* kernel;
   const kvbm_args* args;
-  uint64_t jobs, turn;  // all jobs; jobs a turn
+  uint64_t jobs, turn;  // number of all jobs, and of the jobs that a thread takes at a time
   int stream_stores;
   std::atomic<uint64_t> next{0};
 
@@ -75,28 +76,28 @@ struct HostRun {
         begin = end;
       }
     }
-    // Stores around the cache are ordered by nothing else.
+    // Orders the streaming stores before the end of the thread.
     std::atomic_thread_fence(std::memory_order_seq_cst);
   }
 };
 
 // ---- checking ids --------------------------------------------------------------------------------------------------
 
-enum : uint32_t { kFew = 32 };  // up to here comparing each with each beats touching memory
+enum : uint32_t { kMostPairwise = 32 };  // up to this many pairs, comparing each with each is faster than a table
 
-// The batch that last wrote a block, one number a block.  Kept between calls and never cleared: each batch has a number
-// of its own, so a check is O(pairs), not O(blocks).
+// For each block, the number of the batch that last wrote it.  The table is kept between calls and not cleared, because each
+// batch has a new number.  So a check is O(pairs), not O(blocks).
 class Stamps {
  public:
   Stamps() = default;
   Stamps(const Stamps&) = delete;
   Stamps& operator=(const Stamps&) = delete;
   ~Stamps() { free(stamps_); }
-  // The batch's number, or 0 without memory.
+  // The number of a new batch; 0: out of memory.
   uint32_t next(int64_t blocks) {
     const auto size = static_cast<size_t>(blocks);
     if (size > size_) {
-      auto* grown = static_cast<uint32_t*>(calloc(size, sizeof(uint32_t)));  // a large one is mapped as it is touched
+      auto* grown = static_cast<uint32_t*>(calloc(size, sizeof(uint32_t)));  // pages of a large one are mapped at first use
       if (!grown) return 0;
       free(stamps_);
       stamps_ = grown;
@@ -119,7 +120,7 @@ class Stamps {
 
 thread_local Stamps stamps_of_thread;
 
-// Ids of a batch, in memory that nobody else writes.
+// The ids of a batch, in memory that no other thread writes.
 struct Ids {
   const int32_t *src, *dst;  // null: 0, 1, 2, …
   int64_t count;
@@ -135,7 +136,7 @@ int64_t find_written(const Ids& ids, int64_t block, int64_t last) {
   return -1;
 }
 
-int check_few(const Ids& ids, bool same_pool, uint32_t* kept, int64_t* index) {
+int check_pairwise(const Ids& ids, bool same_pool, uint32_t* kept, int64_t* index) {
   for (*index = 0; *index < ids.count; ++*index) {
     if (ids.is_skipped(*index)) continue;
     if (ids.dst && find_written(ids, ids.dst[*index], *index) >= 0) return KVBM_ID_DST_TWICE;
@@ -147,8 +148,8 @@ int check_few(const Ids& ids, bool same_pool, uint32_t* kept, int64_t* index) {
   return KVBM_ID_OK;
 }
 
-int check_many(const Ids& ids, int64_t dst_blocks, bool same_pool, uint32_t* kept, int64_t* index) {
-  Stamps& stamps = stamps_of_thread;  // looked up once: that of a thread costs a call
+int check_by_stamps(const Ids& ids, int64_t dst_blocks, bool same_pool, uint32_t* kept, int64_t* index) {
+  Stamps& stamps = stamps_of_thread;  // one lookup: access to a thread_local costs a call
   const uint32_t mine = stamps.next(dst_blocks);
   if (!mine) return check("calloc", KVBM_NO_MEMORY);
   uint32_t* const written = stamps.data();
@@ -171,7 +172,7 @@ int check_many(const Ids& ids, int64_t dst_blocks, bool same_pool, uint32_t* kep
   return KVBM_ID_OK;
 }
 
-// Pools of so many blocks that a number for each would be more memory than the ids are worth: 256 MB.
+// Larger pools are checked by sorting the ids: a number for each block would take more than 256 MB.
 enum : int64_t { kMostStamped = 1 << 26 };
 
 int check_sorted(const Ids& ids, bool same_pool, uint32_t* kept, int64_t* index) {
@@ -254,7 +255,7 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   uint64_t workers = std::min({bytes / kBytesAThread, run.jobs, uint64_t{kMostThreads}});
   if (workers > 1) workers = std::min<uint64_t>(workers, threads > 0 ? static_cast<uint64_t>(threads) : usable_cores());
   workers = std::max<uint64_t>(workers, 1);
-  // Several turns a thread, so that one that starts late or shares its core holds nobody up.
+  // Several turns per thread, so that a thread that starts late or shares its core does not delay the end.
   run.turn = workers == 1 ? std::max<uint64_t>(run.jobs, 1) : std::max<uint64_t>(run.jobs / (workers * kTurnsAThread), 1);
 
   std::array<std::thread, kMostThreads> others;
@@ -262,7 +263,7 @@ int kvbm_run_host(int kernel, const kvbm_args* args, const kvbm_batch* batch, in
   try {
     for (; started + 1 < workers && !run.is_done(); ++started) others[started] = std::thread([&run] { run.work(); });
   } catch (...) {
-    // No further thread to be had: those that run do all the work.
+    // No more threads: those that run do all the work.
   }
   run.work();
   for (uint64_t i = 0; i < started; ++i) others[i].join();
@@ -284,9 +285,9 @@ int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, i
     *kept = num_pairs - (src ? static_cast<uint32_t>(std::count(src, src + num_pairs, int32_t{kSkip})) : 0);
     return KVBM_ID_OK;
   }
-  if (num_pairs <= kFew) return check_few(ids, same_pool != 0, kept, index);
+  if (num_pairs <= kMostPairwise) return check_pairwise(ids, same_pool != 0, kept, index);
   if (dst_blocks > kMostStamped) return check_sorted(ids, same_pool != 0, kept, index);
-  return check_many(ids, dst_blocks, same_pool != 0, kept, index);
+  return check_by_stamps(ids, dst_blocks, same_pool != 0, kept, index);
 }
 
 }  // extern "C"

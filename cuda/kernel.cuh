@@ -1,4 +1,4 @@
-// kernel.cuh: a kernel of one part, of two (K and V in one launch), or of planes, and the line that makes it.
+// kernel.cuh: a kernel of one part, of two (K and V in one launch), or of planes; KVBM_KERNEL defines one by its name.
 #pragma once
 
 #include "digest.cuh"
@@ -14,7 +14,7 @@ struct Kernel;
 template <class P>
 struct Kernel<P> {
   static constexpr uint32_t kTeams = P::kTeams, kThreads = P::kThreads * kTeams, kMinCtas = kTeams > 1 ? 1 : P::kMinCtas;
-  // grid->ctas is what would take all the work at once: with teams any number of CTAs gets through it.
+  // grid->ctas is enough for all the work at once.  With teams a launch may have fewer: they loop.
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (!P::prepare(*a, a->part[0], sms, grid->shared_bytes)) return KVBM_TOO_LARGE;
     grid->ctas = divide_up(a->part[0].ctas, kTeams);
@@ -50,7 +50,7 @@ struct Kernel<P> {
 template <class P, class Q>
 struct Kernel<P, Q> {
   static_assert(P::kThreads == Q::kThreads, "the parts of one launch have CTAs of one size");
-  static_assert(P::kTeams == 1 && Q::kTeams == 1, "teams take one part after the other, a launch each");
+  static_assert(P::kTeams == 1 && Q::kTeams == 1, "kernels with teams have one part: each part is a launch");
   static constexpr uint32_t kTeams = 1, kThreads = P::kThreads,
                             kMinCtas = P::kMinCtas < Q::kMinCtas ? P::kMinCtas : Q::kMinCtas;
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
@@ -86,7 +86,7 @@ struct Kernel<Page<OUTER, INNER, GATHERS>> : Page<OUTER, INNER, GATHERS> {};
 
 }  // namespace kvbm
 
-// One line a kernel: what the generated files consist of.
+// The generated files have one such line per kernel.
 #ifdef __CUDACC__
 #define KVBM_KERNEL(name, ...)                                                                                           \
   extern "C" __global__ void __launch_bounds__(kvbm::Kernel<__VA_ARGS__>::kThreads, kvbm::Kernel<__VA_ARGS__>::kMinCtas) \

@@ -1,4 +1,4 @@
-// memory.cpp: memory that copies read and write: on the GPU, and on the host where the GPU reaches it.
+// memory.cpp: device memory and pinned host memory: allocation, registration, and queries about addresses.
 #include "driver.h"
 
 #include <errno.h>
@@ -16,22 +16,22 @@ using namespace kvbm_driver;
 namespace {
 
 enum : unsigned { kRegisterForDevices = 1 | 2, kRegisterReadOnly = 8 };  // PORTABLE | DEVICEMAP, READ_ONLY
-enum : int { kPopulateRead = 22, kPopulateWrite = 23 };                  // madvise: Linux 5.14, newer than some libc's headers
-enum : uint64_t { kTurnBytes = 16 << 20 };  // whole huge pages, and no core waits long for the last
+enum : int { kPopulateRead = 22, kPopulateWrite = 23 };  // of madvise since Linux 5.14; some libc headers lack them
+enum : uint64_t { kTurnBytes = 16 << 20 };  // that a thread touches at a time: whole huge pages, and the last turn is short
 enum : unsigned { kMostTouching = 256 };
-enum : uint64_t { kMappingBytes = 2 << 20 };  // cuMemMap: mappings of GPU memory begin and end at multiples of it
+enum : uint64_t { kMappingBytes = 2 << 20 };  // cuMemMap: mappings of GPU memory begin and end at multiples of this
 
-// No event tells when the last copy by a table is done: to free it waits for the GPU, so it is done for many at once.
-// Counted is what the driver takes for each, so that many small ones are not kept for long either.
+// A retired table has no event for the last copy that reads it, and freeing waits for the GPU.  So many are freed at once.
+// Each freed table counts 512 bytes of driver overhead, so that many small tables are released soon.
 enum : uint64_t { kMostRetired = 1 << 20, kDriverBytes = 512 };
 std::atomic<uint64_t> retired_bytes{0};
 
-// The driver's answers about an address; `count` of them.
+// Queries `count` attributes of an address.
 int ask(unsigned count, int* attributes, void** values, uint64_t address) {
   RETURN_IF_FAILED(start());
   RelaxedCapture relaxed;
   int status = driver.PointerGetAttributes(count, attributes, values, address);
-  if (status == kInvalidContext) {  // some drivers want a context, whichever
+  if (status == kInvalidContext) {  // some drivers need any current context
     Current current;
     RETURN_IF_FAILED(current.open(0));
     status = driver.PointerGetAttributes(count, attributes, values, address);
@@ -39,12 +39,11 @@ int ask(unsigned count, int* attributes, void** values, uint64_t address) {
   return check("cuPointerGetAttributes", status);
 }
 
-// For an address that the driver does not know the type stays at 0.  Of a bool the driver writes one byte.
+// `type` stays 0 for an address that the driver does not know.  The driver writes one byte of `managed`.
 bool is_pinned(unsigned type, int managed) { return type == kMemoryHost && !(managed & 0xff); }
 
-// Some context must be current, and memory registered in one is there for all of them.  Best is one that is open already
-// and lasts as long as the process; opening device 0 comes last, as it takes some hundred megabytes of a GPU that this
-// process may have nothing to do with.
+// Enters any context: memory that is registered in one is registered in all.  Prefers a device that is open, then the caller's
+// context.  Opening device 0 is the last choice: it takes some hundred megabytes of a GPU that the process may not use.
 int enter_any(Current* current) {
   RETURN_IF_FAILED(start());
   for (int i = 0; i < num_devices; ++i)
@@ -55,14 +54,14 @@ int enter_any(Current* current) {
   return current->open(0);
 }
 
-// What the kernel said, or 0.
+// Touches pages; returns an errno, or 0.
 int touch(uint64_t address, uint64_t bytes, int how) {
   const int advice = how == KVBM_TOUCH_READONLY ? kPopulateRead : kPopulateWrite;
   int error;
   do error = madvise(reinterpret_cast<void*>(address), bytes, advice) == 0 ? 0 : errno;
   while (error == EINTR || error == EAGAIN);
   if (error != EINVAL || how != KVBM_TOUCH_NEW) return error;
-  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));  // a kernel without this advice
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));  // older kernels: write one byte of each page
   for (uint64_t at = address; at < address + bytes; at += page) *reinterpret_cast<volatile char*>(at) = 0;
   return 0;
 }
@@ -104,7 +103,7 @@ int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint6
   RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
   const Location location = {kLocationDevice, current.device->handle};
-  Address at = 0;  // what lies before it has been looked at
+  Address at = 0;  // addresses below it have been checked
   for (*index = 0; *index < count; ++*index) {
     const Address last = spans[2 * *index + 1];
     at = std::max<Address>(at, spans[2 * *index]);
@@ -121,7 +120,7 @@ int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint6
       const bool is_inside = first && first <= at && at - first < bytes;
       const Address behind = is_inside ? first + bytes : last, next_page = (at | (kMappingBytes - 1)) + 1;
       const bool is_host = type == kMemoryHost || type == 0, is_own = !is_host && ordinal == device;
-      if (is_own) {  // what follows in a reservation may be another's
+      if (is_own) {  // the next mapping of the reservation may belong to another GPU
         at = (legacy & 0xff) || pool ? behind : next_page;
         continue;
       }
@@ -130,8 +129,8 @@ int kvbm_find_ungranted(int device, const uint64_t* spans, uint64_t count, uint6
         RETURN_IF_FAILED(CU(MemPoolGetAccess, &access, pool, &location));
         if (access != kAccessReadWrite) *how = KVBM_UNGRANTED_POOL;
       } else if (!is_host && !(managed & 0xff) && !(legacy & 0xff)) {
-        // Registered host memory is every GPU's, though cuMemGetAccess answers for it, too, and says that there is none.
-        // What is no mapping the driver knows no access of; inside a reservation that means: not mapped.
+        // Host memory is excluded: all GPUs can access it, although cuMemGetAccess denies that.  For memory that is not a
+        // mapping the call fails.  Inside a reservation a failure means: not mapped.
         bool is_mapping = false;
         for (; at < std::min(behind, last); at = (at | (kMappingBytes - 1)) + 1) {
           unsigned long long access = 0;
@@ -170,11 +169,11 @@ int kvbm_host_touch(uint64_t address, uint64_t bytes, int how, int threads) {
   try {
     for (; started + 1 < workers; ++started) others[started] = std::thread(work);
   } catch (...) {
-    // No further thread to be had: those that run do all the work.
+    // No more threads: those that run do all the work.
   }
   work();
   for (size_t i = 0; i < started; ++i) others[i].join();
-  // Memory with something in it is touched ahead to save time; whether that is possible is for the registration to say.
+  // Touching memory with contents only saves time, so its failure is ignored; the registration reports real errors.
   if (error && how == KVBM_TOUCH_NEW) return check("madvise", KVBM_NO_MEMORY);
   return KVBM_OK;
 }
@@ -226,7 +225,7 @@ int kvbm_ipc_handle(int device, uint64_t address, void* handle) {
 }
 
 int kvbm_ipc_open(int device, const void* handle, uint64_t* address) {
-  constexpr unsigned kLazyEnablePeer = 1;  // the only flag that there is; without it the call fails
+  constexpr unsigned kLazyEnablePeer = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, which the call requires
   *address = 0;
   Current current;
   RETURN_IF_FAILED(current.open(device));
@@ -249,7 +248,7 @@ int kvbm_ipc_close(int device, uint64_t address) {
 void kvbm_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 void kvbm_retire_device(int device, uint64_t address, uint64_t bytes) {
-  if (!address || start() != KVBM_OK) return;  // after a fork it is the parent's
+  if (!address || start() != KVBM_OK) return;  // after a fork it belongs to the parent
   retired_bytes += (bytes + kDriverBytes - 1) / kDriverBytes * kDriverBytes;
   retired_memory.add(device, nullptr, reinterpret_cast<void*>(address),
                      [](int on, void* memory) { kvbm_free_device(on, reinterpret_cast<uint64_t>(memory)); });
@@ -260,7 +259,7 @@ int kvbm_upload(int device, uint64_t dst, const void* src, uint64_t bytes) {
   Current current;
   RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
-  // On a stream of its own: a plain cuMemcpyHtoD would wait for the legacy stream, and so for a running model.
+  // cuMemcpyHtoD would wait for the legacy stream, and so for a running model.
   RETURN_IF_FAILED(CU(MemcpyHtoDAsync, dst, src, bytes, current.device->private_stream));
   return CU(StreamSynchronize, current.device->private_stream);
 }
@@ -270,10 +269,10 @@ int kvbm_copy_now(int device, const uint64_t* dst, const uint64_t* src, uint64_t
   Current current;
   RETURN_IF_FAILED(current.open(device));
   RelaxedCapture relaxed;
-  Stream stream = current.device->private_stream;  // behind no kernel of anybody
+  Stream stream = current.device->private_stream;  // no kernel runs on it
   int status = KVBM_OK;
   for (uint64_t i = 0; i < count && !status; ++i) status = CU(MemcpyAsync, dst[i], src[i], size, stream);
-  const int waited = CU(StreamSynchronize, stream);  // after an error, too: what was begun still uses the memory
+  const int waited = CU(StreamSynchronize, stream);  // also after an error: earlier copies still use the memory
   return status ? status : waited;
 }
 

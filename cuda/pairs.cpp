@@ -1,4 +1,4 @@
-// pairs.cpp: copies of raw addresses: what must hold of them, where they lie, the launch of copy.cu's kernel.
+// pairs.cpp: copies of pairs of addresses: checks, the GPU of each address, and the launch of copy.cu's kernel.
 #include <string.h>
 
 #include <algorithm>
@@ -12,13 +12,14 @@
 namespace kvbm_driver {
 namespace {
 
-// ---- ranges that share bytes ---------------------------------------------------------------------------------------
+// ---- overlapping ranges --------------------------------------------------------------------------------------------
 
 struct Span {
   uint64_t start, position;
 };
 
-// Kept between calls unless it is large: fresh memory costs a page fault for 256 spans, which is as much as sorting them.
+// Memory for spans.  It is kept between calls unless it is large: in fresh memory every 256 spans cost a page fault, as much
+// time as sorting them.
 struct Scratch {
   std::unique_ptr<Span[]> spans;
   uint64_t size = 0;
@@ -36,7 +37,7 @@ struct Scratch {
 enum { kOfSource, kOfDestination, kOfSort };
 thread_local std::array<Scratch, 3> scratch_of_thread;
 
-// The ranges of one list that are not empty, in the order of their addresses.
+// The non-empty ranges of one list; `sort` orders them by address.
 class Spans {
  public:
   Spans(const kvbm_spans& given, Scratch& spans, Scratch& other) : given_(given), spans_(spans), other_(other) {}
@@ -47,7 +48,7 @@ class Spans {
     other_.trim();
   }
 
-  // KVBM_OK, KVBM_NO_MEMORY, or 1: the range at *position is at address 0.
+  // Returns KVBM_OK, KVBM_NO_MEMORY, or 1: the range at *position has address 0.
   int collect(uint64_t* position) {
     if (!spans_.reserve(given_.count + 1)) return check("malloc", KVBM_NO_MEMORY);
     for (uint64_t i = 0; i < given_.count; ++i) {
@@ -67,11 +68,11 @@ class Spans {
     return KVBM_OK;
   }
 
-  // A radix sort, least digit first: on ten thousand addresses several times ahead of a comparing sort.
+  // A radix sort, least significant digit first: several times faster than std::sort for ten thousand addresses.
   int sort() {
     if (is_sorted_) return KVBM_OK;
     if (!other_.reserve(count_)) return check("malloc", KVBM_NO_MEMORY);
-    uint64_t varying = 0;  // addresses have their granularity in common, and most of their high bits
+    uint64_t varying = 0;  // the bits that differ: most high bits, and those below the alignment, are the same
     for (uint64_t i = 0; i < count_; ++i) varying |= spans_.spans[i].start - low_;
     const int lowest = __builtin_ctzll(varying), bits = 64 - __builtin_clzll(high_ - low_) - lowest;
     const int digits = (bits + kMostDigitBits - 1) / kMostDigitBits, digit_bits = (bits + digits - 1) / digits;
@@ -111,14 +112,14 @@ class Spans {
   bool is_sorted_ = true;
 };
 
-// ---- where addresses lie -------------------------------------------------------------------------------------------
+// ---- devices of addresses ------------------------------------------------------------------------------------------
 
 struct Allocation {
   uint64_t first, behind;
   int device;
 };
 
-// The allocation around an address that the driver knows; the address alone where the driver does not tell its ends.
+// The allocation around an address; only the address itself if the driver does not tell the range.
 int find_allocation(uint64_t address, Allocation* out) {
   *out = {address, address + 1, -1};
   RETURN_IF_FAILED(kvbm_pointer_device(address, &out->device));
@@ -130,8 +131,8 @@ int find_allocation(uint64_t address, Allocation* out) {
 
 // ---- the launch ----------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kMostPairs = 1 << 20, kMostJobs = (uint64_t{1} << 31) - 1 };                    // a launch
-enum : uint32_t { kThreads = 128, kLogThreads = 7, kLogMinWidth = 3, kLoads = 2, kWidest = 16 };  // copy.cu's
+enum : uint64_t { kMostPairs = 1 << 20, kMostJobs = (uint64_t{1} << 31) - 1 };                    // of a launch
+enum : uint32_t { kThreads = 128, kLogThreads = 7, kLogMinWidth = 3, kLoads = 2, kWidest = 16 };  // as in copy.cu
 
 class Launch : public Cargo {
  public:
@@ -139,14 +140,14 @@ class Launch : public Cargo {
       : function_(function), dst_(dst), src_(src), count_(count), stream_(stream) {}
 
   int prepare(uint64_t bytes, int sms) {
-    uint64_t apart = kWidest;
-    for (uint64_t i = 0; i < count_; ++i) apart |= dst_[i] ^ src_[i];
-    const uint64_t narrowest = apart & -apart;
-    // Short pairs share a CTA, with as many threads each as they have words for.
+    uint64_t differing = kWidest;
+    for (uint64_t i = 0; i < count_; ++i) differing |= dst_[i] ^ src_[i];
+    const uint64_t narrowest = differing & -differing;
+    // Short pairs share a CTA: each gets as many threads as it has words.
     uint32_t log_width = kLogThreads;
     while (log_width > kLogMinWidth && (narrowest * kLoads << (log_width - 1)) >= bytes) --log_width;
     uint64_t tile = uint64_t{kWidest} * kLoads << log_width;
-    // Small batches: smaller tiles, so that every multiprocessor has some.
+    // Small batches take smaller tiles, so that every multiprocessor has some.
     if (log_width == kLogThreads && jobs(bytes, tile) < uint64_t{4} * static_cast<uint64_t>(sms)) tile /= kLoads;
     while (jobs(bytes, tile) > kMostJobs) tile *= 2;
     if (tile >> 31) return check("kvbm_copy_pairs", KVBM_TOO_LARGE);
@@ -185,10 +186,10 @@ class Launch : public Cargo {
   const uint64_t *dst_, *src_;
   uint64_t count_;
   Stream stream_;
-  kvbm_pairs args_;  // the payload's unused rest stays as it is: the kernel does not read it
+  kvbm_pairs args_;  // the unused rest of the payload is not initialised: the kernel does not read it
 };
 
-static_assert(sizeof(kvbm_pairs) == 4096, "the inline payload fills the parameters");
+static_assert(sizeof(kvbm_pairs) == 4096, "the parameters of a kernel have 4,096 bytes");
 
 }  // namespace
 
@@ -215,7 +216,7 @@ using namespace kvbm_driver;
 extern "C" {
 
 int kvbm_check_spans(const kvbm_spans* src, const kvbm_spans* dst, uint64_t* first, uint64_t* second) {
-  auto& scratch = scratch_of_thread;  // looked up once: what is of a thread costs a call
+  auto& scratch = scratch_of_thread;  // one lookup: access to a thread_local costs a call
   Spans read(*src, scratch[kOfSource], scratch[kOfSort]), written(*dst, scratch[kOfDestination], scratch[kOfSort]);
   int status = read.collect(first);
   if (status) return status < 0 ? status : KVBM_SPAN_NULL_SRC;
@@ -243,7 +244,7 @@ int kvbm_check_spans(const kvbm_spans* src, const kvbm_spans* dst, uint64_t* fir
 }
 
 int kvbm_find_device(const uint64_t* addresses, uint64_t count, int* device, uint64_t* gpus, uint64_t* index) {
-  std::array<Allocation, 32> known;  // the last ones seen
+  std::array<Allocation, 32> known;  // the last 32 found
   uint64_t found = 0, last = 0;
   *device = -2;
   *gpus = 0;

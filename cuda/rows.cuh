@@ -1,4 +1,4 @@
-// rows.cuh: Rows<OUTER, INNER, WORD>: runs stay whole; each thread moves words, several independent loads before the first store.
+// rows.cuh: Rows copies whole runs of bytes: each thread loads several words, and then stores them.
 #pragma once
 
 #include "address.cuh"
@@ -8,28 +8,28 @@
 
 namespace kvbm {
 
-// SUMS: each word is a cell, which is digested as it passes.
+// OUTER, INNER: number of modes.  WORD: bytes of a load and store.  SUMS: each word is a cell, and is digested too.
 template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, int TEAMS = 1, bool SUMS = false>
 struct Rows {
   using Mine = Team<THREADS, TEAMS>;
   static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
   static constexpr uint32_t kMinCtas =
-      (SUMS ? 1024 : 2048) / THREADS;  // every warp that a multiprocessor can hold, or its registers
+      (SUMS ? 1024 : 2048) / THREADS;  // as many warps as a multiprocessor can hold; with digests as its registers allow
   static constexpr uint32_t kLoads = SUMS ? 4 : loads_of_rows(TEAMS);
 
-  // What a row looks up, and its sum, is worth more words where these are digested, too.
+  // Words per thread and tile.  With digests more words share the row's lookup and the sum at its end.
   static constexpr uint32_t kWords = SUMS ? 2 * kLoads : kLoads;
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
     return prepare_rows({OUTER, INNER, 0, WORD, THREADS, TEAMS, kWords}, a, p, sms, shared_bytes);
   }
 
-  // Of the shared memory that is asked for at the launch: none.
+  // Bytes of dynamic shared memory.
   static KVBM_INLINE uint32_t team_bytes(const kvbm_part&) { return 0; }
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
-    // Ids and tables are followed once a row of threads, by its first one, while the others find their words.
+    // The first thread of each row reads ids and tables, while the others compute the offsets of their words.
     __shared__ struct {
       Bases at;
       bool copies;
@@ -43,7 +43,7 @@ struct Rows {
     uint32_t chunk = job;
     const uint32_t tile = take(chunk, p.tiles);
     if (lane == 0) {
-      Bases at;  // a store to shared memory between the reads of the two tables would make the second wait
+      Bases at;  // a local: a store to shared memory between the two table loads would delay the second
       here.copies = job < p.jobs && locate<OUTER>(a, p, chunk, at);
       here.at = at;
       if constexpr (SUMS) keys[row] = job < p.jobs ? scaled_key(first_key<OUTER>(a, p, chunk)) : 0;
@@ -61,21 +61,21 @@ struct Rows {
     if constexpr (!SUMS) {
       move(at, first, last, width, from, to, v);
     } else {
-      static_assert(TEAMS == 1, "teams take turns in which not all threads of a warp meet");
+      static_assert(TEAMS == 1, "the sum needs all threads of a warp, which may return from a team's turn at different times");
       uint64_t sum = 0;
       for (uint32_t i = first; copies && i < last;) {
         move(at, i, last, width, from, to, v);
         KVBM_UNROLL
         for (uint32_t u = 0; u < kLoads; ++u)
-          if (i + u * width < last) sum += digest_of(keys[row], key[u], cell_of(v[u]));
+          if (i + u * width < last) sum += digest_of(keys[row], key[u], as_cell(v[u]));
         i += kLoads * width;
         if (i < last) find(p, i, width, from, to, key);
       }
-      put_sum<kThreads>(a, p, job, lane, width, sum);
+      add_to_digest<kThreads>(a, p, job, lane, width, sum);
     }
   }
 
-  // Where a thread's words lie from the chunk's first ones.
+  // Offsets, and keys, of a thread's words from the first ones of the chunk.
   static __device__ __forceinline__ void find(const kvbm_part& p, uint32_t index, uint32_t width, uint64_t (&from)[kLoads],
                                               uint64_t (&to)[kLoads], uint32_t (&key)[kLoads]) {
     KVBM_UNROLL
@@ -99,25 +99,26 @@ struct Rows {
       if (index + u * width < last) store(at.dst + to[u], v[u]);
   }
 #else
-  // Goes through a range of jobs: by runs at equal distances, or piece by piece, at most `kPiece` bytes of a run.
+  // Iterates over the pieces of a range of jobs.  A piece is part of one run, at most kPieceBytes, or several whole short runs
+  // at equal distances.  A row is all runs along the second inner mode.
   struct Walk {
     const kvbm_args& a;
     const kvbm_part& p;
     uint32_t job, last_job;
-    uint64_t next_run = 0, end = 0;  // of the job
-    Bases at = {};                   // the job's chunk
-    Bases row = {};                  // the next run of the row
-    uint64_t runs = 0;               // of the row that are left
-    Bases rest = {};                 // of the run: where its next piece begins
-    uint64_t left = 0;               // of the run, in bytes
-    Bases piece = {};                // or several whole runs, of which this is the first
-    uint64_t piece_runs = 1;
-    uint32_t pair = 0;                                                 // of the job
-    uint64_t chunk_key = 0, row_key = 0, rest_key = 0, piece_key = 0;  // of their first cells, where they are digested
+    uint64_t next_run = 0, end = 0;                                    // runs of the current job that are not in a row yet
+    Bases at = {};                                                     // the job's chunk
+    Bases row = {};                                                    // the next run of the row
+    uint64_t runs = 0;                                                 // number of runs left in the row
+    Bases rest = {};                                                   // the next piece of the run
+    uint64_t left = 0;                                                 // bytes left in the run
+    Bases piece = {};                                                  // the current piece, or the first of its runs
+    uint64_t piece_runs = 1;                                           // number of runs in it
+    uint32_t pair = 0;                                                 // of the current job
+    uint64_t chunk_key = 0, row_key = 0, rest_key = 0, piece_key = 0;  // keys of the first cells of these, with SUMS
 
     uint64_t run_words() const { return INNER == 1 ? p.tile_words : p.inner[0].extent.n; }
 
-    // Finds the next row, if there is one.
+    // Goes to the next row; false behind the last one.
     bool open() {
       while (next_run == end) {
         if (job == last_job) return false;
@@ -157,7 +158,7 @@ struct Rows {
       return true;
     }
 
-    // Takes runs of a row, of which there are so many.
+    // Makes the next `count` runs of the row the current piece.
     void take_runs(uint64_t count) {
       piece = row;
       piece_key = row_key;
@@ -169,18 +170,18 @@ struct Rows {
       }
     }
 
-    // Bytes of each run of the next piece, 0 behind the last.
+    // Goes to the next piece and returns the bytes of each of its runs; 0 behind the last one.
     uint64_t next() {
       if (left == 0) {
         if (runs == 0 && !open()) return 0;
-        const uint64_t run = run_words() * WORD, most = kPiece / run;
+        const uint64_t run = run_words() * WORD, most = kPieceBytes / run;
         take_runs(INNER == 1 || most < 2 ? 1 : most < runs ? most : runs);
         if (INNER > 1 && most > 1) return run;
         rest = piece;
         rest_key = piece_key;
         if constexpr (INNER > 1) left = run;
       }
-      const uint64_t bytes = left < kPiece ? left : kPiece;
+      const uint64_t bytes = left < kPieceBytes ? left : kPieceBytes;
       piece = rest;
       rest = {rest.src + bytes, rest.dst + bytes};
       if constexpr (SUMS) {
@@ -192,17 +193,17 @@ struct Rows {
     }
   };
 
-  // What was found of the pair that is being copied.
+  // The digest so far of the pair that is being copied.
   struct Sum {
     const kvbm_args& a;
     uint32_t pair = 0;
     uint64_t value = 0;
     void put() {
-      if constexpr (SUMS) put_sum(a, pair, value);
+      if constexpr (SUMS) add_to_digest(a, pair, value);
     }
   };
 
-  // Copies a piece, and digests it.
+  // Copies the current piece of the walk; with SUMS also digests it.
   static void move(const Walk& walk, uint64_t bytes, bool streaming, Sum& sum) {
     const kvbm_inner &cells = walk.p.inner[0], &runs = walk.p.inner[1];
     const Bases& at = walk.piece;
@@ -231,13 +232,13 @@ struct Rows {
     Walk here = {a, p, first_job, last_job}, soon = here;
     Sum sum = {a};
     const uint64_t run = here.run_words() * WORD;
-    if (INNER > 1 && run < kLine) {  // to look ahead would cost more than it saves
+    if (INNER > 1 && run < kCacheLine) {  // prefetching would cost more than it saves
       while (here.open()) {
         here.take_runs(here.runs);
         move(here, run, streaming, sum);
       }
     } else {
-      const uint64_t most = streaming ? kPrefetchAhead : kPrefetchCached;
+      const uint64_t most = streaming ? kPrefetchBytes : kPrefetchCached;
       for (uint64_t ahead = 0, bytes = 1; bytes && ahead < most; ahead += bytes) bytes = prefetch_next(soon);
       while (const uint64_t bytes = here.next()) {
         prefetch_next(soon);

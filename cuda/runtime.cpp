@@ -46,7 +46,7 @@ bool is_word(int32_t bytes) { return bytes == 1 || bytes == 2 || bytes == 4 || b
 // A form that permute.cuh has a template for.
 bool is_form(const kvbm_form& form, uint32_t parts) {
   if (form.outer < 0 || form.outer > KVBM_MAX_OUTER || !is_word(form.word)) return false;
-  if (form.few < 0 || form.few > 1 || (form.few && parts > 1)) return false;
+  if (form.sm_limited < 0 || form.sm_limited > 1 || (form.sm_limited && parts > 1)) return false;
   if (form.kind == KVBM_ROWS) return form.inner >= 1 && form.inner <= KVBM_MAX_INNER;
   return form.kind == KVBM_TILE && form.inner >= 0 && form.inner + 2 <= KVBM_MAX_INNER && is_word(form.element) &&
          (form.word == form.element || form.word == 16);
@@ -92,7 +92,7 @@ int add(const char* name, const kvbm_form* forms, uint32_t parts, const void* cu
     std::unique_ptr<Compiled> made(new Compiled);
     bool any_tile = false;
     for (uint32_t i = 0; i < parts; ++i) any_tile |= forms[i].kind == KVBM_TILE;
-    const uint32_t teams = forms[0].few ? kvbm::kFewTeams : 1;
+    const uint32_t teams = forms[0].sm_limited ? kvbm::kFewTeams : 1;
     for (uint32_t i = 0; i < parts; ++i) {
       const kvbm_form& form = forms[i];
       made->is_tile[i] = form.kind == KVBM_TILE;

@@ -1,20 +1,20 @@
-// square.cuh: squares of elements in words of 16 bytes, and how they are turned.
+// square.cuh: transposes a square of elements, held in words of 16 bytes.
 #pragma once
 
 #include "words.cuh"
 
 namespace kvbm {
 
-// Turns a square of 16/ELEMENT x 16/ELEMENT elements, one word a row.
+// A square has N x N elements, N = 16 / ELEMENT bytes, and one word is one row.
 template <int ELEMENT>
 struct Square {
   static constexpr int N = 16 / ELEMENT;
 #ifdef __CUDACC__
-  static __device__ __forceinline__ void turn(Word16 (&v)[N]) {
+  static __device__ __forceinline__ void transpose(Word16 (&v)[N]) {
     Word16 out[N];
-#pragma unroll
+    KVBM_UNROLL
     for (int j = 0; j < N; ++j) {
-#pragma unroll
+      KVBM_UNROLL
       for (int k = 0; k < 4; ++k) {
         if constexpr (ELEMENT == 8) {
           out[j].x[k] = v[k / 2].x[2 * j + k % 2];
@@ -23,14 +23,14 @@ struct Square {
         } else if constexpr (ELEMENT == 2) {
           out[j].x[k] = __byte_perm(v[2 * k].x[j / 2], v[2 * k + 1].x[j / 2], j % 2 ? 0x7632 : 0x5410);
         } else {
-          const uint32_t spread = j % 4 < 2 ? 0x5140 : 0x7362;  // bytes 0 and 1, or 2 and 3, of two rows side by side
+          const uint32_t spread = j % 4 < 2 ? 0x5140 : 0x7362;  // interleaves bytes 0 and 1, or 2 and 3, of two rows
           const uint32_t ab = __byte_perm(v[4 * k].x[j / 4], v[4 * k + 1].x[j / 4], spread);
           const uint32_t cd = __byte_perm(v[4 * k + 2].x[j / 4], v[4 * k + 3].x[j / 4], spread);
           out[j].x[k] = __byte_perm(ab, cd, j % 2 ? 0x7632 : 0x5410);
         }
       }
     }
-#pragma unroll
+    KVBM_UNROLL
     for (int j = 0; j < N; ++j) v[j] = out[j];
   }
 #elif defined(__SSE2__)
@@ -46,8 +46,8 @@ struct Square {
            : ELEMENT == 4 ? _mm_unpackhi_epi32(a, b)
                           : _mm_unpackhi_epi64(a, b);
   }
-  // Interleaving the first half of the rows with the second, log2(N) times, is a transposition.
-  static void turn(Word16 (&v)[N]) {
+  // Interleaving the first half of the rows with the second half, log2(N) times, transposes the square.
+  static void transpose(Word16 (&v)[N]) {
     __m128i rows[N], next[N];
     for (int i = 0; i < N; ++i) rows[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(&v[i]));
     for (int round = 1; round < N; round *= 2) {
@@ -60,7 +60,7 @@ struct Square {
     for (int i = 0; i < N; ++i) _mm_store_si128(reinterpret_cast<__m128i*>(&v[i]), rows[i]);
   }
 #else
-  static void turn(Word16 (&v)[N]) {
+  static void transpose(Word16 (&v)[N]) {
     Word16 out[N];
     for (int j = 0; j < N; ++j)
       for (int i = 0; i < N; ++i)

@@ -1,4 +1,4 @@
-// words.cuh: the words that kernels move, and how they are loaded and stored on the GPU and on the host.
+// words.cuh: the words that kernels move, and how they are loaded and stored, on the GPU and on the host.
 #pragma once
 
 #include "kvbm.h"
@@ -42,12 +42,12 @@ template <int BYTES>
 using Word = decltype(word_of<BYTES>());
 
 #ifdef __CUDACC__
-// Every byte is read once and written once.  The L2 is asked to keep what was read rather than what was written: written lines
-// then leave for memory early, which is worth 5 %, and nothing lasts: the next kernels' lines replace the read ones within
-// two passes (benchmarks/NOTES.md).
-// Not `ld.global.nc`, though sources are not written during the kernel: ptxas moves those past stores, and then a thread has
-// one load in flight instead of all.
-__device__ __forceinline__ uint64_t kept_last() {
+// Every byte is read once and written once.  Loads set the L2 policy evict_last and stores are streaming, so that the L2 writes
+// back written lines early: 5 % faster.  The loaded lines do not stay: the next kernels replace them within two passes
+// (benchmarks/NOTES.md).
+// Loads are not `ld.global.nc`, although no source is written during the kernel: ptxas moves those past stores, and then each
+// thread has one load in flight instead of several.
+__device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
@@ -55,14 +55,14 @@ __device__ __forceinline__ uint64_t kept_last() {
 __device__ __forceinline__ void load(Word16& v, const char* p) {
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
-               : "l"(p), "l"(kept_last()));
+               : "l"(p), "l"(evict_last_policy()));
 }
 __device__ __forceinline__ void load(Word8& v, const char* p) {
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
                : "=r"(v.x[0]), "=r"(v.x[1])
-               : "l"(p), "l"(kept_last()));
+               : "l"(p), "l"(evict_last_policy()));
 }
-// Narrow words share their sectors with their neighbours, so these may stay in the L1.
+// Several narrow words share a sector of 32 bytes, so these loads use the L1.
 __device__ __forceinline__ void load(uint32_t& v, const char* p) { asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p)); }
 __device__ __forceinline__ void load(uint16_t& v, const char* p) { asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p)); }
 __device__ __forceinline__ void load(uint8_t& v, const char* p) {
@@ -91,13 +91,13 @@ inline void store(char* p, const W& v) {
 }
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kSanitized = true;  // a sanitizer sees neither stores around the cache nor every memcpy: word by word
+constexpr bool kSanitized = true;  // sanitizers do not see streaming stores, nor every memcpy: copy word by word
 #else
 constexpr bool kSanitized = false;
 #endif
 
-// A run on the host.  With `streaming`, words of 16 bytes go around the cache, as a large memcpy's do: a destination line
-// would otherwise be read before it is written, and half as many bytes again would cross the bus.
+// Copies a run on the host.  `streaming`: words of 16 bytes are stored around the cache, as in a large memcpy.  An ordinary
+// store reads the destination's line first, so 1.5 times as many bytes would cross the bus.
 template <int WORD>
 inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming) {
 #ifdef __SSE2__
@@ -118,14 +118,14 @@ inline void copy_run(char* dst, const char* src, uint64_t bytes, bool streaming)
   }
 }
 
-// Pieces that lie apart are too short for the processor to see the next one coming: it is asked for by hand, some of them ahead.
-// Never faults, whatever the address.
-constexpr uint32_t kLine = 64;
-constexpr uint64_t kPiece = 1024;              // bytes that are copied at a time
-constexpr uint64_t kPrefetchAhead = 12 << 10;  // bytes; less measured behind, up to 24 KiB no better
-constexpr uint64_t kPrefetchCached = 8 << 10;  // where stores go through the cache, too
+// Runs that are not adjacent are too short for the hardware prefetcher, so the code prefetches a fixed distance ahead.
+// A prefetch never faults, whatever the address.
+constexpr uint32_t kCacheLine = 64;
+constexpr uint64_t kPieceBytes = 1024;         // bytes that are copied at a time
+constexpr uint64_t kPrefetchBytes = 12 << 10;  // distance; a shorter one is slower, up to 24 KiB is no faster
+constexpr uint64_t kPrefetchCached = 8 << 10;  // distance where stores go through the cache
 inline void prefetch(const char* src, uint32_t bytes) {
-  for (uint32_t i = 0; i < bytes; i += kLine) __builtin_prefetch(src + i);
+  for (uint32_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(src + i);
 }
 
 inline void fence_streaming_stores(bool streaming) {

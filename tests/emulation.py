@@ -20,11 +20,11 @@ FILES = 8  #: Libraries that the kernels are dealt to.
 
 #: Functions, by what stands before their bodies, and their bodies instead of PTX.
 _INSTEAD = (
-    (r"\bkept_last\(\)", "return 0;"),
+    (r"\bevict_last_policy\(\)", "return 0;"),
     (r"\bload\(\S+& v, const char\* p\)", "emulated::load(v, p);"),
     (r"\bstore\(char\* p, (const )?\S+ v\)", "emulated::store(p, v);"),
     (r"\bfetch\(char\* shared, const char\* src\)", "emulated::fetch<BYTES>(shared, src);"),
-    (r"\barrive\(\)", "__syncthreads();"),
+    (r"\bwait_for_fetches\(\)", "__syncthreads();"),
     (r"\bwait_for_clear\(\)", "emulated::wait_for_clear();"),
     (r"\blet_next_start\(\)", ""),
     (r"\bsync\(\)", "emulated::wait_at(TEAMS == 1 ? 0 : 1 + number(), TEAMS == 1 ? 0 : THREADS);"),

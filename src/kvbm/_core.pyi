@@ -47,7 +47,7 @@ class Watch:
         arrays: list[Any],
         kinds: bytes,
         fields: tuple[int, int, int, int, int] | None,
-        told: list[Any],
+        versioned: list[Any],
         bump: int,
         readonly: bool,
     ) -> None: ...

@@ -1,8 +1,8 @@
 # cython: language_level=3, embedsignature=True, boundscheck=False, wraparound=False, initializedcheck=False
-"""The compiled half: kernels by name, pointers, streams and status codes.  It knows nothing of layouts.
+"""The compiled half: kernels by name, pointers, streams and status codes.  It has no knowledge of layouts.
 
-Every function here is called from Python code that has already checked its arguments; the checks below guard memory,
-not manners.  Below the line everything is ``noexcept nogil``; every status passes through `check`.
+Callers have validated their arguments.  The checks here only prevent memory errors.  The C functions are ``noexcept
+nogil``, and every status that they return passes through `check`.
 """
 
 import sys

@@ -189,7 +189,7 @@ static void leave_sum(const kvbm_args *a, uint32_t pair) {
   *out += sum;
 }
 
-/* What is staged in shared memory by a page: an item of it lies there in words of a size that is compiled, `apart` bytes from
+/* What is staged in shared memory by a page: an item of it lies there in words of a size that is compiled, `word_stride` bytes from
  * one to the next; here as in memory. */
 static enum { NOTHING, SOURCE, DESTINATION } staged;
 
@@ -199,7 +199,7 @@ static void move(char *dst, const char *src, int64_t unit, const kvbm_part *p) {
   const int word = p->item < 4 || p->word < 4 ? 1 : 4;
   if (staged == NOTHING || fetched) memcpy(dst, src, unit);
   for (int k = 0; staged != NOTHING && !fetched && k < unit / word; ++k)
-    memcpy(dst + k * (staged == SOURCE ? word : p->apart), src + k * (staged == SOURCE ? p->apart : word), word);
+    memcpy(dst + k * (staged == SOURCE ? word : p->word_stride), src + k * (staged == SOURCE ? p->word_stride : word), word);
   if (is_wrong) *dst ^= 1, is_wrong = 0;
 }
 

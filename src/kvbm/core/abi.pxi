@@ -1,4 +1,4 @@
-# abi.pxi: What `kvbm.h` declares, and the one place where a status becomes an exception.
+# abi.pxi: The declarations of `kvbm.h`, and `check`, which turns a status into an exception.
 
 cdef extern from "kvbm.h" nogil:
     enum:
@@ -38,7 +38,7 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table, dst_table
 
     ctypedef struct kvbm_part:
-        uint32_t word, item, place, held, apart, cell_words
+        uint32_t word, item, segment_offset, segment_bytes, word_stride, cell_words
         uint32_t *cell
         int64_t src_offset, dst_offset
         int64_t src_id_stride, dst_id_stride
@@ -79,7 +79,7 @@ cdef extern from "kvbm.h" nogil:
         KVBM_TILE
 
     ctypedef struct kvbm_form:
-        int32_t kind, outer, inner, element, word, few
+        int32_t kind, outer, inner, element, word, sm_limited
 
     ctypedef struct kvbm_side:
         const int32_t *ids
@@ -215,9 +215,9 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_memory_range(uint64_t address, int pinned, uint64_t *begin, uint64_t *end) noexcept
 
 
-cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # kernels index with 31 bits
+cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # indices of kernels have 31 bits
 
-# CUresults that mean "there is no CUDA here" rather than "CUDA failed": stub library, no device, unusable driver.
+# Statuses that mean that there is no CUDA, not that CUDA failed: no driver, stub library, no device, mismatched driver.
 cdef frozenset UNAVAILABLE = frozenset((KVBM_NO_DRIVER, KVBM_NOT_BUILT, 34, 46, 100, 803, 804))
 
 
@@ -226,7 +226,7 @@ cdef frozenset UNAVAILABLE = frozenset((KVBM_NO_DRIVER, KVBM_NOT_BUILT, 34, 46, 
 cdef int check(int status, what) except -1:
     """Turn a status into an exception that names the request, the call, the error and what to do next.
 
-    Must be called on the thread that got the status: the failing call's name is kept a thread.
+    Call it on the thread that got the status, because the name of the failed call is stored per thread.
     """
     if status == KVBM_OK:
         return 0

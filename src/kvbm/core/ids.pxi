@@ -1,12 +1,12 @@
-# ids.pxi: Which block goes where: ids of any kind, copied, checked, counted and narrowed once, for every copy.
+# ids.pxi: The block ids of a copy: read from any kind of object, checked, and stored as 32 bits.
 
 cdef struct Given:
-    const void *data  # ids as the caller has them, in host memory, or NULL
-    uint64_t device   # their address on a GPU, or 0
-    Py_ssize_t count  # -1: none given, ids are counted
+    const void *data  # ids in host memory, or NULL
+    uint64_t device   # or their address on a GPU, or 0
+    Py_ssize_t count  # -1: no ids were given, so they are 0, 1, 2, ...
     uint32_t nbytes   # of an id: 4 or 8, signed
-    int64_t few[64]   # where ids are written that have another form; longer ones are `more`
-    int64_t *more
+    int64_t few[64]   # memory for converted ids, if they are no array of int32 or int64
+    int64_t *more     # the same for more than 64 ids
     Py_buffer buffer
     bint has_buffer
 
@@ -19,7 +19,7 @@ cdef void _drop(Given *ids) noexcept:
         ids.has_buffer = False
 
 
-@cython.no_gc  # one a copy, and what it keeps never leads back to it
+@cython.no_gc  # one is made per copy, and what it keeps alive never refers to it
 @cython.final
 cdef class Pairs:
     """The blocks of one copy: block ``src_ids[i]`` goes into block ``dst_ids[i]``.
@@ -29,7 +29,8 @@ cdef class Pairs:
     Parameters
     ----------
     src_ids, dst_ids : None, int, sequence of int, array or tensor of one axis
-        None stands for 0, 1, 2, …; -1 skips a pair.  On a GPU they are int32 or int64, and read when the kernel runs.
+        None means 0, 1, 2, …; -1 skips a pair.  Ids on a GPU are int32 or int64, and the kernel reads them when it
+        runs.
     src_blocks, dst_blocks : int
         Number of blocks of each pool.
     same_pool : bool
@@ -40,18 +41,18 @@ cdef class Pairs:
     Raises
     ------
     BindError
-        Ids that are no integers of one axis, out of range, repeated in the destination, or read and written; as many on
-        one side as on the other are expected.
+        Ids that are not integers of one axis, that are out of range, repeated in the destination, or both read and
+        written; or the two sides have different numbers of ids.
     """
 
     cdef kvbm_side src, dst  # without tables
     cdef readonly uint32_t count
     cdef readonly uint32_t kept
-    """Pairs that are not skipped, as far as the host knows."""
-    cdef uint32_t id_bytes   # of ids on the device
-    cdef int32_t few[128]
-    cdef int32_t *more       # instead of `few`
-    cdef object keep         # whose memory on the device is read
+    """Pairs that are not skipped, counting only ids in host memory."""
+    cdef uint32_t id_bytes   # of ids on the GPU
+    cdef int32_t few[128]    # the ids of both sides
+    cdef int32_t *more       # the same for more than 64 pairs
+    cdef object keep         # owners of ids on the GPU
 
     def __cinit__(self):
         self.more = NULL
@@ -71,7 +72,7 @@ cdef class Pairs:
         return self.count
 
     def ids(self):
-        """Source and destination ids; in place of those that a GPU alone has, None."""
+        """Source and destination ids; None for ids on a GPU."""
         return _listed(&self.src, self.count), _listed(&self.dst, self.count)
 
     cdef bint on_device(self) noexcept:
@@ -180,12 +181,12 @@ cdef object _listed(const kvbm_side *side, uint32_t count):
 
 @cython.final
 cdef class Positions:
-    """The position of each block's first token in its sequence, where blocks are digested.
+    """The positions of the first tokens of blocks in their sequences, for digests.
 
     Parameters
     ----------
     given : int, sequence of int, array or tensor of one axis
-        One for all, or one each.  On a GPU they are int32 or int64, and read when the kernel runs.
+        One for all, or one for each.  Positions on a GPU are int32 or int64, and the kernel reads them when it runs.
     count : int
         How many blocks.
     device : int
@@ -194,12 +195,12 @@ cdef class Positions:
     Raises
     ------
     BindError
-        No integers, other than `count` of them, below 0.
+        They are not integers, are below 0, or their number is not `count`.
     """
 
     cdef int64_t *on_host
     cdef uint64_t on_device
-    cdef uint32_t nbytes  # of one on the device
+    cdef uint32_t nbytes  # of a position on the GPU
     cdef object keep
 
     def __cinit__(self):
@@ -269,7 +270,7 @@ cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> Ids
 cdef int _is_on_gpu(given, str what) except -1:
     try:
         return hasattr(given, "__cuda_array_interface__")
-    except Exception as error:  # the object's own code may raise anything
+    except Exception as error:  # code of the object may raise anything
         raise BindError(
             f"{what}: expected integers, got a {type(given).__name__} that cannot be read: {error!r}"
         ) from None
@@ -278,7 +279,7 @@ cdef int _is_on_gpu(given, str what) except -1:
 cdef int _ids_kind(given, str what) except -1:
     kind = type(given)
     found = NEITHER
-    if issubclass(kind, (str, bytes, bytearray, bool)) or hasattr(kind, "filled"):  # a copy has no mask
+    if issubclass(kind, (str, bytes, bytearray, bool)) or hasattr(kind, "filled"):  # masked arrays
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
@@ -297,7 +298,7 @@ cdef int _ids_kind(given, str what) except -1:
 
 
 cdef object _read(Given *ids, object given, str what, int64_t blocks, int device):
-    """Find the ids in whatever holds them; returns what must be kept alive while they are read."""
+    """Find the ids in an object of any kind.  Returns the object that must stay alive while they are read."""
     ids.data = NULL
     ids.device, ids.count, ids.nbytes = 0, -1, 8
     if given is None:
@@ -339,7 +340,7 @@ cdef int64_t *_room(Given *ids, Py_ssize_t count) except NULL:
 
 
 cdef bint _read_ints(Given *ids, object given) except -1:
-    """Nothing but ints in a list or tuple: no code of Python's runs, and it stays as it is.  Else False."""
+    """Read a list or tuple of ints, without running Python code.  False if an item is not an int of 64 bits."""
     cdef Py_ssize_t count = len(given), i
     cdef int64_t *out = _room(ids, count)
     try:
@@ -381,7 +382,7 @@ cdef int _read_items(Given *ids, tuple items, str what, int64_t blocks) except -
 
 
 cdef bint _is_plain(const Py_buffer *buffer) noexcept:
-    """Whether the items are int32 or int64 of this machine's byte order, and aligned."""
+    """Whether the items are aligned int32 or int64 in the byte order of this machine."""
     cdef const char *code = buffer.format
     if code == NULL or (buffer.itemsize != 4 and buffer.itemsize != 8) or <uint64_t> buffer.buf % buffer.itemsize:
         return False
@@ -403,12 +404,12 @@ cdef int _read_buffer(Given *ids, object given, str what, int64_t blocks) except
         _refuse_axes(what, tuple([ids.buffer.shape[i] for i in range(ids.buffer.ndim)]))
     count = ids.buffer.shape[0] if ids.buffer.ndim else 1
     step = 0
-    if ids.buffer.ndim:  # without strides, as ctypes has it, they are dense
+    if ids.buffer.ndim:  # without strides (ctypes) the items are contiguous
         step = ids.buffer.strides[0] if ids.buffer.strides != NULL else ids.buffer.itemsize
     ids.count = count
     if count == 0:
         return 0
-    if _is_plain(&ids.buffer) and (count == 1 or step == ids.buffer.itemsize):  # without a string of Python's
+    if _is_plain(&ids.buffer) and (count == 1 or step == ids.buffer.itemsize):  # fast: no Python string is made
         ids.data = ids.buffer.buf
         ids.nbytes = <uint32_t> ids.buffer.itemsize
         return 0
@@ -437,7 +438,7 @@ cdef str NOT_HELD = "it is the negative of what its memory holds (pass .resolve_
 
 
 cdef bint _holds(object given, int64_t items, int64_t width) except -1:
-    """Whether the values of a tensor, which span so many items, lie in its memory as they are."""
+    """Whether the memory of a tensor has its values: it is not a lazy negative, and its storage has all `items`."""
     return (not given.is_neg() and
             (<int64_t> given.storage_offset() + items) * width <= <int64_t> given.untyped_storage().nbytes())
 
@@ -491,7 +492,7 @@ cdef object _read_device(Given *ids, object given, str what, int device):
             where = getattr(where, "id", where)
             if isinstance(where, int):
                 index = where
-        except Exception as error:  # the object's own code may raise anything
+        except Exception as error:  # code of the object may raise anything
             raise BindError(f"{what}: malformed __cuda_array_interface__: {error!r}") from None
     if device < 0:
         raise BindError(

@@ -1,8 +1,8 @@
-# kernels.pxi: Kernels by name, tables of addresses, and the launches that read both.
+# kernels.pxi: Kernels by name, tables of base addresses, and copies: loop nests bound to kernels.
 
 MAX_OUTER, MAX_INNER, MAX_PARTS, MAX_UNIT_DIGITS = KVBM_MAX_OUTER, KVBM_MAX_INNER, KVBM_MAX_PARTS, KVBM_UNIT_DIGITS
 
-cdef dict _index_of = None  # name -> index, made at first use
+cdef dict _index_of = None  # name -> index; filled at first use
 
 
 cdef dict _kernels():
@@ -13,34 +13,34 @@ cdef dict _kernels():
 
 
 def kernel_names():
-    """Every kernel that was compiled in.
+    """The kernels that were built.
 
     Returns
     -------
     tuple of str
-        Names in table order; position is the kernel's index.
+        Names; the position of a name is the index of the kernel.
     """
     return tuple(_kernels())[:kvbm_num_kernels]
 
 
 def kernel_index(str name not None):
-    """Position of a kernel in the table, or -1 if it was neither compiled in nor added."""
+    """Index of a kernel; -1 if it was neither built nor added."""
     return _kernels().get(name, -1)
 
 
 def add_kernel(str name not None, forms, const uint8_t[::1] cubin not None, int capability):
-    """Make a kernel known that was compiled at run time; from then on its name works as any other.
+    """Add a kernel that was compiled at run time.  Its name then works like that of a built kernel.
 
     Parameters
     ----------
     name : str
         The symbol in the cubin.
-    forms : sequence of (kind, outer, inner, element, word, few)
-        One a part; ``kind`` is ``"rows"`` or ``"tile"``.
+    forms : sequence of (kind, outer, inner, element, word, sm_limited)
+        One per part; ``kind`` is ``"rows"`` or ``"tile"``.
     cubin : contiguous bytes
-        The code.  Copied.
+        The code.  It is copied.
     capability : int
-        What it was compiled for: 90 for sm_90.  A name that is known takes the code of one more architecture.
+        Architecture: 90 for sm_90.  A known name gets the code of one more architecture.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def add_kernel(str name not None, forms, const uint8_t[::1] cubin not None, int 
     Raises
     ------
     CudaError
-        A structure that no template has, or too many kernels.
+        No template has such a structure, or there are too many kernels.
     """
     cdef kvbm_form form[KVBM_MAX_PARTS]
     cdef int index = -1, status
@@ -59,10 +59,10 @@ def add_kernel(str name not None, forms, const uint8_t[::1] cubin not None, int 
         raise PlanError(f"kernel {name!r}: expected 1 to {KVBM_MAX_PARTS} parts and its code, got {len(forms)} parts")
     if -1 < _kernels().get(name, -1) < kvbm_num_kernels:
         raise PlanError(f"kernel {name!r} was built: nothing is to be added")
-    for i, (kind, outer, inner, element, word, few) in enumerate(forms):
+    for i, (kind, outer, inner, element, word, sm_limited) in enumerate(forms):
         form[i].kind = KVBM_TILE if kind == "tile" else KVBM_ROWS
         form[i].outer, form[i].inner, form[i].element = outer, inner, element
-        form[i].word, form[i].few = word, few
+        form[i].word, form[i].sm_limited = word, sm_limited
     status = kvbm_add_kernel(name.encode("ascii"), form, <uint32_t> len(forms), &cubin[0],
                              <uint64_t> cubin.shape[0], capability, &index)
     check(status, f"adding the kernel {name!r}")
@@ -76,7 +76,7 @@ def num_images():
 
 
 def warm(kernel, int device):
-    """Load every CUDA image on a device and find a kernel, so that nothing is loaded later beside a running model.
+    """Load every CUDA image on a device and find a kernel, so that later copies load nothing.
 
     Parameters
     ----------
@@ -88,9 +88,9 @@ def warm(kernel, int device):
     Raises
     ------
     MissingKernelError
-        If there is no kernel of this name.
+        There is no kernel of this name.
     CudaError
-        If an image does not load, e.g. because none was built for this GPU.
+        An image does not load, for example because none was built for this GPU.
     """
     cdef int index, status
     if kernel is None:
@@ -125,16 +125,17 @@ cdef class Table:
     Parameters
     ----------
     addresses : array of uint64
-        One address an allocation, in table order.  Copied.
+        One address per allocation, in table order.  They are copied.
     device : int
-        CUDA device that they lie on, or -1 for the host.
+        CUDA device of the allocations, or -1 for the host.
     upload : bool
-        Keep a copy on the device, made now; otherwise every launch carries the table along.
+        True: upload the table to the device now.  False: every launch uploads it.
 
     Notes
     -----
-    A launch is asynchronous and may read the copy on the device after it returns: whoever launches keeps the table as
-    long as its pool.  After the last reference the copy is freed later, with others: freeing waits for running work.
+    A launch is asynchronous, and its kernel may read the table on the device later.  So keep the table as long as its
+    pool. When the last reference is gone, the memory on the device is retired and freed later, because freeing waits
+    for the GPU.
     """
 
     cdef uint64_t *addresses
@@ -192,34 +193,34 @@ cdef class Table:
 
 @cython.final
 cdef class Copy:
-    """A loop nest bound to the kernel that runs it; which blocks it moves is said at every call.
+    """A loop nest bound to the kernel that runs it.  Each call says which blocks to copy.
 
     Parameters
     ----------
     kernel : str or None
-        Name of a compiled kernel.  None: a loop nest of bytes for the copy engine, which a `Route` walks.
+        Name of a kernel.  None: a loop nest of bytes for the copy engine.
     parts : sequence of (offsets, outer, inner) or (offsets, outer, inner, strides, words)
-        One part, or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``; ``outer`` holds
-        ``(extent, src, dst, src_table, dst_table)`` a mode that picks a chunk and ``inner`` holds
-        ``(extent, src, dst)`` a mode inside it, fastest first.  ``src`` and ``dst`` are bytes, tables are entries.
-        ``strides``: on each side the bytes of a block, and of each digit of a unit, fastest first.  ``words``: for
-        kernels of records the bytes of a word; of pages also of an item, from word to word of one in shared memory,
-        where the part starts there, and the bytes of its segment.
+        One part or several: K and V, or planes.  ``offsets`` is ``(src, dst, src_table, dst_table)``.  ``outer`` has
+        ``(extent, src, dst, src_table, dst_table)`` for each mode that selects a chunk.  ``inner`` has
+        ``(extent, src, dst)`` for each mode inside a chunk, fastest first.  ``src`` and ``dst`` are bytes, tables are
+        entries. ``strides``: for each side the stride of blocks, and of each digit of a unit, fastest first, in bytes.
+        ``words``: for kernels of records the bytes of a word; for kernels of pages also the bytes of an item, the
+        stride of its words in shared memory, the offset of the part there, and the bytes of its segment.
     src_id, dst_id : tuple of two ints
-        What one block contributes: ``(table entries, bytes)``; the bytes where the parts do not say their own.
+        The strides of a block id: ``(table entries, bytes)``.  The bytes are used for parts without ``strides``.
     units : tuple of two tuples of int
-        Where ids count units of a block: extents of the digits below the block, fastest first, on each side.
+        If ids count units of a block: for each side the extents of the digits inside the block, fastest first.
     digest : tuple of (int, sequence of (first, outer, inner, steps, along_b)), optional
-        For kernels that digest: keys a token of the model, and a part each the key of its first cell, the keys that its
-        outer and inner modes step, the bytes that each binary digit of a word's number in its cell steps, and whether a
-        tile's cells lie along the destination.
+        For kernels that digest: the keys of a token, and for each part the key of its first cell, the key steps of its
+        outer and inner modes, the strides of the binary digits of a word's number in its cell, in bytes, and whether
+        the cells of a tile are along the destination.
 
     Raises
     ------
     MissingKernelError
-        If the kernel was not compiled in; the message names the command that makes it.
+        The kernel was not built; the message names the command that builds it.
     PlanError
-        If the loop nest does not fit a kernel's parameters.
+        The loop nest does not fit the parameters of a kernel.
     """
 
     cdef kvbm_args args
@@ -257,12 +258,12 @@ cdef class Copy:
             except OverflowError as error:
                 raise PlanError(f"part {number} of the plan for {kernel!r}: {error}") from None
         if digest is not None:
-            lanes, told = digest
-            if len(told) != len(parts):
-                raise PlanError(f"kernel {kernel!r}: expected keys of {len(parts)} part(s), got {len(told)}")
+            lanes, keys = digest
+            if len(keys) != len(parts):
+                raise PlanError(f"kernel {kernel!r}: expected keys of {len(parts)} part(s), got {len(keys)}")
             self.args.inline_mask |= KVBM_DIGEST
             self.args.digest.lanes = lanes
-            for number, (first, outer, inner, steps, along_b) in enumerate(told):
+            for number, (first, outer, inner, steps, along_b) in enumerate(keys):
                 try:
                     self.args.digest.first[number] = first
                     _fill_keys(&self.args.part[number], tuple(outer), tuple(inner), tuple(steps))
@@ -278,7 +279,7 @@ cdef class Copy:
 
     def launch(self, Table src not None, Table dst not None, Pairs pairs not None, int device, uint64_t stream,
                int max_sms=0, uint64_t digests=0):
-        """Copy blocks on a GPU: one kernel, ordered by the stream, not waited for.
+        """Copy blocks on a GPU with one kernel, in the order of the stream.  Does not wait for it.
 
         Parameters
         ----------
@@ -291,16 +292,16 @@ cdef class Copy:
         stream : int
             Handle of the stream.
         max_sms : int
-            Multiprocessors that a ``few_`` kernel keeps to; 0: all.
+            Most multiprocessors that a ``few_`` kernel uses; 0: all.
         digests : int
-            For kernels that digest: address of a uint64 a pair on the device, which are written.
+            For kernels that digest: device address of one uint64 per pair, which are written.
 
         Raises
         ------
         BindError
-            If a table lies on another device.
+            A table is on another device.
         CudaError
-            If the launch fails.
+            The launch fails.
         """
         cdef kvbm_batch batch
         cdef int status
@@ -323,7 +324,7 @@ cdef class Copy:
         return 0
 
     def run(self, Table src not None, Table dst not None, Pairs pairs not None, int threads=0, uint64_t digests=0):
-        """Copy blocks on the host, and return when they are copied.
+        """Copy blocks on the host, and return when the copy is done.
 
         Parameters
         ----------
@@ -332,14 +333,14 @@ cdef class Copy:
         pairs : Pairs
             Which blocks.
         threads : int
-            At most so many threads; 0 takes every core that the process may use.
+            Most threads; 0: one per core that the process may use.
         digests : int
-            For kernels that digest: address of a uint64 a pair, which are written.
+            For kernels that digest: address of one uint64 per pair, which are written.
 
         Raises
         ------
         BindError
-            If the batch is too large for 31-bit indices.
+            The batch is too large for 31-bit indices.
         """
         cdef kvbm_batch batch
         cdef int status
@@ -366,8 +367,8 @@ cdef int _fill_part(kvbm_part *part, offsets, tuple outer, tuple inner, strides,
         )
     part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset = offsets
     part.src_id_stride, part.dst_id_stride = strides
-    part.word, part.item, part.apart, part.place, part.held = words + (0,) * (5 - len(words))
-    # Modes that are not used have extent 1 and stride 0, so that a loop over all of them is right too.
+    part.word, part.item, part.word_stride, part.segment_offset, part.segment_bytes = words + (0,) * (5 - len(words))
+    # Unused modes have extent 1 and stride 0, so that loops over all modes are correct.
     for i in range(KVBM_MAX_OUTER):
         extent, src, dst, src_table, dst_table = outer[i] if i < len(outer) else (1, 0, 0, 0, 0)
         part.outer[i].extent = _divisor(extent)

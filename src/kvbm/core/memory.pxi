@@ -1,26 +1,27 @@
-# memory.pxi: Device and pinned memory, the copy engine's batches, and what the machine has.
+# memory.pxi: Device memory and pinned memory, batches of the copy engine, and queries about the machine.
 
 def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not None, sizes, int mode, int device,
                  uint64_t stream, bint merge=False, bint by_peer=False):
-    """Copy many ranges of bytes with the driver's copy engines, ordered by the stream, not waited for.
+    """Copy many ranges of bytes with the copy engines, in the order of the stream.  Does not wait for them.
 
     Parameters
     ----------
     dst, src : contiguous uint64 array
-        Addresses, device or pinned host memory.
+        Addresses of device memory or pinned host memory.
     sizes : contiguous uint64 array or int
         Bytes of each copy, or of every copy.
     mode : int
-        0: one batched call where the driver and the stream allow it, else one call a copy; 1: one call a copy;
+        0: one batched call if the driver and the stream allow it, else one call per copy; 1: one call per copy;
         2: batched, or an error.
     device : int
         CUDA device ordinal.
     stream : int
         Handle of the stream.
     merge : bool
-        Make one copy of neighbours: those where source and destination go on where the copy before ends.
+        Make one copy of adjacent ones: both its source and its destination start where those of the previous copy end.
     by_peer : bool
-        Some memory is another GPU's and not granted (`find_ungranted`): one call a copy, the one that is right for it.
+        Some memory is on another GPU and not granted (`find_ungranted`): one call per copy, of the kind that can copy
+        it.
 
     Returns
     -------
@@ -30,9 +31,9 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
     Raises
     ------
     BindError
-        If the arrays differ in length.
+        The arrays differ in length.
     CudaError
-        If a copy is refused; with mode 2, also where the driver has no batched copies, or none of the memory or in a
+        The driver refuses a copy.  With mode 2 also if it has no batched copies, or none for this memory or in a
         capture.
     """
     cdef Py_ssize_t count = dst.shape[0]
@@ -62,22 +63,21 @@ def memcpy_batch(const uint64_t[::1] dst not None, const uint64_t[::1] src not N
 
 
 def copy_now(const uint64_t[::1] dst not None, const uint64_t[::1] src not None, uint64_t size, int device):
-    """Copy `size` bytes to each address of `dst` from that of `src`, and wait.
+    """Copy `size` bytes from each address of `src` to that of `dst`, and wait.
 
-    It waits for no stream, and no stream waits for it: for sources that nothing else writes, and destinations that
-    nothing else uses.
+    The copies are not ordered with any stream.  Nothing else may write the sources or use the destinations meanwhile.
 
     Parameters
     ----------
     dst, src : contiguous uint64 array
-        Addresses, device or pinned host memory.
+        Addresses of device memory or pinned host memory.
 
     Raises
     ------
     BindError
-        If the arrays differ in length.
+        The arrays differ in length.
     CudaError
-        If a copy is refused.
+        The driver refuses a copy.
     """
     cdef Py_ssize_t count = dst.shape[0]
     cdef int status
@@ -101,7 +101,7 @@ def alloc_device(int device, uint64_t nbytes):
 
 
 def free_device(int device, uint64_t address):
-    """Free memory of `alloc_device`; waits for work that may still use it.  Address 0 is nothing to free."""
+    """Free memory of `alloc_device`; waits for work that may still use it.  Address 0 is ignored."""
     cdef int status
     with nogil:
         status = kvbm_free_device(device, address)
@@ -109,14 +109,14 @@ def free_device(int device, uint64_t address):
 
 
 def ipc_handle(int device, uint64_t address):
-    """What another process opens memory of `alloc_device` with: 64 bytes."""
+    """The handle, 64 bytes, with which another process opens memory of `alloc_device`."""
     cdef bytearray handle = bytearray(KVBM_IPC_BYTES)
     check(kvbm_ipc_handle(device, address, <char*> handle), f"sharing memory of cuda:{device} with other processes")
     return bytes(handle)
 
 
 def ipc_open(int device, bytes handle not None):
-    """Map memory of another process for kernels of this GPU, on whichever GPU it lies; returns its address here."""
+    """Map memory of another process, on any GPU, for kernels on this GPU; returns its address in this process."""
     cdef uint64_t address = 0
     cdef const char* data = handle
     cdef int status
@@ -129,7 +129,7 @@ def ipc_open(int device, bytes handle not None):
 
 
 def ipc_close(int device, uint64_t address):
-    """Unmap what `ipc_open` mapped, once no work uses it."""
+    """Unmap memory of `ipc_open`.  No work may still use it."""
     cdef int status
     with nogil:
         status = kvbm_ipc_close(device, address)
@@ -137,27 +137,27 @@ def ipc_close(int device, uint64_t address):
 
 
 def fence():
-    """A full memory fence: what this thread has written is seen by others before it reads anything behind the fence."""
+    """A full memory fence: earlier stores of this thread are visible to others before its later loads."""
     kvbm_fence()
 
 
 def host_touch(uint64_t address, uint64_t nbytes, int how=0, int threads=1):
-    """Give host pages their memory now, on many threads, instead of at their first use.
+    """Allocate host pages now, on several threads, instead of at their first use.
 
     Parameters
     ----------
     address, nbytes : int
         Whole pages.
     how : int
-        0: fresh memory, which is cleared; 1: what the pages hold is kept, and they can be written at once; 2: likewise,
-        for memory that may only be read.
+        0: new memory, which is cleared; 1: memory with contents, which are kept, for writing; 2: the same for memory
+        that may only be read.
     threads : int
-        At most so many.
+        Most threads.
 
     Raises
     ------
     MemoryError
-        With how=0, if there is not as much memory.  The others take what they get.
+        With how=0: there is not enough memory.  1 and 2 do not fail.
     """
     cdef int status
     with nogil:
@@ -166,14 +166,14 @@ def host_touch(uint64_t address, uint64_t nbytes, int how=0, int threads=1):
 
 
 def host_register(uint64_t address, uint64_t nbytes, bint read_only=False):
-    """Page-lock host memory so that every GPU reaches it; undone by `host_unregister`.
+    """Page-lock host memory so that all GPUs can access it; `host_unregister` undoes it.
 
     Parameters
     ----------
     address, nbytes : int
         Whole pages, none of them page-locked yet.
     read_only : bool
-        GPUs only read it: what memory that may not be written needs.
+        GPUs only read it.  Required for memory that may not be written.
     """
     cdef int status
     with nogil:
@@ -190,19 +190,19 @@ def host_unregister(uint64_t address):
 
 
 def memory_range(uint64_t address, bint pinned=True):
-    """First and last byte (exclusive) of the memory around an address.
+    """Begin and end of the memory around an address.
 
     Parameters
     ----------
     address : int
     pinned : bool
-        Ask for pinned host memory; otherwise for a GPU's.
+        True: pinned host memory.  False: GPU memory.
 
     Returns
     -------
     tuple of two ints
-        Of one allocation or registration; ``(0, 0)`` where the address is not in such memory, and
-        ``(address, address + 1)`` where the driver says no more than that it is.
+        Of the allocation or registration; ``(0, 0)`` if the address is not in such memory; ``(address, address + 1)``
+        if the driver does not tell the range.
     """
     cdef uint64_t begin = 0, end = 0
     cdef int status
@@ -213,7 +213,7 @@ def memory_range(uint64_t address, bint pinned=True):
 
 
 def synchronize(int device, uint64_t stream=0):
-    """Wait until everything on a stream is done; raises what failed on it."""
+    """Wait until all work on a stream is done; raises `CudaError` if some of it failed."""
     cdef int status
     with nogil:
         status = kvbm_synchronize(device, stream)
@@ -223,14 +223,14 @@ def synchronize(int device, uint64_t stream=0):
 # ---- the machine --------------------------------------------------------------------------------------------------
 
 def driver_version():
-    """CUDA version of the driver, e.g. 13000 for 13.0.
+    """CUDA version of the driver, such as 13000 for 13.0.
 
-    Looks the driver up without starting CUDA: safe before a fork.
+    Does not start CUDA, so it is safe before a fork.
 
     Raises
     ------
     CudaUnavailableError
-        If there is no driver.
+        There is no driver.
     """
     cdef int version = 0, status
     with nogil:
@@ -253,7 +253,7 @@ def device_count():
     Raises
     ------
     CudaUnavailableError
-        If there is no driver or no GPU.
+        There is no driver or no GPU.
     """
     cdef int count = 0, status
     with nogil:
@@ -263,7 +263,7 @@ def device_count():
 
 
 def device_info(int device):
-    """What the driver says about a GPU.
+    """Properties of a GPU.
 
     Returns
     -------
@@ -286,7 +286,7 @@ def device_info(int device):
 
 
 def pointer_device(uint64_t address):
-    """Device that an address lies on: its ordinal, -1 for ordinary host memory, -2 for pinned host memory."""
+    """Device of an address: its ordinal, -1 for other host memory, -2 for pinned host memory."""
     cdef int device = -1, status
     with nogil:
         status = kvbm_pointer_device(address, &device)

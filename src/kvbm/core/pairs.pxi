@@ -1,19 +1,19 @@
-# pairs.pxi: Copies between raw addresses.
+# pairs.pxi: Copies of pairs of addresses.
 
 def check_pairs(const uint64_t[::1] src not None, const uint64_t[::1] dst not None, sizes):
-    """Refuse raw copies that would race, or that start at address 0.
+    """Refuse copies with overlapping bytes, and address 0.
 
     Parameters
     ----------
     src, dst : contiguous uint64 array
-        Addresses, one each a copy.
+        Addresses of each copy.
     sizes : contiguous uint64 array or int
-        Bytes of each copy, or of every copy; copies of nothing are not looked at.
+        Bytes of each copy, or of every copy.  Copies of 0 bytes are ignored.
 
     Raises
     ------
     BindError
-        Naming the two positions.
+        A byte is written twice, or both read and written, or an address is 0.  The message names the positions.
     """
     cdef kvbm_spans read, written
     cdef const uint64_t[::1] each
@@ -56,24 +56,24 @@ def check_pairs(const uint64_t[::1] src not None, const uint64_t[::1] dst not No
 
 
 def find_device(const uint64_t[::1] addresses not None, what):
-    """Find the GPU that addresses lie on.
+    """Find the GPU of addresses.
 
     Parameters
     ----------
     addresses : contiguous uint64 array
     what : str
-        What errors call them.
+        Their name in error messages.
 
     Returns
     -------
     tuple
-        The device of the first one that lies on a GPU, or -2 where all lie in pinned host memory; and a bit for each
-        GPU that some lie on.
+        The device of the first address that is on a GPU, or -2 if all are in pinned host memory; and an int with a bit
+        for each GPU that has some of them.
 
     Raises
     ------
     BindError
-        One lies in memory that no GPU reaches.
+        An address is in memory that no GPU can access.
     """
     cdef uint64_t count = addresses.shape[0], index = 0, gpus = 0
     cdef int device = -2, status
@@ -92,12 +92,13 @@ def find_device(const uint64_t[::1] addresses not None, what):
 
 def copy_pairs(const uint64_t[::1] src not None, const uint64_t[::1] dst not None, uint64_t size, int device,
                uint64_t stream):
-    """Copy the same number of bytes from each source to its destination by one kernel, ordered by the stream.
+    """Copy the same number of bytes from each source to its destination with one kernel, in the order of the stream.
 
     Parameters
     ----------
     src, dst : contiguous uint64 array
-        Addresses that the device reaches, already checked (see `check_pairs`).  Copied before the call returns.
+        Addresses that the device can access, already checked (see `check_pairs`).  They are copied before the call
+        returns.
     size : int
         Bytes of every copy.
     device : int
@@ -108,9 +109,9 @@ def copy_pairs(const uint64_t[::1] src not None, const uint64_t[::1] dst not Non
     Raises
     ------
     BindError
-        If the arrays differ in length.
+        The arrays differ in length.
     CudaError
-        If the launch fails.
+        The launch fails.
     """
     cdef Py_ssize_t count = src.shape[0]
     cdef int status

@@ -1,8 +1,8 @@
-# routes.pxi: Transfers: rings, events, and the route that a batch takes.
+# routes.pxi: Transfers: staging rings, the end of a copy (Done), and the launches between two pools (Route).
 
 @cython.final
 cdef class Ring:
-    """Memory on a GPU that staged copies go through: slots, and a stream of their own.
+    """A staging ring: slots of memory on a GPU, with streams and events.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ cdef class Ring:
         check(status, f"allocating {slots} slots of {slot_bytes} bytes on cuda:{device} for staged copies")
 
     def close(self):
-        """Free the memory; waits for the copies that use it.  Further ones are refused.
+        """Free the memory.  Waits for the copies that use it; later ones are refused.
 
-        Where another thread is enqueueing one, the memory is freed when some is next allocated.
+        If another thread is enqueueing a copy, a later allocation frees the memory.
         """
         cdef kvbm_ring *ring = self.ring
         self.closed = True
@@ -66,21 +66,21 @@ cdef class Ring:
 
 @cython.final
 cdef class Done:
-    """The end of one copy, as an event: wait for it on a stream, or on the host.
+    """The end of one copy: wait for it on a stream, or on the host.
 
-    It keeps the pools of its copy alive.  On the CPU the copy is done before this exists.  `synchronize`
-    alone tells what kernels noted of ids on the device: where this was dropped before, nobody is told.
+    It keeps the pools of its copy alive.  On the CPU the copy is done when this is made.  Only `synchronize` reports
+    ids on the GPU that were out of range.  If this object is dropped first, the error is lost.
     """
 
     cdef uint64_t event
     cdef int device         # of the stream
     cdef object keep
-    cdef kvbm_fault *fault  # where its kernels note an id that is out of range, or NULL
+    cdef kvbm_fault *fault  # its kernels report an id that is out of range here, or NULL
     cdef readonly bint captured
-    """Whether a graph has it, and ids on the device are read, or digests written, at every replay."""
+    """Whether a graph has captured it, and reads ids on the GPU, or writes digests, at every replay."""
     cdef readonly str strategy
-    """What ran: ``direct``, ``staged`` or ``engine``."""
-    cdef public object proof  # what `synchronize` calls at the end: it raises where digests differ
+    """The strategy that ran: ``direct``, ``staged`` or ``engine``."""
+    cdef public object proof  # called at the end of `synchronize`; raises an error if digests differ
 
     def __cinit__(self):
         self.event = 0
@@ -90,7 +90,7 @@ cdef class Done:
 
     def __dealloc__(self):
         if self.fault != NULL and not self.captured:
-            kvbm_fault_give(self.fault, self.device, self.event)  # together, when the kernels are done
+            kvbm_fault_give(self.fault, self.device, self.event)  # returns both when the kernels are done
             return
         kvbm_fault_give(self.fault, self.device, 0)
         if self.event:
@@ -100,7 +100,7 @@ cdef class Done:
         return f"<kvbm Done, {self.strategy}>"
 
     def wait(self, stream):
-        """Let a stream of any GPU wait for the copy; the host does not wait."""
+        """Make a stream of any GPU wait for the copy.  The host does not wait."""
         cdef int status, device = self.device
         if self.event == 0:
             return
@@ -112,16 +112,18 @@ cdef class Done:
         check(status, "waiting for a copy on a stream")
 
     def synchronize(self):
-        """Wait on the host until the copy is done; a captured one is not waited for: ask it after each replay.
+        """Wait on the host until the copy is done.
+
+        For a captured copy it does not wait: wait for the replay, then call it.
 
         Raises
         ------
         CudaError
-            What failed on the GPU.
+            Work on the GPU has failed.
         BindError
-            A kernel met an id on the device that is out of range.
+            A kernel found an id on the GPU that is out of range.
         DigestError
-            Of a transfer that verifies: what was written is not what was read.
+            The transfer verifies, and the bytes written differ from those read.
         """
         cdef int status
         if self.event and not self.captured:
@@ -139,7 +141,7 @@ cdef class Done:
 
     @property
     def is_wrong(self):
-        """Whether a kernel has met an id on the device that is out of range, and nobody was told."""
+        """Whether a kernel found an id on the GPU that is out of range, and no error was raised for it yet."""
         return self.fault != NULL and self.fault.pair != 0
 
     def query(self):
@@ -154,7 +156,7 @@ cdef class Done:
 
 
 def finished():
-    """A `Done` of a copy that was done when its call returned."""
+    """The `Done` of a copy that is done already."""
     cdef Done done = Done.__new__(Done)
     done.strategy = "direct"
     return done
@@ -165,50 +167,50 @@ cdef tuple STRATEGIES = ("direct", "staged", "engine")
 
 @cython.final
 cdef class Route:
-    """One way from a pool to another: every strategy's launches, ready to run.
+    """The launches of every strategy between two pools, ready to run.
 
     Parameters
     ----------
     device : int
-        CUDA device that kernels run on; -1: the host, where `direct` is all that runs.
+        CUDA device that kernels run on; -1: the host, which runs only `direct`.
     src, dst : Table
         Base addresses of the two pools.
     src_blocks, dst_blocks : int
         Their numbers of blocks.
     direct : sequence of Copy
-        Kernels from pool to pool; empty if no kernel can reach both.
+        Kernels from pool to pool; empty if no kernel can access both.
     permute : sequence of Copy
         Kernels between the device's pool and a slot.
     moves, runs : sequence of Copy
         Loop nests of bytes: between a slot and the far pool, and from pool to pool.
     src_bases, dst_bases : contiguous uint64 array
-        The tables as `moves` and `runs` count them.
+        The tables of `moves` and `runs`.
     cuts : contiguous uint64 array
         Addresses that no copy of the engine may cross.
     gathers : bool
-        Whether the kernel comes first and the engine second.
+        True: the kernel runs first, then the engine copies.  False: the reverse.
     slot_block_bytes : int
         Bytes of a block in a slot.
     ring : Ring or None
         For staged copies.
     max_sms : int
-        For kernels that keep to a few multiprocessors; 0 otherwise.
+        Most multiprocessors of kernels with such a limit; 0: no limit.
     same_pool, crosses : bool
-        Whether both sides are one memory; whether they are two GPUs'.
+        Whether both sides share memory; whether they are on two GPUs.
     limits : sequence of (int, int)
-        ``(pairs, strategy)``: up to so many pairs strategy 0 (direct), 1 (staged) or 2 (engine) is taken, ascending.
+        ``(pairs, strategy)``, ascending: for up to so many pairs use strategy 0 (direct), 1 (staged) or 2 (engine).
     may_choose : bool
-        Whether ids on the device, which the copy engine cannot read, make a copy direct instead of being refused.
+        For ids on the GPU, which the copy engine cannot read.  True: such a copy is direct.  False: it is refused.
     keep : object
-        What the copies need alive.
+        Objects that the copies need.
     by_peer : bool
         Whether the far GPU has memory that is not granted to the device (`find_ungranted`).
     sum_direct, sum_permute : sequence of Copy
-        In place of `direct` and `permute`, where what is copied is digested; empty: nothing is fused.
+        Kernels that copy and digest, instead of `direct` and `permute`; empty: digests are separate.
     digests : tuple of two sequences of Copy
-        Digests by themselves of the source and of the destination.
+        Kernels that only digest, for the source and for the destination.
     digests_dst : bool
-        Where nothing is fused the destination is digested, after the copy; else the source before.
+        Separate digests.  True: of the destination, after the copy.  False: of the source, before it.
     """
 
     cdef kvbm_route route
@@ -224,7 +226,7 @@ cdef class Route:
     cdef uint64_t copies[3]
     cdef uint64_t blocks[3]
     cdef uint64_t submissions
-    cdef void *launches  # what the route's pointers to kernels and parameters point into
+    cdef void *launches  # memory of the arrays of kernels and parameters in `route`
 
     def __cinit__(self):
         self.launches = NULL
@@ -303,7 +305,7 @@ cdef class Route:
         self.num_limits, self.may_choose = <int> len(limits), may_choose
 
     def choose(self, int64_t pairs):
-        """Name of the strategy for a batch of so many pairs of host ids."""
+        """Name of the strategy for a batch of `pairs` pairs with ids in host memory."""
         return STRATEGIES[self._choose(pairs)]
 
     cdef int _choose(self, int64_t pairs) noexcept:
@@ -314,27 +316,27 @@ cdef class Route:
         return self.strategy_of[self.num_limits - 1]
 
     def counters(self):
-        """Copies and blocks by strategy, and calls of the driver that they took."""
+        """Numbers of copies and of blocks by strategy, and of driver calls."""
         return tuple(self.copies), tuple(self.blocks), self.submissions
 
     def digest(self, Pairs pairs not None, Positions positions, uint64_t out, bint far=False, stream=None, wait=None,
                keep=None):
-        """Digest blocks of the source; nothing is copied.
+        """Digest blocks of the source.  Nothing is copied.
 
         Parameters
         ----------
         pairs : Pairs
-            The blocks are its source ids.
+            Its source ids are the blocks.
         positions : Positions or None
-            Of their first tokens; None: 0.
+            Positions of their first tokens; None: 0.
         out : int
-            Address of a uint64 a pair.
+            Address of one uint64 per pair.
         far : bool
-            Whether it lies in pinned memory, and the kernels on a GPU.
+            Whether this is in pinned memory, and the kernels run on a GPU.
         stream, wait : optional
             As for `copy`.
         keep : optional
-            What must live as long as the digests are not done.
+            An object that must stay alive until the digests are done.
 
         Returns
         -------
@@ -351,10 +353,10 @@ cdef class Route:
 
     def copy_digested(self, Pairs pairs not None, Positions positions, uint64_t out, bint far, both, stream=None,
                       wait=None, keep=None):
-        """`copy` with digests: of what is copied at `out`, or 0; of the source before and the destination after it at
-        `both`.
+        """`copy` with digests.
 
-        `far`: as for `digest`.  `both` always lies in host memory.
+        Those of what is copied go to `out`, if it is not 0; those of the source before, and of the destination after
+        the copy, to the two addresses `both`.  `far`: as for `digest`.  `both` is always in host memory.
         """
         cdef kvbm_batch batch
         cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
@@ -379,11 +381,11 @@ cdef class Route:
         return done
 
     def pairs_of(self, src_ids, dst_ids):
-        """Ids of a batch, checked."""
+        """The checked ids of a batch."""
         return Pairs(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
 
     def copy(self, src_ids, dst_ids, stream=None, wait=None, Watch src=None, Watch dst=None):
-        """Copy blocks, ordered by the stream.
+        """Copy blocks, in the order of the stream.
 
         Parameters
         ----------
@@ -394,7 +396,7 @@ cdef class Route:
         wait : optional
             An event, a stream, a `Done`, or a list of them.
         src, dst : Watch, optional
-            The pools' arrays: looked at before, and autograd is told after.
+            The pools' arrays: checked before the copy; after it the versions of written tensors are increased.
 
         Returns
         -------
@@ -403,7 +405,7 @@ cdef class Route:
         Raises
         ------
         BindError
-            Ids that are refused, or an array that has other memory; nothing has been enqueued.
+            Ids are refused, or the memory of an array has changed.  Nothing has been enqueued.
         CudaError
             A call of the driver failed.
         """
@@ -418,7 +420,7 @@ cdef class Route:
         strategy = self._choose(pairs.kept)
         if pairs.on_device():
             strategy = self._choose_for_device_ids(strategy, pairs.src.ids_device != 0, pairs.dst.ids_device != 0)
-        if src is not None:  # after the ids, whose own code may have moved the memory
+        if src is not None:  # after reading the ids, which may run Python code that changes the memory
             src.require(False)
         if dst is not None:
             dst.require(True)
@@ -494,7 +496,7 @@ cdef class Route:
         return done
 
     cdef int _choose_for_device_ids(self, int strategy, bint src, bint dst) except -1:
-        """The copy engine's side of a copy must be known on the host."""
+        """The strategy for ids on the GPU: the copy engine needs the ids of its side on the host."""
         if strategy == KVBM_DIRECT:
             return strategy
         if strategy == KVBM_STAGED and not self.route.gathers and dst and not src:
@@ -530,7 +532,7 @@ cdef int _fill_digests(kvbm_batch *batch, Positions positions, uint64_t out, bin
 
 
 cdef int _refuse_shared(const kvbm_batch *batch, uint64_t begin, uint64_t nbytes, str what) except -1:
-    """Digests are set to 0 before anything on the GPU is read."""
+    """Digests are set to 0 before the kernel reads ids and positions on the GPU, so they may not share memory."""
     cdef uint64_t count = batch.num_pairs
     if begin and batch.digests and begin < batch.digests + 8 * count and batch.digests < begin + nbytes * count:
         raise BindError(f"digests: expected memory of its own, got that of {what} on the GPU")
@@ -538,7 +540,7 @@ cdef int _refuse_shared(const kvbm_batch *batch, uint64_t begin, uint64_t nbytes
 
 
 cdef int _device_of_default(stream, int otherwise) except? -1:
-    """A default stream's handle is the same on every GPU; its object tells which one is meant."""
+    """The GPU of a default stream.  Its handle is the same on every GPU, but the stream object may have the device."""
     for name in ("device_index", "device_id"):  # torch, CuPy
         index = getattr(stream, name, None)
         if isinstance(index, int) and index >= 0:
@@ -554,9 +556,9 @@ cdef uint64_t _recorded(event) except? 0:
 
 
 cdef uint64_t _event_of(producer, list taken, int home) except? 0:
-    """The event of a producer: its own, or one recorded now on its stream (and given back through `taken`).
+    """The event of a producer, or one recorded now on its stream, which is added to `taken`.
 
-    A default stream, whose handle is the same on all GPUs, is taken to be of the GPU of the copy's stream.
+    A default stream, whose handle is the same on every GPU, is assumed to belong to the GPU of the copy's stream.
     """
     cdef uint64_t event = 0, stream
     cdef int status, device = -1
@@ -591,22 +593,23 @@ cdef uint64_t _event_of(producer, list taken, int home) except? 0:
 
 
 def find_ungranted(int device, const uint64_t[:, ::1] spans not None):
-    """Find memory that kernels on a GPU do not reach, although its own GPU may be a peer.
+    """Find memory that kernels on a GPU cannot access, although peer access to its GPU may be enabled.
 
-    What comes from cuMemAlloc is granted by `enable_peer`.  Memory of a stream-ordered pool, and memory that was mapped
-    through the virtual memory API, is granted by whoever made it: to each GPU, a pool or a mapping at a time.
+    `enable_peer` grants access to memory of cuMemAlloc.  Access to memory of a stream-ordered pool, and to memory
+    mapped by the virtual memory API, is granted by its owner, for each GPU and each pool or mapping.
 
     Parameters
     ----------
     device : int
-        Where the kernels run.
+        Device of the kernels.
     spans : contiguous uint64 array, (n, 2)
-        First and last byte (exclusive) of each array, sorted by the first; of another GPU's memory, or pinned.
+        Begin and end of each array, sorted; memory of another GPU, or pinned memory.
 
     Returns
     -------
     tuple of int and str, or None
-        The position of the first one that has a byte without a grant, and what it lies in; None if there is none.
+        The position of the first array with a byte that is not granted, and the kind of its memory; None: there is
+        none.
     """
     cdef uint64_t count = spans.shape[0], index = 0
     cdef int how = KVBM_GRANTED, status
@@ -621,9 +624,9 @@ def find_ungranted(int device, const uint64_t[:, ::1] spans not None):
 
 
 def enable_peer(int device, int peer):
-    """Let kernels on one GPU reach what another has from cuMemAlloc; False where the machine does not allow it.
+    """Let kernels on one GPU access memory of cuMemAlloc on another.  False if the machine does not allow it.
 
-    Other memory needs a grant of its own: `find_ungranted`.
+    Access to other kinds of memory is granted separately: see `find_ungranted`.
     """
     cdef int can = 0, status
     with nogil:

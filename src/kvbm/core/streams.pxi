@@ -1,7 +1,7 @@
-# streams.pxi: Streams of any framework as handles.
+# streams.pxi: Handles of the streams of any framework.
 
 cdef enum StreamKind:
-    HANDLE = 1    # int, or converts losslessly with __index__
+    HANDLE = 1    # an int, or has __index__
     PROTOCOL      # has __cuda_stream__
     BINDING       # cuda.bindings: CUstream, cudaStream_t
     TORCH         # torch.cuda.Stream before 2.10: cuda_stream
@@ -13,14 +13,14 @@ cdef dict _kind_of = {}  # type -> StreamKind
 cdef int _stream_kind(stream) except -1:
     kind = type(stream)
     root = str(kind.__module__).partition(".")[0]
-    # bool is an int, and None of this: passing True is a mistake.
+    # bool is a subclass of int, but as a stream it is a mistake.
     if isinstance(stream, bool) or stream is None:
         pass
     elif isinstance(stream, int):
         return HANDLE
     elif hasattr(kind, "__cuda_stream__"):
         return PROTOCOL
-    elif root == "cuda" and kind.__name__ in ("CUstream", "cudaStream_t"):  # and no other handle, such as an event's
+    elif root == "cuda" and kind.__name__ in ("CUstream", "cudaStream_t"):  # not other handles, such as events
         return BINDING
     elif root == "torch" and hasattr(kind, "cuda_stream"):
         return TORCH
@@ -40,8 +40,8 @@ def stream_handle(stream):
     Parameters
     ----------
     stream : int or object
-        A handle; an object with ``__cuda_stream__`` (cuda.core, torch, CuPy); or a handle of cuda.bindings.  The caller
-        keeps it alive for as long as the handle is used.
+        A handle; an object with ``__cuda_stream__`` (cuda.core, torch, CuPy); or a handle of cuda.bindings.  Keep it
+        alive while the handle is used.
 
     Returns
     -------
@@ -51,9 +51,9 @@ def stream_handle(stream):
     Raises
     ------
     TypeError
-        If it is none of these, or its protocol's version is not 0.
+        It is none of these, or the version of its protocol is not 0.
     BindError
-        If the handle is not a 64-bit unsigned integer.
+        The handle is not a 64-bit unsigned integer.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def stream_handle(stream):
 
 
 def stream_device(stream):
-    """The GPU of a CUDA stream; -1 of a default stream, which may be any GPU's, and of an unknown context."""
+    """The GPU of a CUDA stream; -1 for a default stream, which may belong to any GPU, and for an unknown context."""
     cdef uint64_t handle = _handle_of(stream)
     cdef int status, device = -1
     with nogil:

@@ -1,6 +1,6 @@
 # tensors.pxi: Lists of torch tensors, read through DLPack's C interface.
 
-# dlpack.h (1.3), as far as an inspection goes.  Not a copy of the header: only what stays the same throughout 1.x.
+# The fields of dlpack.h (1.3) that are needed to inspect a tensor.  They are the same in all versions 1.x.
 cdef struct DLTensor:
     void *data
     int32_t device_type, device_id
@@ -17,13 +17,13 @@ cdef struct Exchange:  # DLPackExchangeAPI
     void *allocate
     void *export_tensor
     void *import_tensor
-    int (*look)(void *tensor, DLTensor *out) noexcept  # 0, or -1 with a Python exception; owns nothing
+    int (*look)(void *tensor, DLTensor *out) noexcept  # 0, or -1 with a Python exception; `out` borrows the memory
     int (*stream)(int32_t device_type, int32_t device_id, void **out) noexcept
 
 cdef extern from *:
     """
-    /* While one tensor is looked at, the next ones are fetched: the object, and then what its first fields point to,
-     * which in torch is the tensor itself.  It is a guess that costs nothing: a prefetch faults nowhere. */
+    /* While one tensor is inspected, the next ones are prefetched: the object, and then the memory that its first
+     * fields point to, which in torch is the tensor itself.  A wrong guess does no harm: a prefetch never faults. */
     static inline void kvbm_prefetch(void *object) { __builtin_prefetch(object); }
     static inline void kvbm_prefetch_fields(void *object) {
       char **field = (char **)((char *)object + sizeof(PyObject));
@@ -41,8 +41,8 @@ cdef enum:
     KDL_CUDA = 2
     KDL_CUDA_HOST = 3
     MOST_AXES = 8
-    FAR_AHEAD = 6   # tensors whose objects are being fetched
-    NEAR_AHEAD = 3  # and whose fields are
+    FAR_AHEAD = 6   # prefetch the object of the tensor at this distance
+    NEAR_AHEAD = 3  # prefetch the fields of the tensor at this distance
 
 cdef dict DTYPES = {
     (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
@@ -51,13 +51,13 @@ cdef dict DTYPES = {
     (4, 16): "bfloat16", (6, 8): "bool", (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2",
 }
 
-# Where torch keeps what is watched: bytes from the start of the object, of its tensor, and of the storage.
+# Offsets, in bytes, of fields in torch's C++ objects.
 cdef struct TorchFields:
-    Py_ssize_t tensor   # in the object: the tensor
-    Py_ssize_t storage  # in the tensor: its storage
-    Py_ssize_t offset   # and where it starts there, in items
-    Py_ssize_t data     # in the storage: its address
-    Py_ssize_t nbytes
+    Py_ssize_t tensor   # in the Python object: pointer to the tensor
+    Py_ssize_t storage  # in the tensor: pointer to the storage
+    Py_ssize_t offset   # in the tensor: offset of its first item in the storage, in items
+    Py_ssize_t data     # in the storage: address of its memory
+    Py_ssize_t nbytes   # in the storage: its size
 
 cdef TorchFields _torch_at
 cdef bint _torch_known = False
@@ -68,24 +68,24 @@ cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
 
 
 def know_torch(fields):
-    """Say where torch keeps a tensor's memory: `TorchFields`, as `kvbm.watching` finds them."""
+    """Set the `TorchFields` that `kvbm.watching` has found."""
     global _torch_known
     _torch_at.tensor, _torch_at.storage, _torch_at.offset, _torch_at.data, _torch_at.nbytes = fields
     _torch_known = True
 
 
 cdef bint _has_memory(tensor, const DLTensor *found) noexcept:
-    """Whether the storage of a tensor has all the bytes that its shape and strides span: it may have been resized."""
+    """Whether the storage of a tensor, which may have been resized, has all bytes that its shape and strides span."""
     cdef uint64_t storage, begin, data
-    cdef int64_t items = 1, held = 1
+    cdef int64_t items = 1, dense = 1
     cdef int32_t axis
     if not _torch_known:
-        return False  # then it is asked in Python
+        return False  # the caller then inspects it in Python
     for axis in range(found.ndim - 1, -1, -1):
         if found.shape[axis] == 0:
             return True
-        items += (found.shape[axis] - 1) * (held if found.strides == NULL else found.strides[axis])
-        held *= found.shape[axis]
+        items += (found.shape[axis] - 1) * (dense if found.strides == NULL else found.strides[axis])
+        dense *= found.shape[axis]
     storage = _word(_word(<uint64_t> <PyObject *> tensor, _torch_at.tensor), _torch_at.storage)
     if storage == 0:
         return False
@@ -99,11 +99,11 @@ cdef dict _exchange_of = {}  # type -> capsule of its Exchange, or None
 
 
 cdef Exchange *_exchange(kind) except? NULL:
-    """What a type of torch tensors offers for looking at them from C, or NULL."""
+    """The C functions of a type of torch tensors (``__dlpack_c_exchange_api__``), or NULL."""
     cdef Exchange *api
     capsule = _exchange_of.get(kind, _exchange_of)
     if capsule is _exchange_of:
-        # Tensors of torch alone: this way does not tell whether memory may be written, and theirs always may.
+        # Only for torch: this interface does not tell whether memory is read-only, and that of torch never is.
         torch = sys.modules.get("torch")
         capsule = None
         if torch is not None and issubclass(kind, torch.Tensor):
@@ -122,22 +122,22 @@ cdef Exchange *_exchange(kind) except? NULL:
     return api if api != NULL and api.look != NULL else NULL
 
 
-# What a list's tensors have in common, and what is gathered of them.
+# The properties that all tensors of a list must have.
 cdef struct Alike:
-    PyTypeObject *kind  # the type that `api` is for, kept by _exchange_of
+    PyTypeObject *kind  # the type of `api`, kept alive by _exchange_of
     Exchange *api
     uint8_t code, bits
     int32_t device_id, ndim
     int64_t shape[8]
     int64_t elements
-    bint exact         # the shape counts, and not only the number of elements
-    uint64_t together  # the bits that any address has
+    bint exact         # True: the shape must be equal; False: only the number of elements
+    uint64_t together  # all addresses so far, combined with OR: its lowest set bit is their alignment
 
 
 cdef int _look(tensor, Alike *want, DLTensor *found) except -1:
-    """1 if the object is a dense CUDA tensor that C can look at, else 0."""
+    """1 if the object is a contiguous CUDA tensor that can be inspected from C, else 0."""
     cdef int32_t i
-    cdef int64_t held = 1
+    cdef int64_t dense = 1
     if Py_TYPE(tensor) != want.kind:
         want.api = _exchange(type(tensor))
         want.kind = Py_TYPE(tensor)
@@ -150,15 +150,15 @@ cdef int _look(tensor, Alike *want, DLTensor *found) except -1:
             or found.ndim > MOST_AXES):
         return 0
     for i in range(found.ndim - 1, -1, -1):
-        if found.strides != NULL and found.shape[i] != 1 and found.strides[i] != held:
+        if found.strides != NULL and found.shape[i] != 1 and found.strides[i] != dense:
             return 0
-        held *= found.shape[i]
-    want.elements = want.elements if want.elements else held
-    return held == want.elements and held > 0 and _has_memory(tensor, found)
+        dense *= found.shape[i]
+    want.elements = want.elements if want.elements else dense
+    return dense == want.elements and dense > 0 and _has_memory(tensor, found)
 
 
 cdef uint64_t _address(tensor, Alike *want) except? 0:
-    """Address of a tensor that is what all are expected to be, else 0."""
+    """Address of a tensor with the properties `want`; 0 if it has others."""
     cdef DLTensor found
     cdef uint64_t address
     if not _look(tensor, want, &found):
@@ -173,7 +173,7 @@ cdef uint64_t _address(tensor, Alike *want) except? 0:
 
 
 cdef inline PyObject *_item(row, Py_ssize_t i) except NULL:
-    """Borrowed from a list or tuple; IndexError where it has become shorter."""
+    """A borrowed item of a list or tuple.  IndexError if it has become shorter."""
     return PyList_GetItem(row, i) if type(row) is list else PyTuple_GetItem(row, i)
 
 
@@ -190,7 +190,7 @@ cdef Table _empty_table(Py_ssize_t count, int device):
 
 
 cdef _start(Alike *want, tensor, int rank, DLTensor *first):
-    """Take the first tensor for the measure of all: (sizes, dtype), or None."""
+    """Set `want` to the properties of the first tensor.  Returns (sizes, dtype), or None."""
     memset(want, 0, sizeof(Alike))
     if not _look(tensor, want, first):
         return None
@@ -208,22 +208,22 @@ cdef int _alignment(uint64_t together):
     return <int> ((together | 16) & -(together | 16))
 
 
-@cython.boundscheck(True)  # looking at a tensor may run Python, which may shorten the list
+@cython.boundscheck(True)  # inspecting a tensor may run Python code, which may shorten the list
 def whole_tensors(tensors, int rank):
-    """Look at the whole tensors of a batch: all alike, dense, and on one GPU.
+    """Inspect a batch of tensors, one per block: of one shape and dtype, contiguous, and on one GPU.
 
     Parameters
     ----------
     tensors : list or tuple of tensors, or one tensor
-        One of ``rank`` axes a block; one of ``rank + 1`` axes holds all of them.
+        Tensors of ``rank`` axes, one per block; or one tensor of ``rank + 1`` axes with all blocks.
     rank : int
-        Axes of a whole tensor.
+        Number of axes of a block.
 
     Returns
     -------
     tuple or None
-        ``(Table, sizes, dtype, device, alignment)``.  None where anything is otherwise, or cannot be seen from here:
-        then look at each by itself, and say what is wrong.
+        ``(Table, sizes, dtype, device, alignment)``.  None if a tensor differs, or cannot be inspected from C: the
+        caller then inspects each in Python, and reports the error.
     """
     cdef Alike want
     cdef DLTensor first
@@ -262,16 +262,17 @@ def whole_tensors(tensors, int rank):
 @cython.boundscheck(True)
 def chunk_tensors(blocks, Py_ssize_t batch, Py_ssize_t chunks, tuple shape not None, bint exact, str dtype not None,
                   int device):
-    """Look at the chunks of a batch of blocks: all of one shape and dtype, dense, and on this GPU.
+    """Inspect the chunks of a batch of blocks: all of one shape and dtype, contiguous, and on this GPU.
 
     Parameters
     ----------
     blocks : list or tuple of lists or tuples of tensors
-        ``batch`` lists of ``chunks`` tensors; a flat list where there is one block.
+        ``batch`` lists of ``chunks`` tensors; for one block also a flat list.
     batch, chunks : int
     shape : tuple of int
-        Of a chunk; where not `exact`, only its number of elements counts.
+        Shape of a chunk.
     exact : bool
+        False: only the number of elements must be that of `shape`.
     dtype : str
     device : int
 
@@ -328,12 +329,12 @@ cdef struct Kind:
     int32_t ndim
     int64_t shape[8]
     int64_t strides[8]  # items
-    int64_t whole       # bytes of records that may come in any shape, or 0
-    uint8_t code, bits  # of an item, once one was seen
+    int64_t whole       # items of a contiguous tensor that may have any shape; 0: it must have this shape
+    uint8_t code, bits  # DLPack's dtype, set at the first tensor
 
 
 cdef int _read_kind(kind, Kind *out) except -1:
-    """1 if (shape, strides, dtype, whole) have few enough axes, else 0."""
+    """Read (shape, strides, dtype, whole).  0 if there are too many axes, else 1."""
     cdef tuple shape = kind[0], strides = kind[1]
     cdef Py_ssize_t i
     if len(shape) > MOST_AXES or len(shape) != len(strides):
@@ -349,49 +350,49 @@ cdef int _read_kind(kind, Kind *out) except -1:
 cdef bint _fits(const DLTensor *found, const Kind *kind) noexcept:
     """Whether a tensor has the shape and strides of its kind."""
     cdef int32_t axis
-    cdef int64_t held = 1
+    cdef int64_t dense = 1
     if found.ndim != kind.ndim:
         return False
     for axis in range(kind.ndim - 1, -1, -1):
         if found.shape[axis] != kind.shape[axis]:
             return False
-        if kind.shape[axis] != 1 and (held if found.strides == NULL else found.strides[axis]) != kind.strides[axis]:
+        if kind.shape[axis] != 1 and (dense if found.strides == NULL else found.strides[axis]) != kind.strides[axis]:
             return False
-        held *= kind.shape[axis]
+        dense *= kind.shape[axis]
     return True
 
 
 cdef bint _is_dense(const DLTensor *found, int64_t items) noexcept:
-    """Whether a tensor is so many items one after the other, in whatever shape."""
+    """Whether a tensor is contiguous and has so many items, in any shape."""
     cdef int32_t axis
-    cdef int64_t held = 1
+    cdef int64_t dense = 1
     for axis in range(found.ndim - 1, -1, -1):
-        if found.strides != NULL and found.shape[axis] != 1 and found.strides[axis] != held:
+        if found.strides != NULL and found.shape[axis] != 1 and found.strides[axis] != dense:
             return False
-        held *= found.shape[axis]
-    return held == items
+        dense *= found.shape[axis]
+    return dense == items
 
 
 @cython.boundscheck(True)
 def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsigned char[::1] which, str dtype not None,
                     int device, frozenset types=None, bint gradients=True):
-    """Look at one side of a copy: torch's tensors, each of the shape and strides that its layout gives it.
+    """Inspect one side of a copy: torch tensors, each of the shape and strides that its layout gives it.
 
     Parameters
     ----------
     tensors : list or tuple of tensors
     count : int
-        How many are expected.
+        Their expected number.
     kinds : tuple of (tuple of int, tuple of int, str, int)
-        Up to 16: shape, strides in items, dtype where it is not `dtype`, and the bytes of records that may come in any
-        dense shape, else 0.  Strides of axes of one item do not count.
+        Up to 16 tuples of shape, strides in items, dtype if it is not `dtype`, and the number of items of a contiguous
+        tensor that may have any shape, else 0.  Strides of axes of one item are ignored.
     which : bytes or None
-        Which of `kinds` each tensor is; None: all are the only one.
+        The index in `kinds` of each tensor; None: `kinds` has one.
     dtype : str
     device : int
         CUDA device ordinal, -1 for the host.
     types : frozenset of type, optional
-        The only types that tensors may be of.
+        The allowed types of tensors.
     gradients : bool
         Whether a tensor may require a gradient.
 
@@ -463,13 +464,13 @@ def strided_tensors(tensors, Py_ssize_t count, tuple kinds not None, const unsig
 
 
 def tables_clash(Table src not None, uint64_t src_bytes, Table dst not None, uint64_t dst_bytes):
-    """Whether two allocations of the destination share bytes with each other, or one of them with one of the source.
+    """Whether two allocations of the destination overlap, or one of the destination and one of the source.
 
     Parameters
     ----------
     src, dst : Table
     src_bytes, dst_bytes : int
-        Bytes of each allocation, from its first to its last.
+        Bytes of each allocation.
     """
     cdef kvbm_spans read, written
     cdef uint64_t first = 0, second = 0
@@ -485,7 +486,7 @@ def tables_clash(Table src not None, uint64_t src_bytes, Table dst not None, uin
 
 
 def spread(Table table not None, uint64_t[::1] out not None, uint64_t step):
-    """Fill `out` with the addresses of a table, each followed by those of its further pieces, `step` bytes apart."""
+    """Fill `out` with addresses: for each of the table, those of its pieces, `step` bytes from piece to piece."""
     cdef Py_ssize_t pieces = out.shape[0] // max(table.count, 1), i, k
     if pieces * table.count != out.shape[0]:
         raise BindError(f"{out.shape[0]} pieces of {table.count} allocations: expected as many of each")

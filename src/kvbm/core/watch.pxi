@@ -1,15 +1,15 @@
-# watch.pxi: Whether a pool's arrays still have the memory that they were bound to, looked at before every copy.
+# watch.pxi: Checks before each copy that the arrays of a pool still have the memory that they were bound with.
 
 cdef enum WatchedKind:
-    BY_NOTHING = 0  # nothing cheap tells; `Pool.check` asks it
+    BY_NOTHING = 0  # not checked here: there is no cheap way (`Pool.check` checks it)
     BY_NUMPY        # numpy.ndarray
-    BY_TORCH        # torch.Tensor, whose fields are known (kvbm.watching)
-    BY_OWNER        # `kvbm.watching` asks it in Python, before each copy
+    BY_TORCH        # torch.Tensor, by its `TorchFields`
+    BY_OWNER        # checked in Python by `kvbm.watching`, before each copy
 
 cdef enum:
     NUMPY_WRITEABLE = 0x0400  # NPY_ARRAY_WRITEABLE
 
-# The fields of an array at their places in NumPy's C structure, which is part of its binary interface.
+# The first fields of NumPy's PyArrayObject, which is part of its binary interface.
 cdef struct NumpyArray:
     char *data
     int nd
@@ -22,7 +22,7 @@ cdef struct NumpyArray:
 cdef struct Watched:
     char *array
     int kind
-    uint64_t words[5]  # torch: tensor, storage, offset, data, nbytes; NumPy: data, and one number of all sizes
+    uint64_t words[5]  # torch: tensor, storage, offset, data, nbytes; NumPy: data, and a hash of the shape
 
 
 cdef inline NumpyArray *_numpy_fields(const Watched *one) noexcept:
@@ -38,7 +38,7 @@ cdef inline uint64_t _sizes(const NumpyArray *array) noexcept:
 
 
 cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept:
-    # Each address is followed only where the field that leads to it is as before: then what is there is alive.
+    # A pointer is followed only if it has not changed.  Then the object that it points to is alive.
     if one.kind == BY_TORCH:
         return (_word(<uint64_t> one.array, at.tensor) == one.words[0]
                 and _word(one.words[0], at.storage) == one.words[1]
@@ -53,34 +53,34 @@ cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept:
 
 @cython.final
 cdef class Watch:
-    """The arrays of a pool, and what told where their memory is when it was last looked at.
+    """The arrays of a pool, with the addresses and sizes of their memory at the last check.
 
-    All arrays are compared before each copy: a few loads each, no call.  What differs is asked in Python
-    (`Pool.require_open`), which raises an error, or notes what is now.
+    All arrays are compared before each copy: a few loads for each, and no call.  If one differs, `Pool.require_open`
+    checks it in Python.  It raises an error, or records the new state with `note`.
 
     Parameters
     ----------
     pool : weakref to Pool
-        Whose `require_open` and `require_writable` are called where something differs.
+        Its `require_open` and `require_writable` are called if an array differs.
     arrays : list
-        Kept alive.
+        They are kept alive.
     kinds : bytes
-        A `WatchedKind` each: 0 not watched, 1 NumPy, 2 torch, 3 asked in Python.
+        The `WatchedKind` of each: 0 not checked, 1 NumPy, 2 torch, 3 checked in Python.
     fields : tuple of 5 ints or None
-        See `TorchFields`; needed for kind 2.
-    told : list of torch.Tensor
-        Their versions are increased after each copy into the pool.
+        See `TorchFields`; required for kind 2.
+    versioned : list of torch.Tensor
+        Tensors whose version counters are increased after each copy into the pool.
     bump : int
-        Address of torch's function that increases the version of a tensor; 0: in Python, by the pool's `written`.
+        Address of torch's function that increases the version counter of a tensor; 0: call it in Python.
     readonly : bool
         Whether an array may not be written.
     """
 
     cdef readonly object pool
-    cdef list arrays, told
-    cdef void **versions  # the tensors of `told`, as `bump` takes them
+    cdef list arrays, versioned
+    cdef void **versions  # the tensors of `versioned`, as arguments of `bump`
     cdef Py_ssize_t num_versions
-    cdef Watched *each    # up to the last one that is watched
+    cdef Watched *each    # up to the last one that is checked
     cdef Py_ssize_t count
     cdef TorchFields fields
     cdef void (*bump)(const void *tensor) noexcept
@@ -93,24 +93,24 @@ cdef class Watch:
         self.versions = NULL
         self.count = self.num_versions = 0
 
-    def __init__(self, pool, list arrays not None, const unsigned char[::1] kinds not None, fields, list told not None,
-                 uint64_t bump, bint readonly):
+    def __init__(self, pool, list arrays not None, const unsigned char[::1] kinds not None, fields,
+                 list versioned not None, uint64_t bump, bint readonly):
         cdef Py_ssize_t i
         if self.each != NULL or kinds.shape[0] != len(arrays):
             raise TypeError("a Watch is initialised once, with a kind for each array")
-        self.pool, self.arrays, self.told, self.readonly = pool, arrays, told, readonly
+        self.pool, self.arrays, self.versioned, self.readonly = pool, arrays, versioned, readonly
         memset(&self.fields, 0, sizeof(TorchFields))
         if fields is not None:
             (self.fields.tensor, self.fields.storage, self.fields.offset, self.fields.data,
              self.fields.nbytes) = fields
         self.bump = <void (*)(const void *) noexcept> bump
         self.each = <Watched *> calloc(len(arrays) + 1, sizeof(Watched))
-        self.versions = <void **> calloc(len(told) + 1, sizeof(void *))
+        self.versions = <void **> calloc(len(versioned) + 1, sizeof(void *))
         if self.each == NULL or self.versions == NULL:
             raise MemoryError(f"{len(arrays)} arrays")
-        self.num_versions = len(told)
-        for i in range(len(told)):
-            self.versions[i] = <char *> <PyObject *> told[i] + self.fields.tensor
+        self.num_versions = len(versioned)
+        for i in range(len(versioned)):
+            self.versions[i] = <char *> <PyObject *> versioned[i] + self.fields.tensor
         for i in range(len(arrays)):
             self.each[i].array = <char *> <PyObject *> arrays[i]
             self.each[i].kind = kinds[i]
@@ -128,7 +128,7 @@ cdef class Watch:
         self.versions = NULL
 
     def note(self, Py_ssize_t index):
-        """Take an array as it is now for what is expected of it."""
+        """Record the present state of an array as the expected one."""
         cdef Watched *one = &self.each[index]
         if not 0 <= index < self.count:
             raise IndexError(index)
@@ -146,7 +146,7 @@ cdef class Watch:
             one.words[4] = _word(one.words[1], self.fields.nbytes)
 
     def changed(self, Py_ssize_t first=0):
-        """Index of the next array that must be asked in Python, from `first` on, or -1."""
+        """Index of the next array, from `first` on, that must be checked in Python; -1: there is none."""
         return self._changed(first)
 
     cdef Py_ssize_t _changed(self, Py_ssize_t first) noexcept:
@@ -158,7 +158,7 @@ cdef class Watch:
 
     @property
     def locked(self):
-        """Whether an array was read-only when bound, or has become so."""
+        """Whether an array is read-only, or was when it was bound."""
         return self._locked()
 
     cdef bint _locked(self) noexcept:
@@ -172,7 +172,7 @@ cdef class Watch:
         return False
 
     def written(self):
-        """Tell autograd, as operators that write do: a graph that saved one of the tensors must not use it."""
+        """Increase the version counters of the tensors, so that autograd refuses graphs that have saved one of them."""
         self._written()
 
     cdef int _written(self) except -1:
@@ -180,17 +180,17 @@ cdef class Watch:
         if self.num_versions == 0:
             return 0
         if self.bump == NULL:
-            sys.modules["torch"].autograd.graph.increment_version(self.told)
+            sys.modules["torch"].autograd.graph.increment_version(self.versioned)
             return 0
         for i in range(self.num_versions):
             self.bump(self.versions[i])
         return 0
 
     def close(self):
-        """Let go of the arrays; what is asked next raises the error of a closed pool."""
+        """Release the arrays.  Later checks raise the error of a closed pool."""
         self.closed = True
         self.count = self.num_versions = 0
-        self.arrays, self.told = [], []
+        self.arrays, self.versioned = [], []
 
     cdef int require(self, bint writes) except -1:
         if self.closed or self._changed(0) >= 0:
@@ -201,6 +201,6 @@ cdef class Watch:
 
 
 def require_watched(Watch src not None, Watch dst not None):
-    """Raise `BindError` if an array of either pool has other memory, or one of `dst` may not be written."""
+    """Raise `BindError` if the memory of an array of either pool has changed, or one of `dst` is read-only."""
     src.require(False)
     dst.require(True)
