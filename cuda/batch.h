@@ -12,7 +12,7 @@ namespace kvbm_driver {
 
 static_assert(sizeof(kvbm_args) == 4096, "the parameters of a kernel have 4,096 bytes");
 
-enum : int32_t { kSkip = -1 };  // the id of a pair that is skipped
+constexpr int32_t kSkip = -1;  // the id of a pair that is skipped
 
 // Bytes of the payload that the parts and the units of ids take.  Ids and tables go behind them.
 inline size_t described_bytes(uint32_t num_parts, uint32_t mask) {
@@ -20,7 +20,7 @@ inline size_t described_bytes(uint32_t num_parts, uint32_t mask) {
   return num_parts * sizeof(kvbm_part) + (has_units ? offsetof(kvbm_units, part) + num_parts * sizeof(kvbm_unit_strides) : 0);
 }
 // Bits of inline_mask that the caller sets.
-enum : uint32_t { kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST };
+constexpr uint32_t kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST;
 
 // Copies the description of a copy.  Each batch sets the other parameters.
 inline void copy_description(kvbm_args* to, const kvbm_args& from) {

@@ -17,7 +17,7 @@ int num_devices = 0;
 
 // ---- loading and starting the driver, and fork() -------------------------------------------------------------------
 
-enum : int { kUnset = INT_MIN };
+constexpr int kUnset = INT_MIN;
 std::atomic<int> load_status{kUnset};   // libcuda.so.1 is open and its functions are known
 std::atomic<int> start_status{kUnset};  // cuInit has run
 std::atomic<bool> start_begun{false};

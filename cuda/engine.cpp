@@ -1,4 +1,4 @@
-// engine.cpp: copies by the copy engine: a loop nest of bytes becomes ranges and rows.
+// engine.cpp: runs a loop nest with the copy engine: walks it on the host, and submits its runs and rows.
 #include <algorithm>
 #include <vector>
 
@@ -12,11 +12,11 @@ namespace {
 
 struct Loop {
   uint64_t extent;
-  int64_t src, dst;              // bytes a step
-  int64_t src_entry, dst_entry;  // table entries a step
+  int64_t src, dst;              // strides, bytes
+  int64_t src_entry, dst_entry;  // strides, table entries
 };
 
-// A part of a copy as runs of bytes: the loops around a run, fastest first.
+// A part of a copy: runs of bytes, and the loops around a run, fastest first.
 struct Nest {
   uint64_t run;
   int depth = 0;
@@ -40,7 +40,7 @@ struct Spot {
   }
 };
 
-// Calls `emit` at every turn of the loops from `first` on.
+// Calls `emit` for every iteration of the loops from `first` on.
 template <class Emit>
 int walk(const Nest& nest, int first, Spot at, Emit&& emit) {
   uint64_t turn[KVBM_MAX_INNER + KVBM_MAX_OUTER] = {};
@@ -57,12 +57,12 @@ int walk(const Nest& nest, int first, Spot at, Emit&& emit) {
   }
 }
 
-// Copies a batch of host ids by its loop nest.  Tables are the host's.
+// Copies a batch by one description.  Ids and tables are in host memory.
 int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
   for (uint32_t p = 0; p < args.num_parts; ++p) {
     const kvbm_part& part = args.part[p];
     const Nest nest(part);
-    // Blocks that follow each other with nothing between are one range, if they are met one after the other.
+    // If adjacent blocks are one range, visit them in the order of their ids.
     const bool blocks_touch = part.src_id_stride == static_cast<int64_t>(nest.run) &&
                               part.src_id_stride == part.dst_id_stride && args.src_id_table == 0 && args.dst_id_table == 0 &&
                               !(args.inline_mask & (KVBM_SRC_UNITS | KVBM_DST_UNITS));
@@ -88,7 +88,7 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
         if (start(pair, &at)) RETURN_IF_FAILED(walk(nest, rows, at, emit));
       continue;
     }
-    // In the order of the source's ids, so that neighbours meet whatever order they were given in.
+    // In the order of the source ids, so that adjacent blocks are merged whatever the order of the batch.
     static thread_local std::vector<uint32_t> order;
     order.resize(batch.num_pairs);
     for (uint32_t i = 0; i < batch.num_pairs; ++i) order[i] = i;
@@ -112,7 +112,6 @@ int copy_nest(const kvbm_args& args, const kvbm_batch& batch, Submission* out) {
 
 }  // namespace
 
-// Copies a batch by several loop nests.
 int copy_nests(const kvbm_route& route, const kvbm_args* const* nests, uint32_t count, const kvbm_batch& batch, Device* device,
                Stream stream, uint64_t* submissions) {
   Submission::Mode mode;

@@ -9,23 +9,23 @@ using namespace kvbm_driver;
 
 namespace {
 
-// A word is of one copy, until its event is done and no graph reads it: what another copy finds is not mixed up with it.
+// A word belongs to one copy, until its event is done and no graph uses it.  So faults of different copies are not mixed up.
 std::mutex faults_mutex;
-std::vector<kvbm_fault*>& free_faults = *new std::vector<kvbm_fault*>;  // has room for all there are
+std::vector<kvbm_fault*>& free_faults = *new std::vector<kvbm_fault*>;  // its capacity is the number of all words
 Retired& retired_faults = *new Retired;
 size_t num_faults = 0;
 
-enum : size_t { kFaultsAtOnce = 512 };  // a page of them
-enum : int { kMostFaultQueries = 4 };
+constexpr size_t kFaultsAtOnce = 512;  // words of a page
+constexpr int kMostFaultQueries = 4;
 
-// Also called by the driver, on any thread, when a graph is gone.
+// The driver calls it too, on any thread, when a graph is destroyed.
 void leave_fault(void* left) {
   auto* const fault = static_cast<kvbm_fault*>(left);
   std::lock_guard<std::mutex> lock(faults_mutex);
   if (--fault->users == 0) free_faults.push_back(fault);
 }
 
-// Not with faults_mutex held: the driver may wait for a thread of its own that is in leave_fault.
+// Do not call it with faults_mutex held: the driver may wait for a thread of its own, which is in leave_fault.
 int make_faults() {
   void* memory = nullptr;
   RETURN_IF_FAILED(CU(MemHostAlloc, &memory, kFaultsAtOnce * sizeof(kvbm_fault), kHostPortable | kHostMapped));
@@ -49,12 +49,12 @@ kvbm_fault* take_fault() {
 
 namespace kvbm_driver {
 
-// The word of a captured copy is written by every replay.
+// Every replay of a captured copy may write its word, so the graph owns it too.
 int give_fault_to_graph(const kvbm_batch& batch, Stream stream, int* captured) {
   Handle graph = nullptr;
   RETURN_IF_FAILED(capturing_graph(stream, &graph));
   if (!graph) return KVBM_OK;
-  auto* const fault = reinterpret_cast<kvbm_fault*>(batch.fault);  // its pair is its first member
+  auto* const fault = reinterpret_cast<kvbm_fault*>(batch.fault);  // `pair` is its first member
   *captured = 1;
   {
     std::lock_guard<std::mutex> lock(faults_mutex);
@@ -84,7 +84,7 @@ int kvbm_fault_take(int device, kvbm_fault** fault) {
 }
 
 void kvbm_fault_give(kvbm_fault* fault, int device, uint64_t event) {
-  if (!fault || start() != KVBM_OK) return;  // after a fork it is the parent's
+  if (!fault || start() != KVBM_OK) return;  // after a fork it belongs to the parent
   if (event)
     retired_faults.add(device, reinterpret_cast<Handle>(event), fault, [](int, void* left) { leave_fault(left); });
   else

@@ -20,11 +20,11 @@ namespace {
 
 // ---- running kernels -----------------------------------------------------------------------------------------------
 
-enum : uint64_t { kBytesAThread = 512 << 10 };  // fewest bytes of a thread: below that its start costs more than it saves
-enum : unsigned { kMostThreads = 256, kTurnsAThread = 8 };
+constexpr uint64_t kBytesAThread = 512 << 10;  // fewest bytes of a thread: below that its start costs more than it saves
+constexpr unsigned kMostThreads = 256, kTurnsAThread = 8;
 // Copies larger than this store around the cache.  It is not the size of the last-level cache: a virtual machine reports the
 // cache of its host, but has a slice of it.  Measured, streaming stores are faster from far smaller sizes on.
-enum : uint64_t { kStreamFrom = 2 << 20 };
+constexpr uint64_t kStreamFrom = 2 << 20;
 
 unsigned usable_cores() {
   cpu_set_t set;
@@ -83,7 +83,7 @@ struct HostRun {
 
 // ---- checking ids --------------------------------------------------------------------------------------------------
 
-enum : uint32_t { kMostPairwise = 32 };  // up to this many pairs, comparing each with each is faster than a table
+constexpr uint32_t kMostPairwise = 32;  // up to this many pairs, comparing each with each is faster than a table
 
 // For each block, the number of the batch that last wrote it.  The table is kept between calls and not cleared, because each
 // batch has a new number.  So a check is O(pairs), not O(blocks).
@@ -173,7 +173,7 @@ int check_by_stamps(const Ids& ids, int64_t dst_blocks, bool same_pool, uint32_t
 }
 
 // Larger pools are checked by sorting the ids: a number for each block would take more than 256 MB.
-enum : int64_t { kMostStamped = 1 << 26 };
+constexpr int64_t kMostStamped = 1 << 26;
 
 int check_sorted(const Ids& ids, bool same_pool, uint32_t* kept, int64_t* index) {
   struct Written {

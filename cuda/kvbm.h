@@ -231,7 +231,8 @@ typedef struct kvbm_image {
 extern const kvbm_image kvbm_images[];
 extern const int32_t kvbm_num_images; /* 0: built without CUDA */
 
-/* ---- runtime (driver.cpp, memory.cpp, launch.cpp, host.cpp, engine.cpp) --------------------------------------------------
+/* ---- runtime (driver.cpp, memory.cpp, launch.cpp, host.cpp, submission.cpp, pairs.cpp) ---------------------------
+ *
  * Status codes: 0 is success, positive values are CUresult, negative ones are defined here. */
 enum {
   KVBM_OK = 0,
@@ -345,7 +346,7 @@ int kvbm_take_ids(const void* given, uint32_t bytes, uint32_t count, int64_t blo
 int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool,
                    uint32_t* kept, int64_t* index);
 
-/* ---- transfers (engine.cpp) -------------------------------------------------------------------------------------- */
+/* ---- transfers (transfer.cpp, engine.cpp, staging.cpp, faults.cpp) ----------------------------------------------- */
 
 enum { KVBM_NO_COPY = -1, KVBM_DIRECT = 0, KVBM_STAGED = 1, KVBM_ENGINE = 2 };
 

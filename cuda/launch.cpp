@@ -1,4 +1,4 @@
-// launch.cpp: kernels, from embedded images to launches; and the ring that carries what their parameters cannot.
+// launch.cpp: loads and launches kernels.  Ids and tables go into their parameters, or through the upload ring.
 #include <string.h>
 
 #include <algorithm>
@@ -9,14 +9,14 @@
 
 namespace kvbm_driver {
 
-// A pair of buffers that carries ids and tables to the device, and the event after which it may be used again.
+// A slot of the upload ring: a pinned buffer, a device buffer, and the event after which both may be used again.
 struct Slot {
   void* host;
   Address device;
   size_t capacity;
   Handle event;
-  // kTaken: one thread fills it.  kCaptured: a graph reads it at every replay.  kLost: its event failed; never again.
-  // To take one needs the ring's lock, to leave it none: the driver may wait for a thread of its own that does.
+  // kTaken: a thread fills it.  kCaptured: a graph reads it at every replay.  kLost: its event failed, so it is not used again.
+  // Taking a slot needs the lock of the ring.  Releasing one does not, because the driver may wait for a thread that does it.
   enum State { kFree, kTaken, kInFlight, kCaptured, kLost };
   std::atomic<State> state;
   Slot* next;
@@ -45,7 +45,7 @@ int load_kernel(Device* device, int kernel) {
   } else {
     RETURN_IF_FAILED(load_runtime_kernel(device, kernel, &function));
   }
-  // Under lazy loading the code would move to the device at the first launch, which can wait behind a running kernel.
+  // With lazy loading, the first launch would load the code, and that may wait for a running kernel.
   if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, function));
   device->functions[kernel].store(function, std::memory_order_release);
   return KVBM_OK;
@@ -61,10 +61,10 @@ int find_kernel(Device* device, int kernel, Handle* function) {
   return KVBM_OK;
 }
 
-// ---- the ring ------------------------------------------------------------------------------------------------------
+// ---- the upload ring -----------------------------------------------------------------------------------------------
 
-enum : size_t { kSmallestSlot = 16 << 10 };
-enum : int { kMostQueries = 4 };  // of the slots used longest ago, before a new one is made
+constexpr size_t kSmallestSlot = 16 << 10;
+constexpr int kMostQueries = 4;  // events that are queried before a new slot is made
 
 void free_slot(Slot* slot) {
   if (slot->event) driver.EventDestroy(slot->event);
@@ -91,8 +91,8 @@ int make_slot(size_t bytes, Slot** out) {
   return KVBM_OK;
 }
 
-// A slot whose last upload and kernel are done, or a new one: the ring grows to what is in flight at once, and then
-// allocates no more.
+// Takes a slot whose last upload and kernel are done, or makes one.  The ring grows to the number of launches in flight, and
+// then allocates no more.
 int take_slot(Device* device, size_t bytes, Slot** out) {
   std::lock_guard<std::mutex> lock(device->ring_mutex);
   int queries = 0;
@@ -122,22 +122,22 @@ int take_slot(Device* device, size_t bytes, Slot** out) {
   return KVBM_OK;
 }
 
-// Called by the driver, on any thread, when the last graph that reads the slot is gone.
+// The driver calls it, on any thread, when the last graph that reads the slot is destroyed.
 void release_captured_slot(void* slot) { static_cast<Slot*>(slot)->state = Slot::kFree; }
 
 // ---- ids and tables ------------------------------------------------------------------------------------------------
 
-// The fields of kvbm_args that are set per batch: four in the order of inline_mask, and the positions of what is digested.
+// The arrays of a batch: four in the order of inline_mask, and the positions for digests.
 enum { kSrcIds, kDstIds, kSrcTable, kDstTable, kPositions, kFields };
 
 struct Fields {
-  size_t bytes[kFields] = {};   // 0: nothing to carry
+  size_t bytes[kFields] = {};   // 0: not uploaded
   size_t offset[kFields] = {};  // in the payload or in the slot
   bool is_inline[kFields] = {};
-  size_t slot_bytes = 0;  // what did not fit
+  size_t slot_bytes = 0;  // of the fields that do not fit into the payload
   uint32_t id_bytes = 0;
   uint32_t counted = 0;   // bits 4 and 5 of inline_mask
-  bool same_ids = false;  // dst_ids are src_ids: carried once
+  bool same_ids = false;  // both sides have the same list, which is uploaded once
 };
 
 constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
@@ -191,7 +191,7 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
     if (f.bytes[i] == 0) continue;
     char* base = f.is_inline[i] ? reinterpret_cast<char*>(args->payload) : static_cast<char*>(slot_host);
     void* out = base + f.offset[i];
-    if (f.id_bytes == 8 && (i == kSrcIds || i == kDstIds))  // those of the other side lie on the device, and are this wide
+    if (f.id_bytes == 8 && (i == kSrcIds || i == kDstIds))  // the ids of the other side are on the GPU and have 8 bytes
       std::copy_n(static_cast<const int32_t*>(source[i]), batch->num_pairs, static_cast<int64_t*>(out));
     else
       memcpy(out, source[i], f.bytes[i]);
@@ -204,10 +204,10 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
   }
 }
 
-// What the teams of a CTA take together at most (permute.cuh: eight times a tile of 8 KiB and half as much padding).
-enum : uint32_t { kTeamsShared = 96 << 10 };
+// Most shared memory of the teams of a CTA: eight times a tile of 8 KiB plus half as much padding (prepare.cuh).
+constexpr uint32_t kTeamsShared = 96 << 10;
 
-// Enqueues what sets a batch's digests to zero.
+// Sets the digests of a batch to zero, in the order of the stream.
 int clear_digests(Device* device, const kvbm_batch& batch, Stream stream) {
   enum : uint32_t { kThreads = 256 };
   Handle function = nullptr;
@@ -218,8 +218,8 @@ int clear_digests(Device* device, const kvbm_batch& batch, Stream stream) {
   return CU(LaunchKernel, function, (batch.num_pairs - 1) / kThreads + 1, 1, 1, kThreads, 1, 1, 0, stream, parameters, nullptr);
 }
 
-// Launches a kernel right behind `clear_digests`.  It may start before those are zero if it waits where it adds to them, which
-// the instruction does that code has from architecture 90 on: that of the image, not of the GPU, decides.
+// Launches a kernel after `clear_digests`.  The kernel may start early if its code waits before it adds to the digests
+// (griddepcontrol.wait).  Code for architecture 90 and later does.  The architecture of the image counts, not that of the GPU.
 int launch_behind_clear(Handle function, const kvbm_grid& grid, Stream stream, void** parameters) {
   enum : int { kWaits = 90 };
   int version = 0;
@@ -232,7 +232,7 @@ int launch_behind_clear(Handle function, const kvbm_grid& grid, Stream stream, v
 
 int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* device, const kvbm_batch* batch,
            Stream stream) {
-  // A kernel with teams gets through all the work with any number of CTAs: one a multiprocessor that it may have.
+  // A kernel with teams needs no more than one CTA for each multiprocessor that it may use.
   uint32_t most = static_cast<uint32_t>(device->sms);
   if (kernel.teams > 1 && batch->max_ctas) most = std::min(most, batch->max_ctas);
   kvbm_grid grid = {};
@@ -242,7 +242,7 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* 
   if (clears) RETURN_IF_FAILED(clear_digests(device, *batch, stream));
   if (grid.ctas == 0) return KVBM_OK;
   if (kernel.teams > 1) grid.ctas = std::min(grid.ctas, most);
-  // One figure for every batch: with its own, a thread would take back what another is about to launch with.
+  // The same value for every batch: a smaller one could undo the setting of another thread before its launch.
   if (grid.shared_bytes > 48 << 10)
     RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared,
                         static_cast<int>(std::max<uint32_t>(grid.shared_bytes, kTeamsShared))));
@@ -262,17 +262,17 @@ int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* ca
   int status = bytes ? CU(MemcpyHtoDAsync, slot->device, slot->host, bytes, stream) : KVBM_OK;
   if (status == KVBM_OK) status = cargo->launch();
   if (graph) {
-    // A captured upload reads its slot again at every replay: the slot is the graph's for as long as that lives.
+    // Every replay reads the slot again, so it belongs to the graph until this is destroyed.
     slot->state = Slot::kCaptured;
     const int given = give_to_graph(graph, slot, release_captured_slot);
     return status == KVBM_OK ? given : status;
   }
-  // Also after a failure: the copy may have been enqueued.
+  // Also after a failure, because the upload may have been enqueued.
   slot->state = driver.EventRecord(slot->event, stream) == KVBM_OK ? Slot::kInFlight : Slot::kLost;
   return status;
 }
 
-// The batch whose ids or tables do not fit the kernel's parameters.
+// A batch with ids or tables that do not fit into the kernel's parameters.
 struct BatchCargo : Cargo {
   Handle function;
   const kvbm_kernel& kernel;
@@ -290,16 +290,16 @@ struct BatchCargo : Cargo {
 
 // ---- small batches -------------------------------------------------------------------------------------------------
 
-// One side of a small batch: the base addresses of its own blocks, gathered here, so that the kernel finds them in its
-// parameters and follows neither ids nor a table in memory.
+// One side of a small batch.  The base addresses of its blocks are gathered into the kernel's parameters, so that the kernel
+// reads neither ids nor tables in memory.
 struct Small {
   kvbm_side* side;
   int64_t* id_table;
   int64_t id_stride;
-  int64_t span;  // table entries of a block, from its first to behind its last
+  int64_t span;  // table entries from the first to behind the last one of a block
   int64_t (*start)(const kvbm_args&, uint32_t, int64_t*);
-  uint32_t units;  // the bit that says that ids count units
-  // Table entries to carry, or -1 where a block's do not follow each other.
+  uint32_t units;  // the bit of inline_mask for ids that count units
+  // Number of table entries to store; -1: the entries of a block are not adjacent.
   int64_t to_carry(uint32_t pairs) const {
     if (!side->ids) return *id_table ? -1 : side->entries;
     return *id_table == 0 || span <= *id_table ? pairs * span : -1;

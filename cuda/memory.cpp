@@ -15,15 +15,15 @@ using namespace kvbm_driver;
 
 namespace {
 
-enum : unsigned { kRegisterForDevices = 1 | 2, kRegisterReadOnly = 8 };  // PORTABLE | DEVICEMAP, READ_ONLY
-enum : int { kPopulateRead = 22, kPopulateWrite = 23 };  // of madvise since Linux 5.14; some libc headers lack them
-enum : uint64_t { kTurnBytes = 16 << 20 };  // that a thread touches at a time: whole huge pages, and the last turn is short
-enum : unsigned { kMostTouching = 256 };
-enum : uint64_t { kMappingBytes = 2 << 20 };  // cuMemMap: mappings of GPU memory begin and end at multiples of this
+constexpr unsigned kRegisterForDevices = 1 | 2, kRegisterReadOnly = 8;  // PORTABLE | DEVICEMAP, READ_ONLY
+constexpr int kPopulateRead = 22, kPopulateWrite = 23;  // of madvise since Linux 5.14; some libc headers lack them
+constexpr uint64_t kTurnBytes = 16 << 20;  // that a thread touches at a time: whole huge pages, and the last turn is short
+constexpr unsigned kMostTouching = 256;
+constexpr uint64_t kMappingBytes = 2 << 20;  // cuMemMap: mappings of GPU memory begin and end at multiples of this
 
 // A retired table has no event for the last copy that reads it, and freeing waits for the GPU.  So many are freed at once.
 // Each freed table counts 512 bytes of driver overhead, so that many small tables are released soon.
-enum : uint64_t { kMostRetired = 1 << 20, kDriverBytes = 512 };
+constexpr uint64_t kMostRetired = 1 << 20, kDriverBytes = 512;
 std::atomic<uint64_t> retired_bytes{0};
 
 // Queries `count` attributes of an address.

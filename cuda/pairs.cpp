@@ -131,8 +131,8 @@ int find_allocation(uint64_t address, Allocation* out) {
 
 // ---- the launch ----------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kMostPairs = 1 << 20, kMostJobs = (uint64_t{1} << 31) - 1 };                    // of a launch
-enum : uint32_t { kThreads = 128, kLogThreads = 7, kLogMinWidth = 3, kLoads = 2, kWidest = 16 };  // as in copy.cu
+constexpr uint64_t kMostPairs = 1 << 20, kMostJobs = (uint64_t{1} << 31) - 1;                    // of a launch
+constexpr uint32_t kThreads = 128, kLogThreads = 7, kLogMinWidth = 3, kLoads = 2, kWidest = 16;  // as in copy.cu
 
 class Launch : public Cargo {
  public:

@@ -1,7 +1,7 @@
-// runtime.cpp: kernels that were compiled at run time: their numbers, their code on each device, and what a launch of one needs.
+// runtime.cpp: kernels that were compiled at run time: their numbers, their code on each device, and how they prepare a batch.
 //
-// What is added stays until the process ends: a launch, a graph or another thread may hold its number.  So readers take no lock;
-// an entry is whole before its number is handed out.
+// Entries are never removed, because a launch, a graph or another thread may have their numbers.  An entry is complete before
+// its number is returned, so readers take no lock.
 #include <string.h>
 
 #include <atomic>
@@ -26,7 +26,7 @@ struct Image {
 };
 
 struct Compiled : kvbm_kernel {
-  std::string text;  // its name
+  std::string text;  // the memory of `name`
   kvbm::Structure structure[KVBM_MAX_PARTS];
   bool is_tile[KVBM_MAX_PARTS];
   std::atomic<const Image*> images{nullptr};
@@ -43,7 +43,7 @@ Compiled* compiled_at(int kernel) {
 
 bool is_word(int32_t bytes) { return bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16; }
 
-// A form that permute.cuh has a template for.
+// Whether Rows or Tile has an instance of this form.
 bool is_form(const kvbm_form& form, uint32_t parts) {
   if (form.outer < 0 || form.outer > KVBM_MAX_OUTER || !is_word(form.word)) return false;
   if (form.sm_limited < 0 || form.sm_limited > 1 || (form.sm_limited && parts > 1)) return false;
@@ -52,7 +52,7 @@ bool is_form(const kvbm_form& form, uint32_t parts) {
          (form.word == form.element || form.word == 16);
 }
 
-// As kvbm::Kernel does for parts that it knows when it is compiled.
+// The same as kvbm::Kernel::prepare, with the structure as values instead of template arguments.
 int prepare_compiled(const Compiled& entry, kvbm_args* args, uint32_t sms, kvbm_grid* grid) {
   uint64_t ctas = 0;
   uint32_t most_shared = 0;
@@ -96,7 +96,7 @@ int add(const char* name, const kvbm_form* forms, uint32_t parts, const void* cu
     for (uint32_t i = 0; i < parts; ++i) {
       const kvbm_form& form = forms[i];
       made->is_tile[i] = form.kind == KVBM_TILE;
-      // Parts of one launch have CTAs of one size: a tile's (codegen.py says the same).
+      // All parts of a launch have CTAs of one size: with a tile that of tiles (codegen.py does the same).
       made->structure[i] = {form.outer,
                             form.inner,
                             static_cast<uint32_t>(form.element),
@@ -126,7 +126,7 @@ int load_runtime_kernel(Device* device, int kernel, Handle* function) {
   int major = 0, minor = 0;
   RETURN_IF_FAILED(CU(DeviceGetAttribute, &major, kMajor, device->handle));
   RETURN_IF_FAILED(CU(DeviceGetAttribute, &minor, kMinor, device->handle));
-  // A cubin runs on later minor versions too: the latest that is not too late.
+  // A cubin also runs on later minor versions: take the latest that fits.
   const Image* best = nullptr;
   for (const Image* i = entry->images.load(std::memory_order_acquire); i; i = i->next)
     if (i->capability / 10 == major && i->capability % 10 <= minor && (!best || i->capability > best->capability)) best = i;

@@ -1,4 +1,4 @@
-// staging.cpp: staged copies: a kernel packs, or unpacks, blocks in a ring of slots, and the copy engine does the rest.
+// staging.cpp: staged copies: a kernel packs or unpacks blocks in slots of device memory, and the copy engine moves the slots.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -10,22 +10,22 @@
 
 using namespace kvbm_driver;
 
-// ---- the ring ----------------------------------------------------------------------------------------------------------
+// ---- the ring ------------------------------------------------------------------------------------------------------
 
 struct kvbm_ring {
   struct Slot {
     Address memory;
-    Handle filled, emptied;  // recorded where the one who fills, or empties, the slot is done
-    bool used;               // emptied has been recorded
+    Handle filled, emptied;  // events: the slot has been filled, and emptied
+    bool used;               // `emptied` has been recorded
   };
-  std::mutex mutex;  // one copy at a time enqueues
+  std::mutex mutex;  // one copy enqueues at a time
   Device* device = nullptr;
-  Stream engine = nullptr;   // what the copy engine does
-  Stream kernels = nullptr;  // where the caller's stream is another GPU's
+  Stream engine = nullptr;   // of the copy engine
+  Stream kernels = nullptr;  // of kernels, if the caller's stream belongs to another GPU
   Handle forked = nullptr, joined = nullptr;
   uint64_t slot_bytes = 0;
   uint32_t count = 0, next = 0;
-  bool captured = false;  // of a ring that graphs use: one does
+  bool captured = false;  // for rings of graphs: a graph uses it now
   Slot slots[8] = {};
 };
 
@@ -67,8 +67,8 @@ int make_ring(Device* device, uint64_t slot_bytes, uint32_t slots, kvbm_ring** o
   return KVBM_OK;
 }
 
-// Rings that graphs use.  A captured copy replays on its own ring, at any time and beside any other copy; when its last
-// graph is gone the ring serves the next capture.
+// Rings of graphs.  A captured copy has a ring of its own, because it may be replayed at any time, beside other copies.  When
+// the graph is destroyed, the ring serves the next capture.
 std::mutex captured_mutex;
 std::vector<kvbm_ring*>& captured_rings = *new std::vector<kvbm_ring*>;
 
@@ -99,7 +99,7 @@ int take_captured_ring(Device* device, Handle graph, uint64_t slot_bytes, uint32
       return check("malloc", KVBM_NO_MEMORY);
     }
   }
-  // What was recorded outside this graph, or in an earlier one, says nothing here.
+  // Events that were recorded outside this graph cannot be waited for in it.
   for (kvbm_ring::Slot& slot : ring->slots) slot.used = false;
   ring->next = 0;
   *out = ring;
@@ -108,12 +108,12 @@ int take_captured_ring(Device* device, Handle graph, uint64_t slot_bytes, uint32
   return given;
 }
 
-// ---- copies ------------------------------------------------------------------------------------------------------------
+// ---- copies --------------------------------------------------------------------------------------------------------
 
-enum : uint64_t { kSmallGroupBytes = 2 << 20 };  // large enough to hide the events between it and the next group
+constexpr uint64_t kSmallGroupBytes = 2 << 20;  // large enough to hide the latency of the events between two groups
 
-// How many blocks go through the ring at a time.  While the first group is packed, or the last one unpacked, the copy
-// engine has nothing to do: that group is small.
+// Splits a batch into groups: the blocks that share a slot.  The copy engine is idle while the first group is packed, or the
+// last one unpacked, so this group is small.
 void group_sizes(uint64_t pairs, uint64_t block_bytes, uint64_t most, bool small_first, std::vector<uint32_t>* sizes) {
   sizes->clear();
   uint64_t size = std::min(most, std::max<uint64_t>(kSmallGroupBytes / block_bytes, 1));
@@ -125,14 +125,14 @@ void group_sizes(uint64_t pairs, uint64_t block_bytes, uint64_t most, bool small
   if (!small_first) std::reverse(sizes->begin(), sizes->end());
 }
 
-// Ids of one side each.
+// The ids of both sides.
 struct IdLists {
   std::vector<int32_t> src, dst;
 };
 
-// Leaves out the skipped pairs, and writes out the ids that are only counted: groups of the batch start anywhere in it.
+// Removes the skipped pairs, and replaces missing lists of ids by 0, 1, 2, ..., because a group may start at any pair.
 void write_out(kvbm_batch* batch, IdLists* lists) {
-  // The ids on the device stay where they are, and so must those of the other side, the skipped ones too.
+  // If ids are on the GPU, no pair can be removed: the ids of the other side must keep their positions.
   const bool on_device = batch->src.ids_device || batch->dst.ids_device;
   if (has_ids(batch->src) && has_ids(batch->dst) && (on_device || batch->kept == batch->num_pairs)) return;
   lists->src.clear();
@@ -152,7 +152,7 @@ class Staged {
   Staged(const kvbm_route& route, const kvbm_batch& batch, kvbm_ring* ring, Stream stream)
       : route_(route), batch_(batch), ring_(ring), stream_(stream) {}
 
-  // One group, packed and taken on the caller's own stream: nothing to overlap, and no event between.
+  // One group, packed and copied on the caller's stream: nothing overlaps, so no events are needed.
   int gather_at_once() {
     kvbm_ring::Slot* slot = nullptr;
     RETURN_IF_FAILED(take(stream_, &slot));
@@ -190,7 +190,7 @@ class Staged {
     return KVBM_OK;
   }
 
-  // The caller's stream goes on when the engine is done; also after a failure, so that a capture stays whole.
+  // Makes the caller's stream wait for the engine; also after a failure, so that a capture remains valid.
   int join() { return pass(ring_->joined, ring_->engine, stream_); }
 
   uint64_t submissions = 0;
@@ -210,7 +210,7 @@ class Staged {
     return CU(EventRecord, slot->emptied, stream);
   }
 
-  // Pairs of the batch, from pool to pool.
+  // Pairs [first, first + n) of the batch.
   kvbm_batch group(uint64_t first, uint32_t n) const {
     kvbm_batch part = batch_;
     part.num_pairs = part.kept = n;
@@ -224,7 +224,7 @@ class Staged {
     return part;
   }
 
-  // The slot's side: the blocks of one group, one after the other in one allocation.
+  // A slot as one side of a batch: the n blocks of a group, one after the other.
   static kvbm_side blocks_of(const uint64_t* memory, uint32_t n) { return {nullptr, 0, memory, 0, 1, n}; }
 
   int permute(uint64_t first, uint32_t n, const kvbm_ring::Slot* slot, Stream stream) {
@@ -233,7 +233,7 @@ class Staged {
     const int32_t* const given = far.ids;
     const uint64_t memory = slot->memory;
     far = blocks_of(&memory, n);
-    if (part.dst.ids_device) {  // pairs that are skipped on the host's side are still here
+    if (part.dst.ids_device) {  // then pairs that the host's ids skip have not been removed
       lists_.src.resize(n);
       for (uint32_t i = 0; i < n; ++i) lists_.src[i] = given[i] == kSkip ? int32_t{kSkip} : static_cast<int32_t>(i);
       far.ids = lists_.src.data();
@@ -298,8 +298,8 @@ int copy_staged(const kvbm_route& route, const kvbm_batch& given, Stream stream,
   return status;
 }
 
-// A stream of the route's GPU, in place of the caller's.  Under capture it is the graph's: a stream stays in a capture until that
-// ends, and other copies that came on it meanwhile would be captured instead of done.
+// During a capture the stream is one that only this graph uses.  A stream belongs to a capture until its end, so that other
+// copies on it would be captured too.
 int stream_beside(const kvbm_route& route, Device* device, Stream callers, Stream* mine) {
   Handle graph = nullptr;
   RETURN_IF_FAILED(capturing_graph(callers, &graph));
@@ -324,7 +324,7 @@ int kvbm_ring_create(int device, uint64_t slot_bytes, uint32_t slots, kvbm_ring*
 
 void kvbm_ring_retire(kvbm_ring* ring) {
   if (!ring || start() != KVBM_OK) return;
-  // One event for all that uses it; where none is to be had, it is waited for.
+  // One event for all work that uses the ring.  If that fails, wait.
   Device* const device = ring->device;
   Handle event = nullptr;
   Current current;

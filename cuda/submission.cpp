@@ -1,4 +1,4 @@
-// submission.cpp: the driver's batches of copies, for callers with lists of addresses.
+// submission.cpp: copies of lists of ranges by the copy engine.
 #include "submission.h"
 
 using namespace kvbm_driver;
@@ -19,7 +19,7 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
   if (mode == kBatched && !can_batch()) return check("cuMemcpyBatchAsync", KVBM_NO_FUNCTION);
   Submission::Mode how;
   RETURN_IF_FAILED(mode_for(handle, by_peer, &how));
-  if (mode == kBatched && how != Submission::kBatched)  // refused here: by the driver it would be the end of the capture
+  if (mode == kBatched && how != Submission::kBatched)  // refused here, because the driver would invalidate the capture
     return by_peer ? check("cuMemcpyBatchAsync", KVBM_NOT_GRANTED) : check("cuMemcpyBatchAsync", kCaptureUnsupported);
   if (mode == kOneByOne && how == Submission::kBatched) how = Submission::kOneByOne;
   *used = how == Submission::kBatched ? kBatched : kOneByOne;
@@ -32,12 +32,12 @@ int kvbm_memcpy_batch(const uint64_t* dst, const uint64_t* src, const uint64_t* 
   int status = submit(&first);
   uint64_t submissions = first.submissions;
   if (status == kInvalidValue && merge) {
-    // Neighbours may be two allocations, and the driver takes no copy across their border.  Whatever went in before the
-    // refusal is only copied once more.
+    // Adjacent ranges may be in two allocations, and the driver refuses a copy across their border.  Copies that were submitted
+    // before the refusal are repeated, which does no harm.
     merge = false;
-    Submission apart(current.device, handle, how, false);
-    status = submit(&apart);
-    submissions = apart.submissions;
+    Submission unmerged(current.device, handle, how, false);
+    status = submit(&unmerged);
+    submissions = unmerged.submissions;
   }
   const bool refused = status == kInvalidValue || status == kNotSupported || status == kCaptureUnsupported;
   if (mode != kAuto || how != Submission::kBatched || !refused || submissions > 1) return status;

@@ -1,4 +1,4 @@
-// submission.h: copies of ranges of bytes on their way to the driver.
+// submission.h: submits copies of byte ranges to the driver: merged, and in batches where the driver has them.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +8,14 @@
 
 namespace kvbm_driver {
 
-enum : size_t { kCopiesASubmission = 4096 };  // very large batches have crashed drivers
-enum : uint64_t { kLargestPitch = INT32_MAX };
-// Rows at a stride beat as many copies of a batch (benchmarks/NOTES.md), but each such call costs 2 us between copies.
-enum : uint64_t { kRowsWorthACall = 512 << 10 };
+constexpr size_t kCopiesASubmission = 4096;  // very large batches have crashed drivers
+constexpr uint64_t kLargestPitch = INT32_MAX;
+// A 2D copy is faster than as many copies of a batch (benchmarks/NOTES.md), but each such call costs 2 us between copies.
+constexpr uint64_t kRowsWorthACall = 512 << 10;  // bytes
 
 inline bool can_batch() { return driver.MemcpyBatchAsyncV2 || driver.MemcpyBatchAsyncV1; }
 
-// The context of the GPU that an address lies on, or null: host memory.
+// The context of the GPU of an address; null: it is in host memory.
 inline int context_of(Address address, Handle* context) {
   *context = nullptr;
   int ordinal = -1;
@@ -27,7 +27,8 @@ inline int context_of(Address address, Handle* context) {
   return KVBM_OK;
 }
 
-// Ranges on their way to the driver: neighbours are merged, and as many as may be go in one call.  After the last of them `join`.
+// Collects ranges, merges adjacent ones, and submits as many as possible in one call.  Call `flush` after the last range, and
+// `join` at the end.  No copy crosses a cut (a border of allocations).
 class Submission {
  public:
   enum Mode { kOneByOne, kBatched, kByPeer };
@@ -72,12 +73,12 @@ class Submission {
       for (size_t i = 0; i < n; ++i) RETURN_IF_FAILED(one(lists_.dst[i], lists_.src[i], lists_.bytes[i]));
       return KVBM_OK;
     }
-    if (is_legacy(stream_)) {  // which the batched call refuses
+    if (is_legacy(stream_)) {  // the batched call refuses it
       RETURN_IF_FAILED(order_streams(device_, callers_, device_->side_stream));
       stream_ = device_->side_stream;
     }
     CopyAttributes attributes = {1, {0, 0}, {0, 0}, 0};
-    size_t attributes_from = 0, failed = 0;  // one entry an attribute, not one a copy
+    size_t attributes_from = 0, failed = 0;  // the attributes apply from copy 0 on
     ++submissions;
     const int status =
         driver.MemcpyBatchAsyncV2
@@ -87,7 +88,7 @@ class Submission {
     return check("cuMemcpyBatchAsync", status);
   }
 
-  // The caller's stream goes on after the copies, also after those before a failure.
+  // Makes the caller's stream wait for the copies; also after a failure, for the earlier copies.
   int join(int status) {
     if (stream_ == callers_) return status;
     const int joined = order_streams(device_, stream_, callers_);
@@ -97,9 +98,9 @@ class Submission {
   uint64_t submissions = 0;
 
  private:
-  enum : int { kUnified = 4 };  // CUmemorytype: whatever the address says
+  static constexpr int kUnified = 4;  // CUmemorytype: the address tells
 
-  // Bytes up to the first cut inside the range, on either side; 0: there is none.
+  // Bytes before the first cut inside the range, on either side; 0: there is none.
   uint64_t before_cut(Address dst, Address src, uint64_t bytes) const {
     uint64_t first = 0;
     if (num_cuts_ == 0) return 0;
@@ -123,11 +124,11 @@ class Submission {
   }
 
   int whole(Address dst, Address src, uint64_t bytes) {
-    if (bytes == 0) return KVBM_OK;  // the driver takes no copies of nothing
+    if (bytes == 0) return KVBM_OK;  // the driver refuses copies of 0 bytes
     if (merges_ && count_ > 0) {
       const size_t last = count_ - 1;
-      const uint64_t held = lists_.bytes[last];
-      if (lists_.dst[last] + held == dst && lists_.src[last] + held == src && !is_cut_at(dst, src)) {
+      const uint64_t before = lists_.bytes[last];
+      if (lists_.dst[last] + before == dst && lists_.src[last] + before == src && !is_cut_at(dst, src)) {
         lists_.bytes[last] += bytes;
         return KVBM_OK;
       }
@@ -151,7 +152,7 @@ class Submission {
   // Not const, because the driver takes no const arrays.  It is empty between two calls of a thread.
   static inline thread_local Lists lists_;
   Device* device_;
-  Stream callers_, stream_;  // given, and what takes the copies
+  Stream callers_, stream_;  // the caller's stream, and the stream of the copies
   Mode mode_;
   bool merges_;
   const uint64_t* cuts_;
@@ -159,7 +160,7 @@ class Submission {
   size_t count_ = 0;
 };
 
-// The batched call is refused by a capture.
+// The best mode for a stream.  The batched call cannot be captured.
 inline int mode_for(Stream stream, bool by_peer, Submission::Mode* mode) {
   *mode = by_peer ? Submission::kByPeer : Submission::kOneByOne;
   if (by_peer || !can_batch()) return KVBM_OK;

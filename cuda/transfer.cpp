@@ -1,4 +1,4 @@
-// transfer.cpp: a copy of a batch by one of the strategies, with its digests and events.
+// transfer.cpp: copies a batch by a strategy (direct, staged, engine), with digests, and in the order of streams and events.
 #include <utility>
 
 #include "batch.h"
@@ -8,7 +8,7 @@ using namespace kvbm_driver;
 
 namespace {
 
-// One launch after the other, on the device or on the host (null).
+// Launches several kernels, on the device or (null) on the host.
 int launch_all(uint32_t count, const int* kernels, const kvbm_args** args, kvbm_batch batch, Device* device, Stream stream,
                uint64_t* submissions) {
   for (uint32_t i = 0; i < count; ++i) {
@@ -33,7 +33,7 @@ int digest_side(const kvbm_route& route, const kvbm_batch& given, int side, uint
                 uint64_t* submissions) {
   kvbm_batch batch = given;
   if (side == kOfDst) std::swap(batch.src, batch.dst);
-  // The other side's ids tell which pairs are skipped; its memory is not touched, and any table will do for it.
+  // The ids of the other side are needed, because they may skip pairs.  Its memory is not accessed, so any table will do.
   batch.dst.table = batch.src.table;
   batch.dst.table_device = batch.src.table_device;
   batch.dst.entries = 1;
@@ -52,7 +52,7 @@ int copy_engine(const kvbm_route& route, const kvbm_batch& given, Device* device
 // Whether the kernels of a strategy digest what they copy.
 bool is_fused(int strategy, const kvbm_route& route, const kvbm_batch& batch) {
   if (strategy == KVBM_DIRECT) return route.num_sum_direct > 0;
-  // A staged copy leaves out what is skipped, and with it the places of digests.
+  // A staged copy removes skipped pairs, so its kernels would write digests to wrong places.
   return strategy == KVBM_STAGED && route.num_sum_permute > 0 && batch.kept == batch.num_pairs;
 }
 
@@ -64,22 +64,23 @@ int copy_only(int strategy, const kvbm_route& route, const kvbm_batch& batch, De
   return copy_direct(route, batch, device, stream, submissions);
 }
 
-// The copy, and the digests that are asked for: fused, or before and after it.
+// Copies and digests.  Digests of what is copied are fused with the copy, or computed before or after it.
 int copy_and_digest(int strategy, const kvbm_route& route, const kvbm_batch& given, Device* device, Stream stream,
                     uint64_t* submissions) {
   kvbm_batch batch = given;
-  const uint64_t apart = is_fused(strategy, route, batch) && batch.kept ? 0 : batch.digests;
-  if (apart) batch.digests = 0;
+  const uint64_t separate = is_fused(strategy, route, batch) && batch.kept ? 0 : batch.digests;
+  if (separate) batch.digests = 0;
   if (batch.num_pairs == 0) return KVBM_OK;
   if (batch.both[kOfSrc]) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, batch.both[kOfSrc], device, stream, submissions));
-  if (apart && !route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfSrc, apart, device, stream, submissions));
+  if (separate && !route.digests_dst)
+    RETURN_IF_FAILED(digest_side(route, given, kOfSrc, separate, device, stream, submissions));
   RETURN_IF_FAILED(copy_only(strategy, route, batch, device, stream, submissions));
-  if (apart && route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfDst, apart, device, stream, submissions));
+  if (separate && route.digests_dst) RETURN_IF_FAILED(digest_side(route, given, kOfDst, separate, device, stream, submissions));
   if (batch.both[kOfDst]) RETURN_IF_FAILED(digest_side(route, given, kOfDst, batch.both[kOfDst], device, stream, submissions));
   return KVBM_OK;
 }
 
-// Digests for pinned memory: kernels add to memory of the device, and what they made is copied.
+// Digests in pinned memory: kernels add to scratch memory on the device, which is then copied there.
 class FarDigests : public Cargo {
  public:
   FarDigests(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,
@@ -143,7 +144,7 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   for (uint32_t i = 0; i < num_waits; ++i)
     RETURN_IF_FAILED(CU(StreamWaitEvent, callers, reinterpret_cast<Handle>(waits[i]), 0));
 
-  // A kernel runs on a stream of its own GPU: where the caller's is another's, both are tied by events.
+  // A kernel needs a stream of its own GPU.  If the caller's belongs to another GPU, events order the two.
   Stream mine = callers;
   int home = route->device;
   if (route->crosses) RETURN_IF_FAILED(kvbm_stream_device(stream, &home));
@@ -157,14 +158,14 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   if (status == KVBM_OK && (batch->digests || batch->both[kOfSrc])) {
     Handle graph = nullptr;
     status = capturing_graph(mine, &graph);
-    outcome->captured |= graph != nullptr;  // its digests are written at every replay
+    outcome->captured |= graph != nullptr;  // every replay writes the digests
   }
   if (status == KVBM_OK) status = copy_by(strategy, *route, *batch, device, mine, &outcome->submissions);
   if (foreign) {
     const int joined = order_streams(device, mine, callers);
     if (status == KVBM_OK) status = joined;
   }
-  // Also after a failure: some of it may have been enqueued, and uses what is given back once the event is done.
+  // Also after a failure: some work may have been enqueued, and what it uses is returned when the event is done.
   const int marked = done ? CU(EventRecord, reinterpret_cast<Handle>(done), callers) : KVBM_OK;
   return status == KVBM_OK ? marked : status;
 }

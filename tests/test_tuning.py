@@ -161,8 +161,8 @@ def test_between_runs_the_number_of_pieces_counts() -> None:
 )
 @pytest.mark.parametrize("gathers", [False, True])
 def test_groups_are_those_of_the_engine(block: int, chunk: int, gathers: bool) -> None:
-    """As engine.cpp counts them, with the same constants."""
-    text = (ROOT / "cuda" / "engine.cpp").read_text(encoding="utf-8")
+    """As staging.cpp counts them, with the same constants."""
+    text = (ROOT / "cuda" / "staging.cpp").read_text(encoding="utf-8")
     small_bytes = re.search(r"kSmallGroupBytes = (\d+) << 20", text)
     at_once = re.search(r"<= (\d+) \* kSmallGroupBytes", text)
     assert small_bytes and int(small_bytes[1]) << 20 == tuning._SMALL_GROUP

@@ -40,7 +40,7 @@ CHUNK_BYTES = 32 << 20
 #: an idle machine does not show.
 ENGINE_RUN = 256 << 10
 
-#: Bytes of a staged batch that are packed before, or unpacked after, the copy engine works (``kSmallGroupBytes`` of engine.cpp),
+#: Bytes of a staged batch that are packed before, or unpacked after, the copy engine works (``kSmallGroupBytes`` of staging.cpp),
 #: and the number of these up to which a batch that is packed first is one launch and one copy.
 _SMALL_GROUP, _AT_ONCE = 2 << 20, 4
 
@@ -80,7 +80,7 @@ class Row(NamedTuple):
 def _groups(pairs: Any, block_bytes: int, chunk_bytes: int, *, gathers: bool) -> tuple[Any, Any]:
     """Number of groups of a staged batch, and the bytes that are packed or unpacked while the copy engine is idle.
 
-    As `group_sizes` of engine.cpp: a small group at the end where the kernel works alone, the others as large as a slot.
+    As `group_sizes` of staging.cpp: a small group at the end where the kernel works alone, the others as large as a slot.
     """
     import numpy as np
 
