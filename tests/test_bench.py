@@ -24,7 +24,9 @@ from click.testing import CliRunner, Result
 import kvbm
 import matrix
 import pages
-from kvbm.bench import backends, clock, copies, measure, peers, table
+from benchmarks import __main__ as studies
+from kvbm import clock
+from kvbm.bench import backends, copies, measure, peers, table
 from kvbm.bench import cli as bench_cli
 from kvbm.bench.check import Check, WrongCopyError, _Blocks
 from kvbm.cli import main
@@ -784,3 +786,15 @@ def test_gpu_p2p() -> None:
         return
     assert result.exit_code == 0, result.output
     assert {"memcpy", "auto"} <= {row["backend"] for row in rows_of(result.stdout)}
+
+
+def test_studies_are_programs_of_the_checkout() -> None:
+    """Each is loaded and has help; `kvbm bench` says where those went that were its commands."""
+    program = click.Context(studies.main)
+    for name in studies.STUDIES:
+        command = studies.main.get_command(program, name)
+        assert command is not None and command.name == name and command.help
+    assert set(bench_cli.STUDIES) < set(studies.STUDIES)
+    for name in bench_cli.STUDIES:
+        result = CliRunner().invoke(bench_cli.bench, [name, "--device", "cpu"])
+        assert result.exit_code == 2 and f"run `python -m benchmarks {name}` in a checkout" in result.stderr

@@ -1,4 +1,4 @@
-"""`kvbm bench link` and the table of link growth: rows, and the check before them.  Small sizes; no time is asserted."""
+"""`python -m benchmarks link` and the table of link growth: rows, and the check before them.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import benching
 from benching import ON_CPU, run
-from kvbm.bench import cli, growth, link, race, ways
+from benchmarks import growth, link, race, ways
 from kvbm.bench.check import WrongCopyError
 from processes import FakeDriver
 
@@ -20,7 +20,7 @@ TORCH = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installe
 
 
 def ran(*arguments: str) -> list[dict[str, str]]:
-    rows = benching.ran(cli.bench, "link", *ON_CPU, "--quick", *arguments)
+    rows = benching.ran(link.link, *ON_CPU, "--quick", *arguments)
     assert tuple(rows[0]) == race.COLUMNS
     return rows
 
@@ -60,7 +60,7 @@ def test_transports_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ways.ByNixl, "__init__", missing)
     monkeypatch.setattr(ways.ByTorch, "__init__", missing)
-    found = run(cli.bench, "link", *ON_CPU, "--quick", "--what", "messages")
+    found = run(link.link, *ON_CPU, "--quick", "--what", "messages")
     assert found.exit_code and "NIXL: left out: no such package" in found.stderr and "wire.nixl" not in found.stderr
 
 
@@ -95,7 +95,7 @@ def test_packing_is_measured_beside_a_memcpy() -> None:
 
 
 def test_a_product_is_measured_on_gpus_alone() -> None:
-    found = run(cli.bench, "link", *ON_CPU, "--quick", "--what", "beside")
+    found = run(link.link, *ON_CPU, "--quick", "--what", "beside")
     assert found.exit_code and "a product beside links is measured on GPUs" in found.stderr
 
 
@@ -113,7 +113,7 @@ def test_the_other_process_is_on_another_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert [link.other_than(place) for place in ("cpu", "cuda:0", "cuda:1")] == ["cpu", "cuda:1", "cuda:0"]
     monkeypatch.setattr(link._core, "device_count", lambda: 1)
     assert link.other_than("cuda:0") == "cuda:0"
-    assert run(cli.bench, "link", *ON_CPU, "--to", "gpu").exit_code == 2
+    assert run(link.link, *ON_CPU, "--to", "gpu").exit_code == 2
 
 
 def test_both_sides_on_a_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:

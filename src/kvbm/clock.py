@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..errors import CudaError
-from ..machine import cuda
+from .errors import CudaError
+from .machine import cuda
 
 __all__ = ["Call", "CpuClock", "GpuClock", "Timed", "cuda"]
 
@@ -128,7 +128,7 @@ class GpuClock:
         from cuda.bindings import driver
         from cuda.core import Device, ObjectCode
 
-        from .. import _core
+        from . import _core
 
         _core.device_info(device)  # raises kvbm's error if there is no such GPU
         self.device = device
