@@ -645,6 +645,7 @@ def test_help_needs_neither_numpy_nor_torch() -> None:
         assert f"'{name}'" not in loaded, name
 
 
+@pytest.mark.slow  # a program
 def test_sweep_does_not_need_torch() -> None:
     out = fresh(
         "import sys\nsys.modules['torch'] = None\nfrom click.testing import CliRunner\nfrom kvbm.cli import main\n"

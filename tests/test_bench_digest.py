@@ -97,6 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "_gpu_readers", readers)
 
 
+@pytest.mark.slow  # a whole study
 @pytest.mark.usefixtures("gpu")
 def test_what_is_asked_for_on_a_gpu() -> None:
     rows = ran("--iters", "5")

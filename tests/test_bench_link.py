@@ -31,6 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link.Run, "sizes", (256, 1024))
 
 
+@pytest.mark.slow  # eight links, both sides of many chunks
 @pytest.mark.usefixtures("small")
 def test_what_is_fixed() -> None:
     chunks = ran("--what", "chunks")
@@ -40,6 +41,7 @@ def test_what_is_fixed() -> None:
     assert (many["by"], many["beside"], many["n"], many["asked"]) == ("8 links", "1 link", "8", ">= 0.8")
 
 
+@pytest.mark.slow  # two processes, every transport
 @TORCH
 @pytest.mark.usefixtures("small")
 def test_every_way_is_measured_beside_what_carries_it() -> None:
@@ -64,6 +66,7 @@ def test_transports_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatc
     assert found.exit_code and "NIXL: left out: no such package" in found.stderr and "wire.nixl" not in found.stderr
 
 
+@pytest.mark.slow  # two processes
 @TORCH
 def test_what_comes_is_compared(tmp_path: Path) -> None:
     with ways.Pair(benching.MODEL, 256, str(tmp_path)) as pair:
@@ -85,6 +88,7 @@ def test_what_comes_is_compared(tmp_path: Path) -> None:
             pair.ask("sum", "no way", 1)
 
 
+@pytest.mark.slow  # a whole study
 @pytest.mark.usefixtures("small")
 def test_packing_is_measured_beside_a_memcpy() -> None:
     rows = ran("--what", "cut", "--chunk", "64KiB")

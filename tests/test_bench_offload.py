@@ -31,6 +31,7 @@ def ran(*arguments: str) -> list[dict[str, str]]:
     return rows
 
 
+@pytest.mark.slow  # 24 caches
 def test_every_cache_is_measured_both_ways() -> None:
     """With and without digests, 8 and 64 blocks, each compared with vLLM's way for this cache."""
     rows = ran("--what", "copies")
@@ -57,6 +58,7 @@ def test_every_cache_is_measured_both_ways() -> None:
     assert int(first["total_bytes"]) == 8 * MODEL.nbytes and first["asked"] == ""
 
 
+@pytest.mark.slow  # a whole study
 def test_quick_runs_and_the_table(tmp_path: Path) -> None:
     out = tmp_path / "results" / "offload.csv"
     found = run(offload.offload, *ON_CPU, "--quick", "--out", str(out))
@@ -176,6 +178,7 @@ def test_a_load_that_fails_its_check_is_seen(worker: offload.Worker) -> None:
         worker.move("kvbm", np.array([1, 2]), np.array([3, 4]), is_load=True)
 
 
+@pytest.mark.slow  # a whole study
 def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = offload.random_pool
 
@@ -194,6 +197,7 @@ def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -
 # ---- as on a GPU ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a whole study
 def test_what_is_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """For kvbm's copies; the CPU replaces the GPU."""
     monkeypatch.setattr(offload.Run, "asks", property(lambda _: True))

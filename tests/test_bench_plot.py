@@ -253,6 +253,7 @@ def test_the_same_rows_give_the_same_bytes_whatever_the_callers_settings(tmp_pat
     assert b"<dc:date>" not in before[1]
 
 
+@pytest.mark.slow  # draws and saves two pictures
 def test_dark_pictures_are_dark_and_png_are_at_twice_the_size(tmp_path) -> None:
     from matplotlib.image import imread
 
@@ -399,6 +400,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch) -> None:
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # draws and saves four pictures
 def test_the_command_writes_pictures_and_prints_their_names(tmp_path) -> None:
     out = tmp_path / "new" / "folder"
     files = [str(DATA / f"{name}.csv") for name in ("sweep_cpu", "interference")]
