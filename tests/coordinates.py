@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def at(*case: object) -> Iterator[None]:
+def in_case(*case: object) -> Iterator[None]:
     """Add the case to an error of the block; pytest prints it below the error."""
     try:
         yield

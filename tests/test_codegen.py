@@ -18,7 +18,7 @@ import pytest
 
 import kvbm
 import matrix
-from coordinates import at
+from coordinates import in_case
 from kvbm import codegen, nest, nvcc, prepare, spec
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -164,7 +164,7 @@ def test_index_of_kernels() -> None:
 def test_every_plan_has_its_kernel(src: str) -> None:
     """For any shape and alignment, a conversion between shipped layouts finds a kernel."""
     for dst in (dst for one, dst in matrix.pairs() if one == src):
-        with at(src, dst):
+        with in_case(src, dst):
             _has_its_kernel(src, dst)
 
 

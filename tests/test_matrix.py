@@ -12,7 +12,7 @@ import pytest
 import kvbm
 import matrix
 import oracle
-from coordinates import at
+from coordinates import in_case
 from memory import aligned, only, views
 
 
@@ -42,7 +42,7 @@ Copy = Callable[[matrix.Case, list[oracle.Arena], list[np.ndarray]], list[np.nda
 def run(cases: Iterable[matrix.Case], copy: Copy) -> None:
     """Compare every byte of both buffers with the oracle, for each case."""
     for case in cases:
-        with at(case):
+        with in_case(case):
             _run(case, copy)
 
 
@@ -145,7 +145,7 @@ def test_refused() -> None:
     """An opaque group against a required order: an error that names a solution; the destination is unchanged."""
     assert len(matrix.refused_pairs()) > 20
     for src, dst in matrix.refused_pairs():
-        with at(src, dst):
+        with in_case(src, dst):
             _refused(src, dst)
 
 

@@ -14,7 +14,7 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from coordinates import at
+from coordinates import in_case
 from kvbm import _core, nest, prepare, section, spec
 from memory import aligned, placed
 from test_layout import SHAPE, block_shape
@@ -255,7 +255,7 @@ def test_twelve_has_no_common_refinement() -> None:
 @pytest.mark.parametrize("src", sorted({src for src, _ in matrix.pairs()}))
 def test_shipped_pairs(src: str) -> None:
     for dst in (dst for one, dst in matrix.pairs() if one == src):
-        with at(src, dst):
+        with in_case(src, dst):
             _shipped_pair(src, dst)
 
 
