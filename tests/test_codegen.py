@@ -333,14 +333,18 @@ def test_grids(program: Callable[..., str], sms: int, extents: tuple[int, ...]) 
 IDS = [0, 4, 5, -1, -2, 6, -(1 << 31), (1 << 31) - 1, 1 << 32, (1 << 32) - 1, -(1 << 32), -(1 << 63), (1 << 63) - 1, 3]
 
 
-@pytest.mark.parametrize("blocks", [(5, 6), (0xFFFFFFFF, 0xFFFFFFFF), (14, 3)])
-@pytest.mark.parametrize("counted", [0, 16, 32, 48])
-@pytest.mark.parametrize("inlined", [0, 1, 2, 3])
-@pytest.mark.parametrize("id_bytes", [4, 8, 0])
-def test_ids_are_followed_only_in_range(
+def test_ids_are_followed_only_in_range(program: Callable[..., str]) -> None:
+    """-1 skips, other ids out of range skip and are reported, all 64 bits count; no other id is followed."""
+    for blocks, counted, inlined, id_bytes in itertools.product(
+        [(5, 6), (0xFFFFFFFF, 0xFFFFFFFF), (14, 3)], [0, 16, 32, 48], [0, 1, 2, 3], [4, 8, 0]
+    ):
+        with in_case(blocks, counted, inlined, id_bytes):
+            _check_ids_are_followed_only_in_range(program, id_bytes, inlined, counted, blocks)
+
+
+def _check_ids_are_followed_only_in_range(
     program: Callable[..., str], id_bytes: int, inlined: int, counted: int, blocks: tuple[int, int]
 ) -> None:
-    """-1 skips, other ids out of range skip and are reported, all 64 bits count; no other id is followed."""
     some = [i for i in IDS if id_bytes == 8 or -(1 << 31) <= i < 1 << 31]
     pairs = list(itertools.product(some, [2, -1, -2, 5])) if id_bytes else [(2, 2)] * 14
     pairs += [(b, a) for a, b in pairs]
