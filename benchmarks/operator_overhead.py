@@ -1,6 +1,6 @@
 """What an operator of kvbm.torch costs beyond the direct call: eager, compiled, and in the first backward.
 
-    python benchmarks/operator_overhead.py [cpu|cuda]
+    python -m benchmarks operator-overhead [cpu|cuda]
 
 Host times are the fastest of several rounds of many calls on blocks too small to matter; on a GPU the stream is drained
 between rounds, so that no call waits for room in its queue.  "direct" is `kvbm.convert` on pools that were bound before; the
@@ -9,12 +9,12 @@ functional operator also allocates its results, and what allocating as many take
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import click
 import torch
 
 import kvbm
@@ -134,9 +134,10 @@ def table(title: str, columns: str, rows: Sequence[tuple[str, ...]]) -> None:
         print("|", " | ".join(row), "|", flush=True)
 
 
-def main() -> None:
-    """Print three tables."""
-    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+@click.command()
+@click.argument("device", default="cpu", type=click.Choice(["cpu", "cuda"]))
+def operator_overhead(device: str) -> None:
+    """Print what an operator of kvbm.torch costs beyond the direct call: three tables."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
     print(torch.cuda.get_device_name() if device == "cuda" else "CPU", "with PyTorch", torch.__version__)
@@ -146,6 +147,3 @@ def main() -> None:
           [backward(blocks, device) for blocks in (4, 64, 512)])  # fmt: skip
     table("Compiled, µs a call", "mode | kvbm.torch.convert | PyTorch's own", compiled(device))
 
-
-if __name__ == "__main__":
-    main()

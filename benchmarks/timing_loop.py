@@ -1,6 +1,6 @@
 """How far `benchmark_kernel` is from a loop written by hand, beside each other on one machine.
 
-    python benchmarks/timing_loop.py
+    python -m benchmarks timing-loop
 
 On a GPU: pairs of events around each call, and one wait at the end.  On the CPU: a monotonic clock around each call, with one
 thread and into memory that is there, as `benchmark_kernel` calls the kernel from a thread of its own, which has another
@@ -12,6 +12,7 @@ Prints a line a kernel; what was asked for is a ratio within 0.03 of 1.
 import statistics
 import time
 
+import click
 import torch
 
 from kvbm.testing import benchmark_kernel
@@ -42,7 +43,9 @@ def by_hand(kernel, value, sets):
     return statistics.fmean(times)
 
 
-def main():
+@click.command()
+def timing_loop():
+    """Compare `benchmark_kernel` with a loop written by hand, one line a kernel."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     sizes = (512, 1024, 2048, 4096, 8192) if device == "cuda" else (256, 512, 1024)
@@ -67,6 +70,3 @@ def main():
                 f"{name:<8} {size:>5}²  benchmark_kernel {mine:9.4f} ms  by hand {hand:9.4f} ms  ratio {mine / hand:.3f}"
             )
 
-
-if __name__ == "__main__":
-    main()

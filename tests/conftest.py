@@ -155,7 +155,8 @@ def side_stream() -> Iterator[object]:
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For benchmarks: caches smaller than small pools, and a fixed commit."""
-    from kvbm.bench import measure, messages
+    from benchmarks import messages
+    from kvbm.bench import measure
 
     for module in (measure, messages):
         monkeypatch.setattr(module, "cache_bytes", lambda _: 64 << 10)

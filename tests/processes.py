@@ -33,7 +33,7 @@ class Server:
         atexit.register(self.close)
 
     def environment(self, **knobs: str) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH"))))
         return {**os.environ, "PYTHONPATH": path, **self.variables, **knobs}
 
     def close(self) -> None:

@@ -78,6 +78,7 @@ def test_equal_maps_are_equal_objects(drawn: Any) -> None:
     assert (dataclasses.replace(a, block=(0, 0)) == dataclasses.replace(b, block=(0, 0))) is same
 
 
+@pytest.mark.slow  # each drawn layout at every box
 @given(strategies.one(limit=500), st.data())
 @settings(max_examples=400)
 def test_window_and_fix(drawn: Any, data: Any) -> None:
@@ -198,6 +199,7 @@ def test_halves_whose_bytes_hold_other_pairs() -> None:
         kvbm.plan(apart, spec.parse('order: "b t d l h o"'), shape)
 
 
+@pytest.mark.slow  # each drawn layout in every dtype
 @given(st.data())
 @settings(max_examples=300)
 def test_four_bits_move_or_are_refused(data: Any) -> None:

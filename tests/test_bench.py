@@ -24,7 +24,10 @@ from click.testing import CliRunner, Result
 import kvbm
 import matrix
 import pages
-from kvbm.bench import backends, clock, copies, measure, peers, table
+from benchmarks import __main__ as studies
+from coordinates import in_case
+from kvbm import clock
+from kvbm.bench import backends, copies, measure, peers, table
 from kvbm.bench import cli as bench_cli
 from kvbm.bench.check import Check, WrongCopyError, _Blocks
 from kvbm.cli import main
@@ -185,9 +188,14 @@ def test_a_status_that_is_not_success_is_an_error() -> None:
 # ---- the check -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(kvbm.layouts()) - set(matrix.planar())))
-def test_formula_is_the_address(name: str) -> None:
+def test_formula_is_the_address() -> None:
     """The vectorised formula must equal the scalar one."""
+    for name in sorted(set(kvbm.layouts()) - set(matrix.planar())):
+        with in_case(name):
+            _check_formula_is_the_address(name)
+
+
+def _check_formula_is_the_address(name: str) -> None:
     random = np.random.default_rng(0)
     layout = kvbm.load(name)
     shape = SHAPE if "h" in layout.order_text else dataclasses.replace(SHAPE, no=1, nh=1)  # latents have no heads
@@ -643,6 +651,7 @@ def test_help_needs_neither_numpy_nor_torch() -> None:
         assert f"'{name}'" not in loaded, name
 
 
+@pytest.mark.slow  # a program
 def test_sweep_does_not_need_torch() -> None:
     out = fresh(
         "import sys\nsys.modules['torch'] = None\nfrom click.testing import CliRunner\nfrom kvbm.cli import main\n"
@@ -784,3 +793,15 @@ def test_gpu_p2p() -> None:
         return
     assert result.exit_code == 0, result.output
     assert {"memcpy", "auto"} <= {row["backend"] for row in rows_of(result.stdout)}
+
+
+def test_studies_are_programs_of_the_checkout() -> None:
+    """Each is loaded and has help; `kvbm bench` says where those went that were its commands."""
+    program = click.Context(studies.main)
+    for name in studies.STUDIES:
+        command = studies.main.get_command(program, name)
+        assert command is not None and command.name == name and command.help
+    assert set(bench_cli.STUDIES) < set(studies.STUDIES)
+    for name in bench_cli.STUDIES:
+        result = CliRunner().invoke(bench_cli.bench, [name, "--device", "cpu"])
+        assert result.exit_code == 2 and f"run `python -m benchmarks {name}` in a checkout" in result.stderr

@@ -1,4 +1,4 @@
-"""`kvbm bench auto`: every point of its table, and the definition of a good choice."""
+"""`python -m benchmarks auto`: every point of its table, and the definition of a good choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvbm.bench import auto, copies
+from benchmarks import auto
+from kvbm.bench import copies
 from kvbm.bench.table import Record
 from kvbm.errors import CudaUnavailableError
 from kvbm.shapes import load_shape

@@ -1,4 +1,4 @@
-"""`kvbm bench digest`: rows, the check before them, and the columns for comparison.  Small sizes; no time is asserted."""
+"""`python -m benchmarks digest`: rows, the check before them, and the columns for comparison.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import pytest
 import benching
 import kvbm
 from benching import MODEL, ON_CPU, run
-from kvbm.bench import cli, digest, measure, race
+from benchmarks import digest, race
+from kvbm.bench import measure
 from kvbm.bench.check import WrongCopyError
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
 
 def ran(*arguments: str) -> list[dict[str, str]]:
-    rows = benching.ran(cli.bench, "digest", *ON_CPU, *arguments)
+    rows = benching.ran(digest.digest, *ON_CPU, *arguments)
     assert tuple(rows[0]) == race.COLUMNS
     return rows
 
@@ -37,7 +38,7 @@ def test_every_pair_is_measured_beside_its_copy() -> None:
 
 def test_quick_runs_and_the_table(tmp_path: Path) -> None:
     out = tmp_path / "results" / "digest.csv"
-    found = run(cli.bench, "digest", *ON_CPU, "--quick", "--out", str(out))
+    found = run(digest.digest, *ON_CPU, "--quick", "--out", str(out))
     assert found.exit_code == 0, (found.output, found.exception)
     assert "staged: left out: it needs a GPU" in found.stderr
     assert "NumPy's sum" in found.stdout and "zlib.crc32" in found.stdout
@@ -96,6 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "_gpu_readers", readers)
 
 
+@pytest.mark.slow  # a whole study
 @pytest.mark.usefixtures("gpu")
 def test_what_is_asked_for_on_a_gpu() -> None:
     rows = ran("--iters", "5")

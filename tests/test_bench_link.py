@@ -1,4 +1,4 @@
-"""`kvbm bench link` and the table of link growth: rows, and the check before them.  Small sizes; no time is asserted."""
+"""`python -m benchmarks link` and the table of link growth: rows, and the check before them.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import benching
 from benching import ON_CPU, run
-from kvbm.bench import cli, growth, link, race, ways
+from benchmarks import growth, link, race, ways
 from kvbm.bench.check import WrongCopyError
 from processes import FakeDriver
 
@@ -20,7 +20,7 @@ TORCH = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installe
 
 
 def ran(*arguments: str) -> list[dict[str, str]]:
-    rows = benching.ran(cli.bench, "link", *ON_CPU, "--quick", *arguments)
+    rows = benching.ran(link.link, *ON_CPU, "--quick", *arguments)
     assert tuple(rows[0]) == race.COLUMNS
     return rows
 
@@ -31,6 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link.Run, "sizes", (256, 1024))
 
 
+@pytest.mark.slow  # eight links, both sides of many chunks
 @pytest.mark.usefixtures("small")
 def test_what_is_fixed() -> None:
     chunks = ran("--what", "chunks")
@@ -40,6 +41,7 @@ def test_what_is_fixed() -> None:
     assert (many["by"], many["beside"], many["n"], many["asked"]) == ("8 links", "1 link", "8", ">= 0.8")
 
 
+@pytest.mark.slow  # two processes, every transport
 @TORCH
 @pytest.mark.usefixtures("small")
 def test_every_way_is_measured_beside_what_carries_it() -> None:
@@ -60,10 +62,11 @@ def test_transports_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ways.ByNixl, "__init__", missing)
     monkeypatch.setattr(ways.ByTorch, "__init__", missing)
-    found = run(cli.bench, "link", *ON_CPU, "--quick", "--what", "messages")
+    found = run(link.link, *ON_CPU, "--quick", "--what", "messages")
     assert found.exit_code and "NIXL: left out: no such package" in found.stderr and "wire.nixl" not in found.stderr
 
 
+@pytest.mark.slow  # two processes
 @TORCH
 def test_what_comes_is_compared(tmp_path: Path) -> None:
     with ways.Pair(benching.MODEL, 256, str(tmp_path)) as pair:
@@ -85,6 +88,7 @@ def test_what_comes_is_compared(tmp_path: Path) -> None:
             pair.ask("sum", "no way", 1)
 
 
+@pytest.mark.slow  # a whole study
 @pytest.mark.usefixtures("small")
 def test_packing_is_measured_beside_a_memcpy() -> None:
     rows = ran("--what", "cut", "--chunk", "64KiB")
@@ -95,7 +99,7 @@ def test_packing_is_measured_beside_a_memcpy() -> None:
 
 
 def test_a_product_is_measured_on_gpus_alone() -> None:
-    found = run(cli.bench, "link", *ON_CPU, "--quick", "--what", "beside")
+    found = run(link.link, *ON_CPU, "--quick", "--what", "beside")
     assert found.exit_code and "a product beside links is measured on GPUs" in found.stderr
 
 
@@ -113,7 +117,7 @@ def test_the_other_process_is_on_another_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert [link.other_than(place) for place in ("cpu", "cuda:0", "cuda:1")] == ["cpu", "cuda:1", "cuda:0"]
     monkeypatch.setattr(link._core, "device_count", lambda: 1)
     assert link.other_than("cuda:0") == "cuda:0"
-    assert run(cli.bench, "link", *ON_CPU, "--to", "gpu").exit_code == 2
+    assert run(link.link, *ON_CPU, "--to", "gpu").exit_code == 2
 
 
 def test_both_sides_on_a_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> None:

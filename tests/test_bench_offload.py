@@ -1,4 +1,4 @@
-"""`kvbm bench offload`: rows, the checks before them, and vLLM's lists of descriptors.  Small sizes; no time is asserted."""
+"""`python -m benchmarks offload`: rows, checks before them, and vLLM's lists of descriptors.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 import benching
 from benching import MODEL, ON_CPU, run
-from kvbm.bench import cli, descriptors, interference, measure, offload, race
+from benchmarks import descriptors, interference, offload, race
+from kvbm.bench import measure
 from kvbm.bench.check import WrongCopyError
-from kvbm.bench.clock import CpuClock
+from kvbm.clock import CpuClock
 from kvbm.shapes import BlockShape
 
 torch = pytest.importorskip("torch")
@@ -25,11 +26,12 @@ OURS = ("kvbm (direct)", "kvbm, no digests (direct)", "kvbm, universal (direct)"
 
 
 def ran(*arguments: str) -> list[dict[str, str]]:
-    rows = benching.ran(cli.bench, "offload", *ON_CPU, *arguments)
+    rows = benching.ran(offload.offload, *ON_CPU, *arguments)
     assert tuple(rows[0]) == race.COLUMNS
     return rows
 
 
+@pytest.mark.slow  # 24 caches
 def test_every_cache_is_measured_both_ways() -> None:
     """With and without digests, 8 and 64 blocks, each compared with vLLM's way for this cache."""
     rows = ran("--what", "copies")
@@ -56,9 +58,10 @@ def test_every_cache_is_measured_both_ways() -> None:
     assert int(first["total_bytes"]) == 8 * MODEL.nbytes and first["asked"] == ""
 
 
+@pytest.mark.slow  # a whole study
 def test_quick_runs_and_the_table(tmp_path: Path) -> None:
     out = tmp_path / "results" / "offload.csv"
-    found = run(cli.bench, "offload", *ON_CPU, "--quick", "--out", str(out))
+    found = run(offload.offload, *ON_CPU, "--quick", "--out", str(out))
     assert found.exit_code == 0, (found.output, found.exception)
     assert "product: left out: it needs a GPU" in found.stderr
     assert "host time" in found.stdout
@@ -77,8 +80,8 @@ def test_models() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "measure", fake)
         for place in ("cpu", "cuda:0"):
-            patch.setattr("kvbm.bench.section.header", lambda *_: "# kvbm")
-            run(cli.bench, "offload", "--device", place)
+            patch.setattr("benchmarks.section.header", lambda *_: "# kvbm")
+            run(offload.offload, "--device", place)
     (cpu, sections), (gpu, _) = seen
     assert {name: shape.nl for name, shape in cpu.models.items()} == {
         "llama-3.1-8b": 4
@@ -175,6 +178,7 @@ def test_a_load_that_fails_its_check_is_seen(worker: offload.Worker) -> None:
         worker.move("kvbm", np.array([1, 2]), np.array([3, 4]), is_load=True)
 
 
+@pytest.mark.slow  # a whole study
 def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = offload.random_pool
 
@@ -193,6 +197,7 @@ def test_memory_that_does_not_suffice_is_said(monkeypatch: pytest.MonkeyPatch) -
 # ---- as on a GPU ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a whole study
 def test_what_is_asked_for_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """For kvbm's copies; the CPU replaces the GPU."""
     monkeypatch.setattr(offload.Run, "asks", property(lambda _: True))
@@ -233,7 +238,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     """All parts, at their smallest sizes."""
     shape = "nl=4,no=2,nh=8,nt=16,hd=128,dtype=bfloat16"
     out = tmp_path / "offload.csv"
-    found = run(cli.bench, "offload", "--quick", "--iters", "5", "--shape", shape, "--out", str(out))
+    found = run(offload.offload, "--quick", "--iters", "5", "--shape", shape, "--out", str(out))
     assert found.exit_code == 0, (found.output, found.exception)
     rows = benching.read(out.read_text("utf-8"))[1]
     ways = {row["by"].partition(" (")[0] for row in rows}

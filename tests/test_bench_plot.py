@@ -12,6 +12,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.plot import STUDIES
+from benchmarks.plot import plot as plot_studies
 from kvbm.bench import plot
 from kvbm.bench.table import read
 from kvbm.errors import KvbmError, SpecError
@@ -39,7 +41,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def drawn(name: str, kind: str, **rest):  # type: ignore[no-untyped-def]
-    return plot.draw(read(DATA / f"{name}.csv"), [kind], **rest)[kind]
+    return plot.draw(read(DATA / f"{name}.csv"), [kind], known=STUDIES, **rest)[kind]
 
 
 def line(axes, label):  # type: ignore[no-untyped-def]
@@ -79,13 +81,13 @@ def bars(axes):  # type: ignore[no-untyped-def]
 @pytest.mark.slow
 def test_a_files_columns_and_rows_decide_which_pictures_are_made(name, kinds) -> None:
     notes: list[str] = []
-    assert list(plot.draw(read(DATA / f"{name}.csv"), note=notes.append)) == kinds
+    assert list(plot.draw(read(DATA / f"{name}.csv"), note=notes.append, known=STUDIES)) == kinds
     assert [note.partition(":")[0] for note in notes] == (["roofline"] if name == "sweep_cpu" else [])
 
 
 def test_files_of_several_kinds_make_all_their_pictures() -> None:
     tables = [table for name in ("sweep_few", "interference", "scale") for table in read(DATA / f"{name}.csv")]
-    assert list(plot.draw(tables)) == ["roofline", "bars", "interference", "scale"]
+    assert list(plot.draw(tables, known=STUDIES)) == ["roofline", "bars", "interference", "scale"]
 
 
 @pytest.mark.parametrize("name", ["sweep_few", "sweep_d2d"])
@@ -251,12 +253,13 @@ def test_the_same_rows_give_the_same_bytes_whatever_the_callers_settings(tmp_pat
     assert b"<dc:date>" not in before[1]
 
 
+@pytest.mark.slow  # draws and saves two pictures
 def test_dark_pictures_are_dark_and_png_are_at_twice_the_size(tmp_path) -> None:
     from matplotlib.image import imread
 
     corners = {}
     for dark in (False, True):
-        figures = plot.draw(read(DATA / "overhead.csv"), dark=dark)
+        figures = plot.draw(read(DATA / "overhead.csv"), dark=dark, known=STUDIES)
         (path,) = plot.save(figures, tmp_path / str(dark), ["png"], dark=dark)
         pixels = imread(path)
         assert pixels.shape[1] == 1600
@@ -320,7 +323,7 @@ def test_a_comment_line_begins_a_new_table(tmp_path) -> None:
 
 def refused(path: Path, *kinds: str) -> str:
     with pytest.raises(SpecError) as caught:
-        plot.draw(read(path), kinds)
+        plot.draw(read(path), kinds, known=STUDIES)
     return str(caught.value)
 
 
@@ -362,7 +365,7 @@ def test_two_machines_in_one_picture_are_refused(tmp_path) -> None:
 def test_the_same_measurement_twice_is_refused() -> None:
     tables = read(DATA / "overhead.csv") * 2
     with pytest.raises(SpecError, match=r"overhead\.csv:4: the same measurement stands at .*overhead\.csv:4 already"):
-        plot.draw(tables)
+        plot.draw(tables, known=STUDIES)
 
 
 def test_a_kind_without_rows_is_refused() -> None:
@@ -391,16 +394,17 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch) -> None:
     tables = read(DATA / "scale.csv")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(KvbmError, match=r"pip install 'kvbm-layouts\[bench\]'"):
-        plot.draw(tables)
+        plot.draw(tables, known=STUDIES)
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # draws and saves four pictures
 def test_the_command_writes_pictures_and_prints_their_names(tmp_path) -> None:
     out = tmp_path / "new" / "folder"
     files = [str(DATA / f"{name}.csv") for name in ("sweep_cpu", "interference")]
-    result = CliRunner().invoke(plot.plot, [*files, "--out", str(out)])
+    result = CliRunner().invoke(plot_studies, [*files, "--out", str(out)])
     assert result.exit_code == 0, result.output
     names = ["bars.png", "bars.svg", "interference.png", "interference.svg"]
     assert result.stdout.split() == [str(out / name) for name in names]

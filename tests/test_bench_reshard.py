@@ -1,4 +1,4 @@
-"""`kvbm bench reshard`: cases, rows and the check.  Small sizes; no time is asserted."""
+"""`python -m benchmarks reshard`: cases, rows and the check.  Small sizes; no time is asserted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import benching
 from benching import MODEL, ON_CPU, run
-from kvbm.bench import messages, race, reshard
+from benchmarks import messages, race, reshard
 from kvbm.bench.check import WrongCopyError
 
 pytestmark = pytest.mark.usefixtures("small_caches")

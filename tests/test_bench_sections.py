@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from benching import ran, read, run
+from benchmarks import interference, overhead, plot, scale, section
 from kvbm import kernels
-from kvbm.bench import interference, overhead, plot, scale, section
+from kvbm.bench.plot import draw
+from kvbm.bench.table import read as read_tables
 from kvbm.errors import CudaUnavailableError, KvbmError, SpecError
 
 SHAPE = "nl=2,no=2,nh=2,nt=4,hd=16,dtype=float16"  # 1 KiB a block
@@ -200,7 +202,7 @@ def test_scale_on_the_cpu_measures_blocks_layers_ids_and_a_soak(tmp_path) -> Non
     assert "pinned memory needs a GPU" in result.stderr and not column(rows, "n", what="pools")
     (tmp_path / "scale.csv").write_text(result.stdout, encoding="utf-8")
     pytest.importorskip("matplotlib")
-    assert list(plot.draw(plot.read(tmp_path / "scale.csv"))) == ["scale"]
+    assert list(draw(read_tables(tmp_path / "scale.csv"), known=plot.STUDIES)) == ["scale"]
 
 
 def test_scale_takes_one_section_and_another_pair() -> None:
@@ -302,7 +304,7 @@ def _gpu_scale(tmp_path: Path) -> str:
 
 @pytest.mark.gpu
 def test_the_gpus_time_of_a_call_does_not_contain_the_hosts() -> None:
-    from kvbm.bench.clock import GpuClock
+    from kvbm.clock import GpuClock
 
     with GpuClock(0) as clock:
 
@@ -442,7 +444,7 @@ def test_interference_on_the_gpu_measures_every_direction_and_strategy(tmp_path)
             assert float(row["ratio"]) == pytest.approx(slowdown / float(row["memcpy_slowdown"]), rel=1e-3)
             assert float(row["copy_gbps"]) > 0 and float(row["copy_alone_gbps"]) > 0
     pytest.importorskip("matplotlib")
-    assert list(plot.draw(plot.read(out))) == ["interference"]
+    assert list(draw(read_tables(out), known=plot.STUDIES)) == ["interference"]
 
 
 @pytest.mark.gpu

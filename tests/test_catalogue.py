@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import yaml
 
 import kvbm
 import plane_oracle
+from coordinates import in_case
 from kvbm import spec
 from kvbm.shapes import data_dir
 
@@ -211,9 +211,14 @@ def written(engine: str, sizes: Any, halves: int) -> Tensors:
     return memory
 
 
-@pytest.mark.parametrize("name", sorted(CATALOGUE))
-def test_it_is_what_the_engine_does(name: str) -> None:
+def test_it_is_what_the_engine_does() -> None:
     """Every coordinate of every block is in the allocation and at the byte where the engine wrote it."""
+    for name in sorted(CATALOGUE):
+        with in_case(name):
+            _it_is_what_the_engine_does(name)
+
+
+def _it_is_what_the_engine_does(name: str) -> None:
     engine = CATALOGUE[name]
     sizes, halves = sizes_of(engine)
     memory = written(engine, sizes, halves)
@@ -253,9 +258,14 @@ def test_every_file_is_in_the_table() -> None:
     assert set(CATALOGUE.values()) == set(ENGINES)
 
 
-@pytest.mark.parametrize("name", sorted({*CATALOGUE, *plane_oracle.TABLE}))
-def test_every_file_says_where_it_is_from(name: str) -> None:
+def test_every_file_says_where_it_is_from() -> None:
     """Title, users and source; those of the catalogue also the tensor shapes that a user will recognise."""
+    for name in sorted({*CATALOGUE, *plane_oracle.TABLE}):
+        with in_case(name):
+            _every_file_says_where_it_is_from(name)
+
+
+def _every_file_says_where_it_is_from(name: str) -> None:
     said = yaml.safe_load((LAYOUTS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert said["title"] and (said.get("used_by") or said["read_from"].startswith("this project"))
     if name in CATALOGUE:

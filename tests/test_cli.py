@@ -50,7 +50,7 @@ def test_help() -> None:
         assert command in text
         assert "Usage" in ok(command, "--help")
     assert kvbm.__version__ in ok("--version")
-    for group in ((), ("bench",), ("link",)):
+    for group in ((), ("link",)):
         listed = CliRunner().invoke(main, [*group, "--help"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
         assert len(listed.splitlines()) > 2 and "..." not in listed, "sentences are whole"
 

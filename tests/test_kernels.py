@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import random
+import re
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import kvbm
 import matrix
 import oracle
+from coordinates import in_case
 from digest_oracle import of_cells
 from kvbm import PlanError, _core, kernels, nest
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
@@ -370,10 +373,27 @@ ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name n
 FEW = [name for name in ONE_PART if name.startswith("few_")]
 
 
+def families(names: Iterable[str]) -> dict[str, list[str]]:
+    """Kernels by the words of their names before the first number, as rows and few_tile."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(re.split(r"_o\d|_w\d", name)[0], []).append(name)
+    return found
+
+
+KINDS = families(ONE_PART)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("short", [True, False])
-@pytest.mark.parametrize("name", [name for name in ONE_PART if name not in FEW])
-def test_each_on_the_host(name: str, short: bool) -> None:
+@pytest.mark.parametrize("kind", families(name for name in ONE_PART if name not in FEW))
+def test_each_on_the_host(kind: str, short: bool) -> None:
+    for name in KINDS[kind]:
+        with in_case(name):
+            _on_the_host(name, short)
+
+
+def _on_the_host(name: str, short: bool) -> None:
     nest = Nest(name, short)
     source, got = aligned(nest.src.data), aligned(nest.dst.data)
     tables = [_core.Table(side.addresses(b.ctypes.data)) for side, b in ((nest.src, source), (nest.dst, got))]
@@ -572,9 +592,15 @@ OF_PLANES = [(name, how) for name in PLANES for how in (("together",) if name in
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("name", "how"), [one for one in OF_PLANES if one[0] not in PAGES])
-def test_each_of_planes_on_the_host(name: str, how: str, threads: int) -> None:
+@pytest.mark.parametrize("how", ["together", "apart"])
+def test_each_of_planes_on_the_host(how: str, threads: int) -> None:
     """Each part has its own words and id strides, with any number of chunks."""
+    for name in (name for name in PLANES if name not in PAGES):
+        with in_case(name):
+            _of_planes_on_the_host(name, how, threads)
+
+
+def _of_planes_on_the_host(name: str, how: str, threads: int) -> None:
     page = Page(name, how)
     assert len({loops.item for loops in page.loops}) > 1
     assert page.form.outer == 0 or len({tuple(loops.outer) for loops in page.loops}) == 1 + (how == "apart")
@@ -599,9 +625,15 @@ def test_pages_have_no_host_half() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "how"), OF_PLANES)
-def test_each_of_planes_on_a_gpu_sanitize(name: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["together", "apart"])
+def test_each_of_planes_on_a_gpu_sanitize(how: str) -> None:
     """The same, with the CTAs of all planes in one grid, and pages through shared memory."""
+    for name in (name for name, each in OF_PLANES if each == how):
+        with in_case(name):
+            _of_planes_on_a_gpu(name, how)
+
+
+def _of_planes_on_a_gpu(name: str, how: str) -> None:
     import torch
 
     page, stream = Page(name, how), torch.cuda.Stream()
@@ -654,9 +686,15 @@ def test_few_launches(fake_gpu: FakeDriver, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("short", [True, False])
-@pytest.mark.parametrize("name", ONE_PART)
-def test_each_on_a_gpu_sanitize(name: str, short: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_on_a_gpu_sanitize(kind: str, short: bool) -> None:
     """Every kernel alone, bit for bit, including guards; few kernels with several numbers of multiprocessors."""
+    for name in KINDS[kind]:
+        with in_case(name):
+            _on_a_gpu(name, short)
+
+
+def _on_a_gpu(name: str, short: bool) -> None:
     import torch
 
     nest = Nest(name, short)

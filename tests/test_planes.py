@@ -21,6 +21,7 @@ import matrix
 import oracle
 import plane_oracle
 import strategies
+from coordinates import in_case
 from kvbm import spans, spec
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
@@ -73,9 +74,15 @@ def test_every_planar_layout_is_in_the_table() -> None:
     assert {formula.family for formula in TABLE.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize(("name", "shape"), every_shape())
-def test_it_is_what_the_formula_says(name: str, shape: Shape) -> None:
+@pytest.mark.slow  # every coordinate of every plane at every shape
+def test_it_is_what_the_formula_says() -> None:
     """Every coordinate of every plane, the exact bytes of the tensors, and which bytes belong to a plane."""
+    for name, shape in every_shape():
+        with in_case(name, shape):
+            _check_it_is_what_the_formula_says(name, shape)
+
+
+def _check_it_is_what_the_formula_says(name: str, shape: Shape) -> None:
     want = held(name, shape, 3)
     if shape[3] < 64:
         want.check()

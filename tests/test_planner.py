@@ -14,6 +14,7 @@ import kvbm
 import matrix
 import oracle
 import strategies
+from coordinates import in_case
 from kvbm import _core, nest, prepare, section, spec
 from memory import aligned, placed
 from test_layout import SHAPE, block_shape
@@ -251,8 +252,14 @@ def test_twelve_has_no_common_refinement() -> None:
         kvbm.plan(a, b, shape)
 
 
-@pytest.mark.parametrize(("src", "dst"), matrix.pairs())
-def test_shipped_pairs(src: str, dst: str) -> None:
+@pytest.mark.parametrize("src", sorted({src for src, _ in matrix.pairs()}))
+def test_shipped_pairs(src: str) -> None:
+    for dst in (dst for one, dst in matrix.pairs() if one == src):
+        with in_case(src, dst):
+            _shipped_pair(src, dst)
+
+
+def _shipped_pair(src: str, dst: str) -> None:
     shapes = (SHAPE, kvbm.BlockShape(nl=2, no=1, nh=1, nt=3, hd=16, dtype="int8"))
     shapes += (kvbm.BlockShape(nl=1, no=1, nh=1, nt=256, hd=16, dtype="float8_e4m3fn"),)  # block scales
     legal = [s for s in shapes if all(matrix.legal(n, tuple(s.sizes.values()), s.itemsize) for n in (src, dst))]

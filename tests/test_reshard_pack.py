@@ -1,17 +1,16 @@
-"""Packing: slots whose order does not depend on a layout, written by one launch for all peers and read by another."""
+"""Packing: slots whose order does not depend on a layout, written by one rank and read by another."""
 
 from __future__ import annotations
 
 import ctypes
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import kvbm
 from kvbm import Placement, Pool, Span, reshard
-from kvbm.reshard.pack import Packer
+from kvbm.reshard import Cut, Packer
 
 MODEL = kvbm.BlockShape(nl=3, no=2, nh=4, nt=4, hd=16, dtype="float16")
 
@@ -35,12 +34,29 @@ def pools(place: Placement, layout: str, tokens: int, rng: random.Random) -> lis
     return made
 
 
-def slots_of(sizes: dict[int, int]) -> dict[int, np.ndarray]:
+def slots_of(cut: Cut) -> dict[tuple[int, int], np.ndarray]:
+    """A slot for every chunk."""
     found = {}
-    for peer, size in sizes.items():
-        wide = np.zeros(size + 32, np.uint8)
-        found[peer] = wide[-wide.ctypes.data % 16 :][: max(size, 1)]
+    for peer, chunks in cut.chunks.items():
+        for number, chunk in enumerate(chunks):
+            wide = np.zeros(chunk.size + 16, np.uint8)
+            found[peer, number] = wide[-wide.ctypes.data % 16 :][: chunk.size]
     return found
+
+
+def carry(made: reshard.Resharding, pools: list[list[Pool]], spans: list[list[Span]]) -> None:
+    """Pack on every rank that sends, and unpack on every rank that receives."""
+    sent = {}
+    far = [side[0].origin for side in spans]
+    for rank, (pool, span) in enumerate(zip(pools[0], spans[0], strict=True)):
+        cut = Cut(Packer(made, rank, pool), span, origin=far[1])
+        slots = slots_of(cut)
+        cut.pack(slots, key="one").synchronize()
+        sent |= {(rank, *at): slot for at, slot in slots.items()}
+    for rank, (pool, span) in enumerate(zip(pools[1], spans[1], strict=True)):
+        cut = Cut(Packer(made, rank, pool, side="dst"), span, origin=far[0])
+        came = {(peer, number): sent[peer, rank, number] for peer, held in cut.chunks.items() for number in range(len(held))}
+        cut.unpack(came, key="one").synchronize()
 
 
 PLACEMENTS = {
@@ -82,17 +98,7 @@ def test_packed_and_unpacked_is_as_copied(src: str, dst: str, sizes: tuple[int, 
     ]
     copy = reshard.Local(made, senders, wanted)
     copy(*spans)
-    sent = {}
-    for rank, pool in enumerate(senders):
-        pack = Packer(copy.made, rank, pool)
-        slots = slots_of(pack.sizes(spans[0][rank]))
-        pack(spans[0][rank], slots)
-        sent |= {(rank, peer): slot for peer, slot in slots.items()}
-    for rank, pool in enumerate(takers):
-        unpack = Packer(copy.made, rank, pool, side="dst")
-        sizes_there = unpack.sizes(spans[1][rank])
-        assert all(sizes_there[peer] <= sent[peer, rank].size for peer in unpack.peers)
-        unpack(spans[1][rank], {peer: sent[peer, rank] for peer in unpack.peers})
+    carry(copy.made, [senders, takers], spans)
     for a, b in zip(wanted, takers, strict=True):
         assert all(np.array_equal(mine, other) for mine, other in zip(memory(a), memory(b), strict=True))
 
@@ -112,51 +118,33 @@ def test_a_slot_depends_on_no_layout() -> None:
                 for token in range(16):
                     entry, at = pool.resolved.address(1, l=layer, o=o, h=0, t=token, d=0)
                     memory(pool)[entry][at : at + 32] = values[layer, o, token].view(np.uint8)
-        pack = Packer(made, 0, pool)
-        slots = slots_of(pack.sizes(Span([1], range(16))))
-        pack(Span([1], range(16)), slots)
-        seen.append(slots[0].tobytes())
+        cut = Cut(Packer(made, 0, pool), Span([1], range(16)))
+        slots = slots_of(cut)
+        cut.pack(slots, key="one").synchronize()
+        seen.append(slots[0, 0].tobytes()[: values.nbytes])
     assert seen[0] == seen[1] == values.tobytes()
 
 
 @pytest.mark.quick
-def test_one_launch_for_all_peers() -> None:
-    """Eight peers with a head each are one loop: a step of the slots' table."""
-    model = replace(MODEL, nh=8)
-    src = Placement("tp1", model=model, nt=16, name="prefill")
-    dst = Placement("tp8", shard={"h": "tp"}, model=model, nt=16, name="decode")
-    pack = Packer(reshard.plan(src, dst), 0, Pool.allocate(kvbm.load("nhd"), src.shape(0), 4))
-    assert [len(way.messages) for way in pack._units[0]] == [8] and [len(way.copies) for way in pack._units[0]] == [1]
-
-
-@pytest.mark.quick
-def test_slots_that_do_not_fit() -> None:
+def test_slots_and_pools_that_do_not_fit() -> None:
     src = Placement("tp2", shard={"h": "tp"}, model=MODEL, nt=4, name="prefill")
     dst = Placement("tp4", shard={"h": "tp"}, model=MODEL, nt=4, name="decode")
     made = reshard.plan(src, dst)
-    pool = Pool.allocate(kvbm.load("nhd"), src.shape(0), 4)
-    pack, span = Packer(made, 0, pool), Span([0, 1], range(8))
-    slots = slots_of(pack.sizes(span))
-    before = {peer: slot.copy() for peer, slot in slots.items()}
-    cases = [
-        ({0: slots[0]}, "slot of rank 1: missing; expected one for each of the ranks [0, 1]"),
-        ({**slots, 1: slots[1][:-1]}, "slot of rank 1: expected at least"),
-        ({**slots, 1: np.zeros(10_000, np.uint8)[::2]}, "slot of rank 1: expected contiguous bytes"),
-        ({**slots, 1: np.zeros(5_000, np.uint16)}, "slot of rank 1: expected contiguous bytes"),
-        (
-            {**slots, 1: slots_of({1: slots[1].size + 1})[1][1:]},
-            "slot of rank 1: expected an address at a multiple of 16",
-        ),
-    ]
-    for given, message in cases:
-        with pytest.raises(kvbm.BindError) as error:
-            pack(span, given)
-        assert message in str(error.value)
-    with pytest.raises(kvbm.BindError, match="slot of rank 1: expected separate memory; it overlaps slot of rank 0"):
-        pack(span, {**slots, 1: slots[0]})
-    with pytest.raises(kvbm.BindError, match="rank 0: tokens 0 to 7 need 2 blocks of 4, got a table of 1"):
-        pack(Span([0], range(8)), slots)
-    assert all(np.array_equal(slots[peer], before[peer]) for peer in slots)
+    cut = Cut(Packer(made, 0, Pool.allocate(kvbm.load("nhd"), src.shape(0), 4)), Span([0, 1], range(8)))
+    slots = slots_of(cut)
+    before, one = {at: slot.copy() for at, slot in slots.items()}, slots[1, 0]
+    wide, readonly = np.zeros(one.size + 32, np.uint8), one.view()
+    readonly.flags.writeable = False
+    for given, message in (
+        (one[:-1], "expected at least"),
+        (np.zeros(10_000, np.uint8)[::2], "expected contiguous bytes"),
+        (np.zeros(5_000, np.uint16), "expected contiguous bytes"),
+        (wide[-wide.ctypes.data % 16 + 1 :][: one.size], "expected an address at a multiple of 16"),
+        (readonly, "read-only"),
+    ):
+        with pytest.raises(kvbm.BindError, match=message):
+            cut.pack({**slots, (1, 0): given}, key="one")
+    assert all(np.array_equal(slots[at], before[at]) for at in slots)
     with pytest.raises(kvbm.BindError, match=r"prefill: rank 0: expected a pool of nl=3,no=2,nh=2,nt=4"):
         Packer(made, 0, Pool.allocate(kvbm.load("nhd"), MODEL, 4))
     opaque = Pool.allocate(kvbm.load("operational"), src.shape(0), 4)
@@ -168,20 +156,10 @@ SMALL = kvbm.BlockShape(nl=1, no=2, nh=2, nt=4, hd=4, dtype="float32")
 LAYOUT = "vllm/flash_attn_nhd"
 
 
-def slot_at(nbytes: int) -> np.ndarray:
-    whole = np.zeros(nbytes + 16, np.uint8)
-    return whole[-whole.ctypes.data % 16 :][:nbytes]
-
-
 def pack_and_unpack(src_span: kvbm.Span, dst_span: kvbm.Span, a: np.ndarray, b: np.ndarray) -> None:
     place = reshard.vllm(SMALL)
-    made = reshard.plan(place, place)
     src, dst = (kvbm.Pool(kvbm.load(LAYOUT), SMALL, array) for array in (a, b))
-    pack, unpack = reshard.Packer(made, 0, src), reshard.Packer(made, 0, dst, side="dst")
-    slot = slot_at(pack.sizes(src_span, dst_span.origin)[0])
-    pack(src_span, {0: slot}, origin=dst_span.origin)
-    assert unpack.sizes(dst_span, src_span.origin) == {0: slot.size}
-    unpack(dst_span, {0: slot}, origin=src_span.origin)
+    carry(reshard.plan(place, place), [[src], [dst]], [[src_span], [dst_span]])
 
 
 @pytest.mark.parametrize("origin", range(5))
@@ -227,21 +205,21 @@ def test_packers_of_what_is_none() -> None:
             reshard.Packer(made, 0, pool, max_sms=sms)  # type: ignore[arg-type]
 
 
-def test_sizes_are_of_spans_that_fit() -> None:
+def test_cuts_are_of_spans_that_fit() -> None:
     """Red: a table that is too short, and a block that does not exist, had sizes."""
     model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=4, dtype="float32")
     place = Placement("tp1", model=model, name="here")
-    packer = reshard.Packer(reshard.plan(place, place), 0, Pool.allocate(kvbm.load("nhd"), model, 2))
+    packer = Packer(reshard.plan(place, place), 0, Pool.allocate(kvbm.load("nhd"), model, 2))
     good = kvbm.Span([1], range(4))
-    assert packer.sizes(good) == {0: 512}
+    assert [chunk.size for chunk in Cut(packer, good).chunks[0]] == [512 + 64]
     for call, match in (
-        (lambda: packer.sizes(kvbm.Span([0], range(8))), "here rank 0: tokens 0 to 7 need 2 blocks of 4, got a table of 1"),
-        (lambda: packer.sizes(kvbm.Span([7], range(4))), r"here rank 0: table\[0\] is 7: expected 0 to 1"),
-        (lambda: packer.sizes(5), "span: expected a kvbm.Span, got 5"),
-        (lambda: packer.sizes(good, origin="0"), "origin: expected a position"),
-        (lambda: packer.sizes(good, origin=0.5), "origin: expected a position"),
-        (lambda: packer(good, None), "slots: expected a mapping from rank to array, got a NoneType"),
-        (lambda: packer(good, [slot_at(512)]), "slots: expected a mapping from rank to array, got a list"),
+        (lambda: Cut(packer, kvbm.Span([0], range(8))), "here rank 0: tokens 0 to 7 need 2 blocks of 4, got a table of 1"),
+        (lambda: Cut(packer, kvbm.Span([7], range(4))), r"here rank 0: table\[0\] is 7: expected 0 to 1"),
+        (lambda: Cut(packer, 5), "span: expected a kvbm.Span, got 5"),
+        (lambda: Cut(packer, good, origin="0"), "origin: expected a position"),
+        (lambda: Cut(packer, good, origin=0.5), "origin: expected a position"),
+        (lambda: Cut(packer, good).pack(None, key="k"), "slots: expected a mapping from"),
+        (lambda: Cut(packer, good).pack([1], key="k"), "slots: expected a mapping from"),
     ):
         with pytest.raises(kvbm.BindError, match=match):
             call()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kvbm
 import matrix
 import strategies
+from coordinates import in_case
 from kvbm import schema, spec
 from kvbm.cli import main
 from kvbm.reshard import placement
@@ -73,14 +74,24 @@ def test_is_a_schema(kind: str) -> None:
         assert not re.search(r"\(\?[P<#]|\\[AZz]", pattern), "JavaScript reads it too"
 
 
-@pytest.mark.parametrize("path", sorted(matrix.LAYOUTS.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_files(path: Path) -> None:
+def test_shipped_files() -> None:
+    for path in sorted(matrix.LAYOUTS.rglob("*.yaml")):
+        with in_case(path):
+            _shipped_files(path)
+
+
+def _shipped_files(path: Path) -> None:
     kind = "shape" if path.parent.name == "shapes" else "layout"
     assert refused(kind, path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", BAD, ids=lambda path: path.stem)
-def test_bad_files(path: Path) -> None:
+def test_bad_files() -> None:
+    for path in BAD:
+        with in_case(path):
+            _bad_files(path)
+
+
+def _bad_files(path: Path) -> None:
     if path.stem in NO_YAML:
         return
     unseen = path.stem in UNSEEN or path.stem.startswith(("shape_", "plan_"))

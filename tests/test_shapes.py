@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvbm
+from coordinates import in_case
 from kvbm.shapes import data_dir, heads_of_rank
 
 #: Layers, K and V or one latent, KV heads, elements of a head: read in each model's config.json, and typed in again here.
@@ -48,15 +49,25 @@ def test_model(name: str) -> None:
     assert said["tp"][0] == "1"
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_bytes_a_token(name: str) -> None:
+def test_bytes_a_token() -> None:
+    for name in sorted(PUBLISHED):
+        with in_case(name):
+            _check_bytes_a_token(name)
+
+
+def _check_bytes_a_token(name: str) -> None:
     shape = kvbm.load_shape(name)
     assert shape.nbytes == PUBLISHED[name] * shape.nt
 
 
-@pytest.mark.parametrize("name", [name for name in kvbm.shape_names() if "/" in name])
-def test_ranks(name: str) -> None:
+def test_ranks() -> None:
     """A rank holds the model's shape with its share of the heads, or one head if there are fewer heads than ranks."""
+    for name in [name for name in kvbm.shape_names() if "/" in name]:
+        with in_case(name):
+            _check_ranks(name)
+
+
+def _check_ranks(name: str) -> None:
     model, _, degree = name.rpartition("/tp")
     whole, rank = kvbm.load_shape(model), kvbm.load_shape(name)
     assert rank.nh == max(1, -(-whole.nh // int(degree)))

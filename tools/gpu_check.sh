@@ -174,10 +174,10 @@ transfers() {
     --pair nhd:universal,vllm/LBHNC:universal,nhd:vllm/flash_attn_nhd
   measure h2d --direction h2d --num-blocks $many --no-peers --pair universal:nhd,universal:vllm/paged_attn_v0
   measure cpu --direction h2h --num-blocks 64 --device cpu
-  tell='figures|error' run interference "$PYTHON" -m kvbm bench interference --out "$OUT/interference.csv"
-  tell='figures|error' run offload "$PYTHON" -m kvbm bench offload --out "$OUT/offload.csv"
-  tell='figures|error' run overhead "$PYTHON" -m kvbm bench overhead --out "$OUT/overhead.csv"
-  tell='figures|error' run scale "$PYTHON" -m kvbm bench scale --out "$OUT/scale.csv"
+  tell='figures|error' run interference "$PYTHON" -m benchmarks interference --out "$OUT/interference.csv"
+  tell='figures|error' run offload "$PYTHON" -m benchmarks offload --out "$OUT/offload.csv"
+  tell='figures|error' run overhead "$PYTHON" -m benchmarks overhead --out "$OUT/overhead.csv"
+  tell='figures|error' run scale "$PYTHON" -m benchmarks scale --out "$OUT/scale.csv"
 }
 
 # picture NAME CSV...: what can be drawn of these, in a folder of that name
@@ -186,7 +186,7 @@ picture() {
   shift
   for each in "$@"; do [ ! -f "$OUT/$each.csv" ] || files+=("$OUT/$each.csv"); done
   [ ${#files[@]} -gt 0 ] || return 0
-  tell='png|error' run "plot_$name" "$PYTHON" -m kvbm bench plot "${files[@]}" --out "${PLOTS:-$OUT/plots}/$name"
+  tell='png|error' run "plot_$name" "$PYTHON" -m benchmarks plot "${files[@]}" --out "${PLOTS:-$OUT/plots}/$name"
 }
 
 plots() {

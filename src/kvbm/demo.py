@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import re
 import statistics
-import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from .shapes import BlockShape, load_shape
 from .spec import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from rich.console import Console
@@ -46,7 +45,6 @@ _NEW_TOKENS = 16
 _BLOCK_TOKENS = 16
 _BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # per side; there are two sides
 _REPEATS = {"cpu": 5, "cuda": 20}
-_LAUNCHES = 5  # per measurement on a GPU
 
 
 def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
@@ -310,6 +308,7 @@ def _bandwidth(console: Console, device: str, seed: int) -> None:
     import numpy as np
     import torch
 
+    from .clock import CpuClock, GpuClock
     from .transfer import convert
 
     kind = device.partition(":")[0]
@@ -327,25 +326,27 @@ def _bandwidth(console: Console, device: str, seed: int) -> None:
             side.random_(0, 256)
             sides.append(side)
             update(advance=1)
+        if kind == "cuda":
+            torch.cuda.synchronize(device)  # the clock has a stream of its own
         rows, copies = [], []
-        for src_name, dst_name in pairwise(PATH):
-            update(description=f"bandwidth: {src_name} → {dst_name}")
-            src = _pool_over(sides[0], load(src_name), shape, num_blocks)
-            dst = _pool_over(sides[1], load(dst_name), shape, num_blocks)
-            ids = [np.array(rng.sample(range(num_blocks), num_blocks)) for _ in range(2)]
-            times: list[tuple[float, float]] = []
-            for _ in range(_REPEATS[kind] + 1):
-                times.append(
-                    (
-                        _time(device, lambda: convert(src, dst, *ids)),  # noqa: B023  (called at once)
-                        _time(device, lambda: sides[1].copy_(sides[0])),
+        with GpuClock(torch.device(device).index) if kind == "cuda" else CpuClock() as clock:
+            for src_name, dst_name in pairwise(PATH):
+                update(description=f"bandwidth: {src_name} → {dst_name}")
+                src = _pool_over(sides[0], load(src_name), shape, num_blocks)
+                dst = _pool_over(sides[1], load(dst_name), shape, num_blocks)
+                ids = [np.array(rng.sample(range(num_blocks), num_blocks)) for _ in range(2)]
+                times: list[tuple[float, ...]] = []
+                for _ in range(_REPEATS[kind] + 1):
+                    both = (
+                        lambda stream: convert(src, dst, *ids, stream=stream),  # noqa: B023  (called at once)
+                        lambda stream: _plain_copy(sides[0], sides[1], stream),
                     )
-                )
-                update(advance=1)
-            # The first pair of times is a warm-up.
-            seconds, copy = (statistics.median(column) for column in zip(*times[1:], strict=True))
-            rows.append((f"{src_name} → {dst_name}", seconds, copy))
-            copies.append(copy)
+                    times.append(tuple(clock.time(call, iters=1, warmup=0).median for call in both))
+                    update(advance=1)
+                # The first pair of times is a warm-up.
+                seconds, copy = (statistics.median(column) for column in zip(*times[1:], strict=True))
+                rows.append((f"{src_name} → {dst_name}", seconds, copy))
+                copies.append(copy)
     moved = num_blocks * shape.nbytes
     table = Table(
         title=f"bandwidth: llama-3.1-8b, {num_blocks} blocks at random ids, {moved / 2**20:,.0f} MiB",
@@ -381,21 +382,17 @@ def _pool_over(side: torch.Tensor, layout: Layout, shape: BlockShape, num_blocks
     return Pool(layout, shape, tensors)
 
 
-def _time(device: str, work: Callable[[], Any]) -> float:
+def _plain_copy(src: torch.Tensor, dst: torch.Tensor, stream: Any) -> None:
+    """Copy with torch, on a stream of cuda.core if it is on a GPU."""
     import torch
 
-    if device == "cpu":
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-    with torch.cuda.device(device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(_LAUNCHES):  # several launches, so that the GPU's time is measured and not the launch from Python
-            work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / _LAUNCHES
+    from . import _core
+
+    if stream is None:
+        dst.copy_(src)
+        return
+    with torch.cuda.stream(torch.cuda.ExternalStream(_core.stream_handle(stream), device=dst.device)):
+        dst.copy_(src)
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------

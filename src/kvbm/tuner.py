@@ -301,7 +301,7 @@ def _clock(device: int) -> Iterator[Any]:
     from cuda.bindings import driver
     from cuda.core import Device
 
-    from .bench.clock import GpuClock
+    from .clock import GpuClock
 
     Device(device).set_current()
     driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.descriptors import Batch
 from kvbm import _core
-from kvbm.bench.descriptors import Batch
 from kvbm.bench.measure import Memory
 from kvbm.errors import CudaError, CudaUnavailableError
 

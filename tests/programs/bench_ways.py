@@ -1,4 +1,4 @@
-"""What `kvbm bench link` does with a GPU's memory, on a driver that is not one (test_bench_link.py)."""
+"""What `python -m benchmarks link` does with a GPU's memory, on a driver that is not one (test_bench_link.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import cuda.core
 import numpy as np
 
 import benching
-from kvbm.bench import ways
+from benchmarks import ways
 
 
 def both_sides(folder: str) -> None:

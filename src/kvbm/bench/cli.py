@@ -6,7 +6,6 @@ This module imports no NumPy and no torch before a command runs, because ``kvbm 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,26 +22,29 @@ from .options import listed, numbers
 if TYPE_CHECKING:
     from . import copies, table
 
-#: Subcommands.  Each is a click command in the module of the same name.
-SUBCOMMANDS = ("auto", "digest", "interference", "link", "offload", "overhead", "plot", "reshard", "scale")
+#: Studies that are programs of the checkout (benchmarks/README.md).
+STUDIES = ("auto", "digest", "interference", "link", "offload", "overhead", "reshard", "scale")
 
 GPU_PROFILE, CPU_PROFILE = "llama-3.1-70b", "llama-3.1-8b"
 
 
 class _Bench(click.Group):
-    """Imports a subcommand when it is used."""
+    """Imports `plot` when it is used, and says where the studies are."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(SUBCOMMANDS)
+        return ["plot"]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_commands(self, ctx, formatter)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in SUBCOMMANDS:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in STUDIES:
+            ctx.fail(f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm")
+        if cmd_name != "plot":
             return None
-        found: click.Command = getattr(importlib.import_module(f".{cmd_name}", __package__), cmd_name)
-        return found
+        from .plot import plot
+
+        return plot
 
 
 def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001

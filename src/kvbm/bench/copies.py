@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 from .. import _core, spec
+from ..clock import CpuClock, GpuClock, Timed
 from ..errors import CudaError, KvbmError
 from ..layout import Layout
 from ..planner import Plan, plan, size_text
@@ -20,7 +21,6 @@ from ..transfer import Strategy
 from . import measure, peers
 from .backends import BACKENDS, RAW, STRATEGIES, Backend, ByPeer, ByRuns, ByTransfer, num_runs
 from .check import Check
-from .clock import CpuClock, GpuClock, Timed
 from .peers import NotApplicable
 from .table import Record
 

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, spec
+from ..clock import CpuClock, GpuClock, Timed
 from ..errors import CudaError
 from ..layout import Layout
 from ..machine import cache_bytes, cuda, device_of, machine
 from ..pool import Pool
 from ..shapes import BlockShape, numpy_name
-from .clock import CpuClock, GpuClock, Timed
 
 __all__ = [
     "Ids",

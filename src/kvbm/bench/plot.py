@@ -1,4 +1,4 @@
-"""Pictures of measurements: ``kvbm bench plot CSV...`` draws the CSV files of the other commands as PNG and SVG files.
+"""Pictures of measurements: ``kvbm bench plot CSV...`` draws the CSV files of the sweep as PNG and SVG files.
 
 The columns of a file determine its pictures. Its comment lines become their footers. The pictures show the values of the
 file, so that they can be checked against its rows.
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "draw", "plot", "save"]
+__all__ = ["KINDS", "Kind", "command", "draw", "plot", "save"]
 
 #: Backends of kvbm.  `memcpy` is the yardstick; every other name is a peer.
 KVBM_BACKENDS = ("auto", "direct", "staged", "engine", "host", "vectorized", "batched", "memcpy_async")
 YARDSTICK = "memcpy"
 
-_DIRECTIONS = {
+DIRECTIONS = {
     "d2d": "within a GPU (d2d)",
     "d2h": "GPU to pinned host memory (d2h)",
     "h2d": "pinned host memory to GPU (h2d)",
@@ -47,9 +47,9 @@ _MARKERS = "os^DvPXph<>*"
 _DASHES = 2 * ["-", "--", ":", "-.", (0, (3, 1)), (0, (8, 2))]
 _SERIES = ["#0072b2", "#d55e00", "#009e73", "#9a4f86", "#56b4e9", "#b07d00"]
 _SERIES_DARK = ["#56b4e9", "#f0824a", "#2fc79b", "#d99ac2", "#9fd3f5", "#e6c34a"]
-_PEER, _RAW, _GREY = "#c9a227", "#8fc1e3", "0.5"
+_PEER, _RAW, GREY = "#c9a227", "#8fc1e3", "0.5"
 _WIDTH = 8.0  # inches; at 100 dots per inch these are 800 px, the width of a picture in a README
-_BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # place of a legend
+BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}  # place of a legend
 
 
 def _settings(dark: bool) -> dict[str, Any]:
@@ -82,15 +82,15 @@ def _time_text(us: float) -> str:
     return _scaled(us, {"s": 1e6, "ms": 1e3, "µs": 1})
 
 
-def _count_text(number: float) -> str:
+def count_text(number: float) -> str:
     return f"{number:,.10g}" if number < 1e5 else _scaled(number, {"M": 1e6, "k": 1e3}).replace(" ", "")
 
 
-def _rate_text(gbps: float) -> str:
+def rate_text(gbps: float) -> str:
     return f"{gbps:,.0f} GB/s" if gbps >= 100 else f"{gbps:.3g} GB/s"
 
 
-def _pair_text(pattern: str) -> str:
+def pair_text(pattern: str) -> str:
     return pattern.replace(":", " → ", 1) if ":" in pattern else pattern.replace("_to_", " → ")
 
 
@@ -105,7 +105,7 @@ def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str], mos
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """The rows of one picture.  All are from one machine."""
 
     kind: str
@@ -132,14 +132,14 @@ class _Job:
         known = {row[column] for row in self.rows if row["backend"] != YARDSTICK}
         if not known:
             raise _TooLittleError(f"{self.kind}: expected rows of kvbm's backends or of peers, got only yardsticks")
-        if unknown := [pair for pair in self.pairs if pair not in known]:
-            raise _unknown(f"pair {unknown[0]!r}", sorted(known))
+        if missing := [pair for pair in self.pairs if pair not in known]:
+            raise unknown(f"pair {missing[0]!r}", sorted(known))
         wanted = {YARDSTICK, *(self.pairs or known)}
-        found = _grouped(self.rows, "direction")
+        found = grouped(self.rows, "direction")
         for (direction,), members in found.items():
-            if direction not in _DIRECTIONS:
-                raise _unknown(f"{members[0].where}: column 'direction'", _DIRECTIONS, direction)
-        for direction in _DIRECTIONS:
+            if direction not in DIRECTIONS:
+                raise unknown(f"{members[0].where}: column 'direction'", DIRECTIONS, direction)
+        for direction in DIRECTIONS:
             rows = [row for row in found.get((direction,), ()) if wanted & {row["backend"], row[column]}]
             if ours := [row for row in rows if row["backend"] != YARDSTICK]:
                 yield direction, rows, ours
@@ -149,18 +149,18 @@ class _TooLittleError(SpecError):
     """The rows have the right columns, but are not enough for this picture."""
 
 
-def _unknown(what: str, known: Iterable[str], got: str = "") -> SpecError:
+def unknown(what: str, known: Iterable[str], got: str = "") -> SpecError:
     return SpecError(f"{what}: expected one of {', '.join(known)}" + (f", got {got!r}" if got else ""))
 
 
-def _grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[str, ...], list[Row]]:
+def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[str, ...], list[Row]]:
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[column] for column in columns), []).append(row)
     return found
 
 
-def _line(rows: Iterable[Row], x: str, y: str, *, is_log: bool = True) -> tuple[list[float], list[float]]:
+def line(rows: Iterable[Row], x: str, y: str, *, is_log: bool = True) -> tuple[list[float], list[float]]:
     """Points of a line in the order of x.  Two rows with the same x are an error."""
     found: dict[float, Row] = {}
     for row in rows:
@@ -184,19 +184,19 @@ def _roof(rows: Iterable[Row]) -> dict[float, float]:
     return dict(sorted((row.positive("total_bytes"), _yardstick(row)) for row in rows))
 
 
-def _log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]], unit: str) -> None:
+def log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]], unit: str) -> None:
     """Lines on two logarithmic axes; `y` is in µs."""
     axes.set(xscale="log", yscale="log", xlabel=unit)
     for name, points in drawn.items():
         axes.plot(*points, label=name)
-    _ticks(axes.xaxis, sorted({at for x, _ in drawn.values() for at in x}), _count_text, 5)
+    _ticks(axes.xaxis, sorted({at for x, _ in drawn.values() for at in x}), count_text, 5)
     axes.yaxis.set_major_formatter(lambda value, _: _time_text(value))
     ys = [at for _, y in drawn.values() for at in y]
     if max(ys) < 10 * min(ys):
         axes.yaxis.set_minor_formatter(lambda value, _: _time_text(value))
 
 
-class _Bar(NamedTuple):
+class Bar(NamedTuple):
     """A bar that ends at a value, its name on the axis, and the text after it."""
 
     place: float
@@ -206,7 +206,7 @@ class _Bar(NamedTuple):
     text: str
 
 
-def _draw_bars(axes: Axes, bars: Sequence[_Bar], start: float = 0.0) -> None:
+def draw_bars(axes: Axes, bars: Sequence[Bar], start: float = 0.0) -> None:
     """Draw bars that begin at `start`, the first one on top, with room on the right for their texts."""
     places, names, ends, colors, texts = zip(*bars, strict=True)
     drawn = axes.barh(places, [end - start for end in ends], 0.75, start, color=colors, tick_label=names)
@@ -223,14 +223,14 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], start: float = 0.0) -> None:
 # ---- the sweep -----------------------------------------------------------------------------------------------------
 
 
-def _roofline(job: _Job) -> Figure:
+def _roofline(job: Job) -> Figure:
     """Bandwidth by the bytes of a batch, compared with one contiguous copy."""
     panels = []
     for direction, rows, ours in job.by_direction("pattern"):
         first = {"d2d": ("direct",), "h2h": ("host", "direct")}.get(direction, ())
-        there = _grouped(ours, "backend")
+        there = grouped(ours, "backend")
         if backend := next((name for name in (*first, *KVBM_BACKENDS) if (name,) in there), None):
-            panels.append((direction, backend, rows, _grouped(there[(backend,)], "pattern")))
+            panels.append((direction, backend, rows, grouped(there[(backend,)], "pattern")))
     if not panels:
         raise _TooLittleError("roofline: expected rows of kvbm's backends, got only yardsticks and peers")
     if all(len(_roof(rows)) < 2 for _, _, rows, _ in panels):
@@ -239,19 +239,19 @@ def _roofline(job: _Job) -> Figure:
     figure, every = job.panels("Bandwidth by size of the batch", said, [3.4] * len(panels))
     for axes, (direction, backend, rows, pairs) in zip(every, panels, strict=True):
         blocks = {row.positive("total_bytes"): _blocks_text(row.positive("num_blocks")) for row in rows}
-        axes.set(title=f"{_DIRECTIONS[direction]}, kvbm's backend {backend!r}", xscale="log", ylabel="GB/s")
+        axes.set(title=f"{DIRECTIONS[direction]}, kvbm's backend {backend!r}", xscale="log", ylabel="GB/s")
         roof = _roof(rows)
-        label = f"memcpy  {_rate_text(roof[max(roof)])}"
-        axes.plot([*roof], [*roof.values()], color=_GREY, marker="", linestyle="-", linewidth=2.5, label=label)
+        label = f"memcpy  {rate_text(roof[max(roof)])}"
+        axes.plot([*roof], [*roof.values()], color=GREY, marker="", linestyle="-", linewidth=2.5, label=label)
         axes.set_prop_cycle(None)
-        points = {pair: _line(held, "total_bytes", "bandwidth_gbps") for (pair,), held in pairs.items()}
+        points = {pair: line(held, "total_bytes", "bandwidth_gbps") for (pair,), held in pairs.items()}
         for pair, (x, y) in sorted(points.items(), key=lambda item: -item[1][1][-1]):
             last = max(pairs[(pair,)], key=lambda row: row.number("total_bytes"))
-            axes.plot(x, y, label=f"{_pair_text(pair)}  {last.number('ratio'):.2f}")
+            axes.plot(x, y, label=f"{pair_text(pair)}  {last.number('ratio'):.2f}")
         axes.margins(y=0.1)
         axes.set_ylim(0, None)
         _ticks(axes.xaxis, sorted(blocks), lambda size, said=blocks: f"{_bytes_text(size)}\n{said[size]}")  # type: ignore[misc]
-        axes.legend(**_BESIDE)
+        axes.legend(**BESIDE)
     return figure
 
 
@@ -259,7 +259,7 @@ def _blocks_text(blocks: float) -> str:
     return f"{blocks:,.0f} block{'s' if blocks != 1 else ''}"
 
 
-def _bars(job: _Job) -> Figure:
+def _bars(job: Job) -> Figure:
     """Bandwidth at one size: the yardstick, kvbm, and copies without kvbm."""
     panels = []
     left_out = 0
@@ -267,12 +267,12 @@ def _bars(job: _Job) -> Figure:
         sizes = {row.positive("num_blocks") for row in ours}
         size = _BARS_AT if _BARS_AT in sizes else max(sizes)
         here = (row for row in ours if row.positive("num_blocks") == size)
-        groups = {pair: held for (pair,), held in _grouped(here, "pattern").items()}
+        groups = {pair: held for (pair,), held in grouped(here, "pattern").items()}
         # Prefer pairs that more backends and peers support.
         most = sorted(groups, key=lambda pair: -len(groups[pair]))[: len(job.pairs) or _MOST_PAIRS]
         left_out += len(groups) - len(most)
         nbytes, gbps = max(_roof(row for row in rows if row.positive("num_blocks") == size).items())
-        title = f"{_DIRECTIONS[direction]}, {_blocks_text(size)}, {_bytes_text(nbytes)}"
+        title = f"{DIRECTIONS[direction]}, {_blocks_text(size)}, {_bytes_text(nbytes)}"
         panels.append((title, gbps, {pair: groups[pair] for pair in groups if pair in most}))
     said = "GB/s of payload, each byte once, and the share of the memcpy measured with it (line)."
     if left_out:
@@ -280,27 +280,27 @@ def _bars(job: _Job) -> Figure:
     heights = [0.7 + 0.24 * (1 + sum(1 + len(held) for held in groups.values())) for *_, groups in panels]
     figure, every = job.panels("kvbm, a memcpy, and other ways to do it", said, heights)
     for axes, (title, roof, groups) in zip(every, panels, strict=True):
-        bars, yardsticks = [_Bar(0.0, YARDSTICK, roof, _GREY, f"{_rate_text(roof)}  1×")], {}
+        bars, yardsticks = [Bar(0.0, YARDSTICK, roof, GREY, f"{rate_text(roof)}  1×")], {}
         for pair, held in groups.items():
             head = bars[-1].place + 1
-            axes.annotate(_pair_text(pair), (0, head), (4, 0), textcoords="offset points", va="center", weight="bold")
+            axes.annotate(pair_text(pair), (0, head), (4, 0), textcoords="offset points", va="center", weight="bold")
             for place, row in enumerate(sorted(held, key=_bar_order), 1):
                 bars.append(_bar(row, head + place))
                 yardsticks[head + place] = _yardstick(row)
-        _draw_bars(axes, bars)
+        draw_bars(axes, bars)
         # Draw each row's own yardstick: on a noisy machine they differ, and the ratio refers to this one.
         low, high = ([place + half for place in yardsticks] for half in (-0.5, 0.5))
-        axes.vlines([*yardsticks.values()], low, high, color=_GREY, gid="roof", zorder=1)
+        axes.vlines([*yardsticks.values()], low, high, color=GREY, gid="roof", zorder=1)
         axes.set(title=title, xlim=(0, None), xlabel="GB/s")
     return figure
 
 
-def _bar(row: Row, place: float) -> _Bar:
+def _bar(row: Row, place: float) -> Bar:
     name, gbps, ratio = row["backend"], row.positive("bandwidth_gbps"), row.positive("ratio")
-    text = f"{_rate_text(gbps)}  {ratio:.{2 if ratio >= 0.1 else 3}f}×"
+    text = f"{rate_text(gbps)}  {ratio:.{2 if ratio >= 0.1 else 3}f}×"
     if name not in KVBM_BACKENDS:
-        return _Bar(place, name, gbps, _PEER, text)
-    return _Bar(place, f"kvbm {name}", gbps, _RAW if name in KVBM_BACKENDS[5:] else "C0", text)
+        return Bar(place, name, gbps, _PEER, text)
+    return Bar(place, f"kvbm {name}", gbps, _RAW if name in KVBM_BACKENDS[5:] else "C0", text)
 
 
 def _bar_order(row: Row) -> tuple[int, float]:
@@ -309,123 +309,25 @@ def _bar_order(row: Row) -> tuple[int, float]:
     return (KVBM_BACKENDS.index(name), 0.0) if name in KVBM_BACKENDS else (99, -row.positive("bandwidth_gbps"))
 
 
-# ---- the other commands --------------------------------------------------------------------------------------------
-
-
-def _interference(job: _Job) -> Figure:
-    """The slowdown of a matrix product by concurrent copies."""
-    panels = [(direction, ours) for direction, _, ours in job.by_direction("pair")]
-    said = "Time of a matrix product while copies run, over its time alone; speed of the copies. Dashed: a memcpy."
-    heights = [0.27 * len(rows) + 0.8 for _, rows in panels]
-    figure, every = job.panels("What a copy costs the model beside it", said, heights)
-    for axes, (direction, rows) in zip(every, panels, strict=True):
-        pairs = sorted({row["pair"] for row in rows})
-        said = f", {_pair_text(pairs[0])}" if len(pairs) == 1 else ""
-        reference = rows[0].positive("memcpy_slowdown")
-        bars = []
-        for place, row in enumerate(sorted(rows, key=lambda row: row.positive("slowdown"))):
-            slowdown = row.positive("slowdown")
-            name = row["backend"] + (f", {row['max_sms']} SMs" if row["max_sms"] else "")
-            name = name if said else f"{_pair_text(row['pair'])}, {name}"
-            # Required: no slower than beside a memcpy. The colour shows it, and the number after the bar.
-            color = "C0" if slowdown <= reference * 1.05 else "C1"
-            bars.append(_Bar(place, name, slowdown, color, f"{slowdown:.2f}×  {_rate_text(row.positive('copy_gbps'))}"))
-        _draw_bars(axes, bars, start=1.0)
-        axes.axvline(1.0, color=_GREY, marker="", linestyle="-", gid="alone")
-        axes.axvline(reference, color=_GREY, marker="", linestyle="--", gid="memcpy", zorder=1)
-        axes.set_title(f"{_DIRECTIONS[direction]}{said}; beside a memcpy {reference:.2f}×")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-    every[-1].set_xlabel("time of the product, alone = 1×")
-    return figure
-
-
-def _overhead(job: _Job) -> Figure:
-    """Host time of a call by the number of ids, and of tensors."""
-    panels = []
-    for what in ("ids", "tensors"):
-        rows = [row for row in job.rows if row["call"].startswith("kernels.") == (what == "tensors")]
-        if not rows:
-            continue
-        calls, kinds = ({row[column] for row in rows} for column in ("call", "ids"))
-        drawn = {}
-        for (call, kind), held in _grouped(rows, "call", "ids").items():
-            name = kind if call == rows[0]["call"] else f"{call}, {kind}"
-            name = call.removeprefix("kernels.") if len(kinds) == 1 and len(calls) > 1 else name
-            drawn[name] = _line(held, "count", "median_us")
-        title = f"{rows[0]['call']}, by kind of ids" if what == "ids" else "lists of tensors (kvbm.kernels)"
-        panels.append((title, what, drawn))
-    on_gpu = "From the call to its return, the copy being in the stream; the GPU is never waited for."
-    said = on_gpu if job.rows[0]["driver"] else "On the CPU the copy itself is part of the call."
-    figure, every = job.panels("Host time of a call", said, [3.0] * len(panels))
-    for axes, (title, what, drawn) in zip(every, panels, strict=True):
-        axes.set_title(title)
-        _log_lines(axes, drawn, f"{what} per call")
-        axes.legend(**_BESIDE)
-    return figure
-
-
-#: Panels of the picture: title, value of the column 'what' → name of the line, unit of the x axis.
-_SCALES: tuple[tuple[str, dict[str, str], str], ...] = (
-    ("Blocks in one copy", {"blocks": "time"}, "blocks"),
-    ("Layers", {"layers": "time"}, "layers"),
-    ("Ids of tiny blocks", {"ids_host": "host", "ids_gpu": "GPU", "ids_cpu": "CPU"}, "ids"),
-    ("Memory held after many copies", {"soak_host": "host", "soak_gpu": "GPU"}, "copies"),
-    ("Allocating a pool", {"pools": "time"}, "GiB"),
-)
-
-
-def _scale(job: _Job) -> Figure:
-    """Growth of time and memory with blocks, layers, ids, copies and the size of a pool."""
-    found = {what: rows for (what,), rows in _grouped(job.rows, "what").items()}
-    known = {what for _, lines, _ in _SCALES for what in lines}
-    for what, rows in found.items():
-        if what not in known:
-            raise _unknown(f"{rows[0].where}: column 'what'", sorted(known), what)
-    every_panel = [(title, {lines[w]: found[w] for w in lines if w in found}, unit) for title, lines, unit in _SCALES]
-    panels = [panel for panel in every_panel if panel[1]]
-    said = "Median times. Dotted: growth in proportion."
-    figure, every = job.panels("How it grows", said, [2.5] * -(-len(panels) // 2), columns=2)
-    for axes, (title, held, unit) in zip(every, panels, strict=False):
-        notes = {row["notes"] for rows in held.values() for row in rows}
-        axes.set_title("\n".join([title, *(_pair_text(note) for note in notes if len(notes) == 1)]), size=9.5)
-        if unit == "copies":
-            for name, rows in held.items():
-                axes.plot(*_line(rows, "n", "grown_mib", is_log=False), label=name)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} MiB")
-            axes.xaxis.set_major_formatter(lambda value, _: _count_text(value))
-            axes.set_xlabel(unit)
-        else:
-            times = {name: _line(rows, "n", "median_ms") for name, rows in held.items()}
-            drawn = {name: (x, [1e3 * ms for ms in y]) for name, (x, y) in times.items()}
-            _log_lines(axes, drawn, unit)
-            axes.set_ylim(axes.get_ylim())  # so that the dotted lines do not extend the axis
-            for x, y in drawn.values():
-                ends = [x[0], x[-1]], [y[-1] * x[0] / x[-1], y[-1]]
-                axes.plot(*ends, color=_GREY, marker="", linestyle=":", zorder=1.5, gid="in proportion")
-        if len(held) > 1:
-            axes.legend()
-    for axes in every[len(panels) :]:
-        axes.set_axis_off()
-    return figure
-
-
 # ---- from files to pictures ----------------------------------------------------------------------------------------
 
 
-_SWEEP = "tokens_per_block num_blocks pattern direction backend total_bytes bandwidth_gbps memcpy_ms ratio timing kernel shape"
-_KINDS: dict[str, tuple[tuple[str, ...], Callable[[_Job], Figure]]] = {
-    kind: ((*columns.split(), "gpu", "driver", "commit"), build)
-    for kind, columns, build in (
-        ("roofline", _SWEEP, _roofline),
-        ("bars", _SWEEP, _bars),
-        ("interference", "direction pair backend max_sms slowdown memcpy_slowdown copy_gbps", _interference),
-        ("overhead", "call ids count median_us", _overhead),
-        ("scale", "what n median_ms grown_mib notes", _scale),
-    )
-}
+class Kind(NamedTuple):
+    """A kind of picture: the columns that its rows need, and the function that draws it."""
 
-#: Names of all pictures.
-KINDS = tuple(_KINDS)
+    columns: tuple[str, ...]
+    build: Callable[[Job], Figure]
+
+
+#: Columns of every kind: the machine, and the measured version.
+COLUMNS = ("gpu", "driver", "commit")
+_SWEEP = (
+    "tokens_per_block", "num_blocks", "pattern", "direction", "backend", "total_bytes", "bandwidth_gbps", "memcpy_ms", "ratio",
+    "timing", "kernel", "shape", *COLUMNS,
+)  # fmt: skip
+
+#: The pictures of a sweep by name.
+KINDS = {"roofline": Kind(_SWEEP, _roofline), "bars": Kind(_SWEEP, _bars)}
 
 
 def draw(
@@ -435,8 +337,9 @@ def draw(
     pairs: Sequence[str] = (),
     dark: bool = False,
     note: Callable[[str], None] = lambda _: None,
+    known: Mapping[str, Kind] = KINDS,
 ) -> dict[str, Figure]:
-    """Draw the pictures for which the tables have rows; if `kinds` or `pairs` are given, only these.
+    """Draw the pictures for which the tables have rows; if `kinds` or `pairs` are given, only these.  `known` are all kinds.
 
     Returns
     -------
@@ -453,58 +356,58 @@ def draw(
     """
     found: dict[str, Figure] = {}
     with looks(_settings(dark), "bench"):
-        for kind in kinds or KINDS:
-            if kind not in _KINDS:
-                raise _unknown(f"kind {kind!r}", KINDS)
-            fitting = [table for table in tables if table.rows and not _missing(table, kind)]
+        for kind in kinds or known:
+            if kind not in known:
+                raise unknown(f"kind {kind!r}", known)
+            fitting = [table for table in tables if table.rows and not _missing(table, known[kind])]
             if not fitting and kinds:
-                raise _no_table(tables, kind)
+                raise _no_table(tables, {kind: known[kind]})
             try:
-                for name, job in _jobs(kind, fitting, tuple(pairs)):
-                    found[name] = _KINDS[kind][1](job)
+                for name, job in _jobs(kind, known[kind], fitting, tuple(pairs)):
+                    found[name] = known[kind].build(job)
             except _TooLittleError as error:
                 if kinds:
                     raise
                 note(f"{error}: left out")
     if not found:
-        raise _no_table(tables, *KINDS)
+        raise _no_table(tables, known)
     return found
 
 
-def _missing(table: Table, kind: str) -> list[str]:
-    return [column for column in _KINDS[kind][0] if column not in table.columns]
+def _missing(table: Table, kind: Kind) -> list[str]:
+    return [column for column in kind.columns if column not in table.columns]
 
 
-def _no_table(tables: Sequence[Table], *kinds: str) -> SpecError:
+def _no_table(tables: Sequence[Table], kinds: Mapping[str, Kind]) -> SpecError:
     """The error for tables without a suitable kind: it names the kind that lacks the fewest columns."""
-    lacks = {(table.path, kind): _missing(table, kind) for kind in kinds for table in tables}
-    (path, kind), missing = min(lacks.items(), key=lambda item: len(item[1]) / len(_KINDS[item[0][1]][0]))
+    lacks = {(table.path, name): _missing(table, kind) for name, kind in kinds.items() for table in tables}
+    (path, name), missing = min(lacks.items(), key=lambda item: len(item[1]) / len(kinds[item[0][1]].columns))
     if not missing:
         return SpecError(f"{path}: no rows that a picture could be made of")
     columns = f"column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-    return SpecError(f"{path}: {kind}: expected the columns that `kvbm bench` writes; {columns} missing")
+    return SpecError(f"{path}: {name}: expected the columns that `kvbm bench` writes; {columns} missing")
 
 
-def _jobs(kind: str, tables: Sequence[Table], pairs: tuple[str, ...]) -> Iterator[tuple[str, _Job]]:
+def _jobs(name: str, kind: Kind, tables: Sequence[Table], pairs: tuple[str, ...]) -> Iterator[tuple[str, Job]]:
     """The pictures of a kind by name: one, or one per shape and timing of the sweep."""
     rows = [row for table in tables for row in table.rows]
-    machines = [(gpu, held[0].where) for (gpu,), held in _grouped(rows, "gpu").items()]
+    machines = [(gpu, held[0].where) for (gpu,), held in grouped(rows, "gpu").items()]
     if len(machines) > 1:
         (one, here), (other, there) = machines[:2]
         raise SpecError(
-            f"{kind}: a picture shows one machine, got {one} ({here}) and {other} ({there}); plot them apart"
+            f"{name}: a picture shows one machine, got {one} ({here}) and {other} ({there}); plot them apart"
         )
     footer = "\n".join(dict.fromkeys(comment for table in tables for comment in table.comments))
-    groups = _grouped(rows, *(column for column in ("shape", "timing") if column in _KINDS[kind][0])) if rows else {}
+    groups = grouped(rows, *(column for column in ("shape", "timing") if column in kind.columns)) if rows else {}
     several = [len(set(column)) > 1 for column in zip(*groups, strict=True)]
     for key, held in groups.items():
-        name = "-".join([kind, *(_name(part) for part, is_told in zip(key, several, strict=True) if is_told)])
+        whole = "-".join([name, *(_name(part) for part, is_told in zip(key, several, strict=True) if is_told)])
         said = [footer]
         if key and key[0] not in footer and key[0].replace(",", " ") not in footer:
             said.append(key[0])
         if "replay" in key:
             said.append("timed by graph replays")
-        yield name, _Job(kind, tuple(held), "\n".join(said), pairs)
+        yield whole, Job(name, tuple(held), "\n".join(said), pairs)
 
 
 def _name(part: str) -> str:
@@ -523,34 +426,42 @@ def save(
     return list(files)
 
 
-@click.command()
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CSV..."
-)
-@click.option("--out", default=".", show_default=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-              help="Folder to write to.")  # fmt: skip
-@click.option("--kind", "kinds", callback=comma_list(KINDS), metavar="KIND,...",
-              help=f"Which pictures: {', '.join(KINDS)}. If not given, all that the files have columns for.")  # fmt: skip
-@click.option("--format", "formats", default="png,svg", show_default=True, callback=comma_list(("png", "svg")),
-              metavar="FORMAT,...", help="png, svg or both.")  # fmt: skip
-@click.option(
-    "--pair", "pairs", multiple=True, metavar="SRC:DST", help="Only this pair, as the CSV names it (may be repeated)."
-)
-@click.option("--dark/--light", default=False, help="Light on dark, or dark on light (the default).")
-def plot(
-    files: tuple[Path, ...],
-    out: Path,
-    kinds: tuple[str, ...],
-    formats: tuple[str, ...],
-    pairs: tuple[str, ...],
-    dark: bool,
-) -> None:
-    """Draw pictures of what was measured, from the CSV files that `kvbm bench` and its other commands wrote.
+def command(known: Mapping[str, Kind]) -> click.Command:
+    """The command ``plot``, which draws these kinds."""
 
-    Comment lines at the top of the files become the footers. Writes one file a picture and format, and prints their names.
-    Needs matplotlib: pip install 'kvbm-layouts[bench]'.
-    """
-    tables = [table for path in files for table in read(path)]
-    figures = draw(tables, kinds, pairs=pairs, dark=dark, note=lambda text: click.echo(text, err=True))
-    for path in save(figures, out, formats or ("png", "svg"), dark=dark):
-        click.echo(path)
+    @click.command()
+    @click.argument(
+        "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CSV..."
+    )
+    @click.option("--out", default=".", show_default=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+                  help="Folder to write to.")  # fmt: skip
+    @click.option("--kind", "kinds", callback=comma_list(tuple(known)), metavar="KIND,...",
+                  help=f"Which pictures: {', '.join(known)}. If not given, all that the files have columns for.")  # fmt: skip
+    @click.option("--format", "formats", default="png,svg", show_default=True, callback=comma_list(("png", "svg")),
+                  metavar="FORMAT,...", help="png, svg or both.")  # fmt: skip
+    @click.option(
+        "--pair", "pairs", multiple=True, metavar="SRC:DST", help="Only this pair, as the CSV names it (may be repeated)."
+    )
+    @click.option("--dark/--light", default=False, help="Light on dark, or dark on light (the default).")
+    def plot(
+        files: tuple[Path, ...],
+        out: Path,
+        kinds: tuple[str, ...],
+        formats: tuple[str, ...],
+        pairs: tuple[str, ...],
+        dark: bool,
+    ) -> None:
+        """Draw pictures of what was measured, from the CSV files that the measurements wrote.
+
+        Comment lines at the top of the files become the footers. Writes one file a picture and format, and prints their names.
+        Needs matplotlib: pip install 'kvbm-layouts[bench]'.
+        """
+        tables = [table for path in files for table in read(path)]
+        figures = draw(tables, kinds, pairs=pairs, dark=dark, note=lambda text: click.echo(text, err=True), known=known)
+        for path in save(figures, out, formats or ("png", "svg"), dark=dark):
+            click.echo(path)
+
+    return plot
+
+
+plot = command(KINDS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from ..digest import Keys, Model, alone, fused, keys_of
 from ..digesting import fused_copies, pinned
 from ..errors import BindError, LayoutError, PlanError
 from ..lower import Steps
-from ..mover import current_stream
-from ..planner import Plan, between, joined
+from ..planner import Plan, between
 from ..pool import Pool
 from ..prepare import digest_copies, prepare
 from ..section import Section
@@ -43,27 +41,6 @@ NUM_CELLS = 2 * _REACH // _ALIGNMENT - 1
 
 #: Size of the cache of launches with digests, by message, range of layers and distance of origins.
 _MOST_LANES = 4096
-
-
-class _Way(NamedTuple):
-    """Launches of messages with the same units, or the same single tokens, of the rank.
-
-    Attributes
-    ----------
-    messages : tuple of Message
-        The messages.
-    copies : tuple of Copy
-        The launches.
-    num_ids : int
-        Number of ids of the rank's pool.
-    nbytes : tuple of int
-        Bytes of a unit or token in the slot of each message.
-    """
-
-    messages: tuple[Message, ...]
-    copies: tuple[_core.Copy, ...]
-    num_ids: int
-    nbytes: tuple[int, ...]
 
 
 class Lane(NamedTuple):
@@ -104,7 +81,7 @@ class Listed(NamedTuple):
 
 
 class Packer:
-    """Packs what a rank sends into one slot per peer, with one launch for all; or unpacks what it receives.
+    """The launches that pack what a rank sends into slots, or unpack what it receives; `Cut` makes them.
 
     A slot holds whole units one after the other, then single tokens.  Each has its planes by name, and each plane is ``l o h t d``,
     dense, padded to 16 bytes.  The contents do not depend on the layout of either side.
@@ -162,7 +139,9 @@ class Packer:
         }
         self._addressed = (pool.alignment, pool.steps), (_ALIGNMENT, Steps())
         self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
-        self._units = {0: self._ways(mine, single=False)}
+        self._fitting = {0: mine}
+        for message in mine:
+            self._parts(message, single=False)  # raises an error if the message would cut an opaque group
         self._lanes: dict[tuple[Message, bool], Lane] = {}
         self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
         self._fits: Span | None = None  # the last span that was checked
@@ -172,70 +151,6 @@ class Packer:
     def fingerprint(self) -> int:
         """The plan's fingerprint in trailers of chunks."""
         return int(self.made.fingerprint, 16)
-
-    def sizes(self, span: Span, origin: int = 0) -> dict[int, int]:
-        """Bytes of each peer's slot for a sequence.  `origin` is the origin of the peers' spans.  Raises `BindError` as a call."""
-        return self._sizes(self._work(span, origin))
-
-    def _sizes(self, work: Sequence[tuple[_Way, Ids]]) -> dict[int, int]:
-        found = dict.fromkeys(self.peers, 0)
-        for way, ids in work:
-            for message, nbytes in zip(way.messages, way.nbytes, strict=True):
-                found[self.peer(message)] += len(ids) * nbytes
-        return found
-
-    def __call__(self, span: Span, slots: Mapping[int, Any], *, origin: int = 0, stream: Any = None) -> None:
-        """Pack a sequence's tokens into slots, or unpack them from slots.
-
-        Parameters
-        ----------
-        span : Span
-            Tokens and blocks of the rank.  Tokens without a block are skipped: their bytes in slots do not change.
-        slots : mapping
-            Peer → contiguous array of bytes, aligned to 16 bytes, on the pool's GPU or in pinned memory.
-        origin : int
-            The origin of the peers' spans.
-        stream : optional
-            As for `convert`.
-
-        Raises
-        ------
-        BindError
-            The span does not fit, or a slot is missing, too small or in other memory.  Nothing was copied.
-        """
-        self.require_usable()
-        work = self._work(span, origin)
-        sizes = self._sizes(work)
-        if not isinstance(slots, Mapping):
-            raise BindError(f"slots: expected a mapping from rank to array, got a {type(slots).__name__}")
-        found = {}
-        for peer, size in ((peer, size) for peer, size in sizes.items() if size):
-            where = f"slot of rank {peer}"
-            if peer not in slots:
-                raise BindError(f"{where}: missing; expected one for each of the ranks {sorted(set(self.peers))}")
-            found[peer] = self.slot(slots[peer], size, where)
-        self.require_apart((f"slot of rank {peer}", slot.address, sizes[peer]) for peer, slot in found.items())
-        self.require_no_stream(stream)
-        handle = 0
-        if self.device >= 0:
-            handle = current_stream(self.pool) if stream is None else _core.stream_handle(stream)
-        filled = dict.fromkeys(self.peers, 0)
-        for way, ids in work:
-            addresses = []
-            for message, nbytes in zip(way.messages, way.nbytes, strict=True):
-                peer = self.peer(message)
-                addresses.append(found[peer].address + filled[peer])
-                filled[peer] += len(ids) * nbytes
-            table = _core.Table(np.array(addresses, np.uint64), self.device, False)
-            for copy in way.copies:
-                if self.sends:
-                    pairs = _core.Pairs(ids, None, way.num_ids, len(ids), False, self.device)
-                    self._run(copy, self.table, table, pairs, handle)
-                else:
-                    pairs = _core.Pairs(None, ids, len(ids), way.num_ids, False, self.device)
-                    self._run(copy, table, self.table, pairs, handle)
-        if not self.sends:
-            self.pool.written()
 
     def zero(self, span: Span, *, origin: int = 0, layers: range, stream: Any = None) -> None:
         """Write zeros where messages with these tokens and layers would be unpacked, and wait until they are there.
@@ -286,27 +201,22 @@ class Packer:
 
     # ---- planning --------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _tokens(self) -> tuple[_Way, ...]:
-        """Ways for single tokens.  Some layouts do not allow them."""
-        return self._ways(self._messages(self.made), single=True)
-
-    def _messages(self, made: Resharding) -> list[Message]:
-        return [m for m in made.messages if (m.src if self.sends else m.dst) == self.rank]
+    def _messages(self, made: Resharding) -> tuple[Message, ...]:
+        return tuple(m for m in made.messages if (m.src if self.sends else m.dst) == self.rank)
 
     def in_order(self, mine: Any, far: Any) -> tuple[Any, Any]:
         """Return (this rank's, the other side's) values in the order (source, destination)."""
         return (mine, far) if self.sends else (far, mine)
 
-    def fitting(self, shift: int) -> tuple[_Way, ...]:
-        """Ways with units that divide `shift`, the distance of both sides' origins; both sides use the same units."""
+    def fitting(self, shift: int) -> tuple[Message, ...]:
+        """The rank's messages, with units that divide `shift`, the distance of the origins; both sides use the same units."""
         made = self.made
         places = (made.src, made.sends), (made.dst, made.takes)
         most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
         shift = math.gcd(shift, most) % most
-        if shift not in self._units:
-            self._units[shift] = self._ways(self._messages(made.refit(made.cuts, shift)), single=False)
-        return self._units[shift]
+        if shift not in self._fitting:
+            self._fitting[shift] = self._messages(made.refit(made.cuts, shift))
+        return self._fitting[shift]
 
     def peer(self, message: Message) -> int:
         return message.dst if self.sends else message.src
@@ -315,29 +225,6 @@ class Packer:
         """The packer's rank, and its peer."""
         mine, far = self.in_order(*self._ranks[message.src, message.dst])
         return mine, far
-
-    def _ways(self, messages: Sequence[Message], *, single: bool) -> tuple[_Way, ...]:
-        """Ways: messages with the same ids of this rank share one."""
-
-        def key(message: Message) -> tuple[int, Turns | None]:
-            far = self.ends(message)[1].turns
-            if single:
-                return 1, far
-            return message.t.tokens, far if message.t.tokens % far.period else None
-
-        groups: dict[Any, list[Message]] = {}
-        for message in messages:
-            groups.setdefault(key(message), []).append(message)
-        return tuple(self._way(group, single) for group in groups.values())
-
-    def _way(self, messages: Sequence[Message], single: bool) -> _Way:
-        plans, sizes, num_ids = [], [], 0
-        for entry, message in enumerate(messages):
-            part, slot = self._parts(message, single)
-            plans.append(between(*self.in_order(part, slot.behind(entry)), self._title))
-            sizes.append(slot.accesses[0].block[0])
-            num_ids = part.num_ids
-        return _Way(tuple(messages), tuple(self._prepared(joined(plans))), num_ids, tuple(sizes))
 
     def _prepared(self, made: Plan) -> list[_core.Copy]:
         (src, src_steps), (dst, dst_steps) = self.in_order(*self._addressed)
@@ -441,7 +328,7 @@ class Packer:
         origin = self.require_spans(span, origin)
         known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind have the same tokens
         found = {}
-        for message in (message for way in self.fitting(span.origin - origin) for message in way.messages):
+        for message in self.fitting(span.origin - origin):
             mine, far = self.ends(message)
             kind = message.t.tokens, far.turns
             if kind not in known:
@@ -452,18 +339,6 @@ class Packer:
                 known[kind] = Listed(at, (units, mine.ids(span, mine.slots(span, at.tokens), 1)))
             found[message] = known[kind]
         return found
-
-    def _work(self, span: Span, origin: int) -> list[tuple[_Way, Ids]]:
-        """The rank's ids for every launch: first of units, then of single tokens."""
-        listed = {(m.src, m.dst): each.ids for m, each in self.listed(span, origin).items()}
-        shift = span.origin - operator.index(origin)
-        tokens = self._tokens if any(ids.size for _, ids in listed.values()) else ()
-        work = [
-            (way, listed[way.messages[0].src, way.messages[0].dst][single])
-            for single, ways in enumerate((self.fitting(shift), tokens))
-            for way in ways
-        ]
-        return [(way, ids) for way, ids in work if ids.size]
 
     def require_spans(self, span: Span, origin: int) -> int:
         """Check a span.  Returns the peers' origin as an int, as a NumPy integer could overflow."""
@@ -523,12 +398,6 @@ class Packer:
                 raise BindError(
                     f"{name}: the pool is on the CPU, where the call waits for the copy; leave {name} out"
                 )
-
-    def _run(self, copy: _core.Copy, src: _core.Table, dst: _core.Table, pairs: _core.Pairs, stream: int) -> None:
-        if self.device >= 0:
-            copy.launch(src, dst, pairs, self.device, stream, self.max_sms)
-        else:
-            copy.run(src, dst, pairs)
 
 
 def _without(model: Model, present: frozenset[str]) -> Model:

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ..clock import Events, cuda
 from .data import device_index
 
 __all__ = ["Blamed", "Gpu", "KernelFailure", "call", "require_limit", "run"]
@@ -265,8 +266,6 @@ def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 class Gpu:
     """Events on the current stream of torch or CuPy, else on the default stream.
 
-    It uses cuda.bindings, so no framework is needed.
-
     Parameters
     ----------
     device : int
@@ -274,24 +273,12 @@ class Gpu:
     """
 
     def __init__(self, device: int) -> None:
-        from cuda.bindings import driver
         from cuda.core import Device
-
-        from ..machine import cuda
 
         self.device = device
         Device(device).set_current()
-        self._driver, self._check = driver, cuda
-        self.stream = driver.CUstream(_current_stream(device))
-        self._events: list[Any] = []
-
-    def event(self) -> Any:
-        """A new event with timing."""
-        self._events.append(self._check(self._driver.cuEventCreate(0), "making an event"))
-        return self._events[-1]
-
-    def record(self, event: Any) -> None:
-        self._check(self._driver.cuEventRecord(event, self.stream), "recording an event")
+        self.events = Events(_current_stream(device))
+        self._driver = self.events.driver
 
     def finish(self, deadline: Deadline) -> None:
         """Wait for all work in the stream.
@@ -301,31 +288,27 @@ class Gpu:
         KernelFailure
             The deadline has passed, or the work failed on the GPU.
         """
-        event = self.event()
+        event = self.events.make()
         try:
-            self.record(event)
+            self.events.record(event)
             nap = SHORT_NAP
             while (status := self._driver.cuEventQuery(event)[0]) == self._driver.CUresult.CUDA_ERROR_NOT_READY:
                 if deadline.left <= 0:
-                    self._events.clear()  # destroying them would wait
+                    self.events.abandon()
                     raise deadline.missed("it returned, but the GPU was not done with its work")
                 time.sleep(nap)
                 nap = min(2 * nap, LONG_NAP)
-            self._check((status,), "running the kernel")
+            cuda((status,), "running the kernel")
         except KernelFailure:
             raise
         except Exception as error:
             raise KernelFailure(f"the GPU failed while running the kernel: {error}") from error
 
-    def milliseconds(self, begin: Any, end: Any) -> float:
-        """Milliseconds between two events that are done."""
-        return float(self._check(self._driver.cuEventElapsedTime(begin, end), "reading the clock"))
-
     def overwrite(self, nbytes: int) -> None:
         """Write `nbytes` bytes to new memory in stream order, to clear the L2 cache."""
-        address = self._check(self._driver.cuMemAlloc(nbytes), "allocating memory to clear the cache with")
+        address = cuda(self._driver.cuMemAlloc(nbytes), "allocating memory to clear the cache with")
         try:
-            self._check(self._driver.cuMemsetD8Async(address, 0, nbytes, self.stream), "clearing the cache")
+            cuda(self._driver.cuMemsetD8Async(address, 0, nbytes, self.events.stream), "clearing the cache")
         finally:
             self._driver.cuMemFree(address)  # waits for the memset
 
@@ -333,9 +316,7 @@ class Gpu:
         return self
 
     def __exit__(self, *_: object) -> None:
-        events, self._events = self._events, []
-        for event in events:
-            self._driver.cuEventDestroy(event)
+        self.events.close()
 
 
 def _current_stream(device: int) -> int:

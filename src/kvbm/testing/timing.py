@@ -233,7 +233,7 @@ def _on_cpu(loop: _Loop, deadline: limits.Deadline) -> tuple[list[float], Any]:
 def _on_gpu(loop: _Loop, deadline: limits.Deadline) -> tuple[list[float], Any]:
     kernel, result = loop.kernel, None
     with limits.Gpu(loop.device) as gpu:
-        pairs = [(gpu.event(), gpu.event()) for _ in range(loop.num_runs)]
+        pairs = [(gpu.events.make(), gpu.events.make()) for _ in range(loop.num_runs)]
         loop.warm_up(deadline)
         gpu.finish(deadline)
         gpu.overwrite(loop.cache_bytes)
@@ -241,8 +241,8 @@ def _on_gpu(loop: _Loop, deadline: limits.Deadline) -> tuple[list[float], Any]:
             for turn, (begin, end) in enumerate(pairs):
                 loop.reach(deadline, loop.num_warmup + turn)
                 data = loop.sets[turn % len(loop.sets)]
-                gpu.record(begin)
+                gpu.events.record(begin)
                 result = kernel(data)
-                gpu.record(end)
+                gpu.events.record(end)
         gpu.finish(deadline)
-        return [gpu.milliseconds(begin, end) for begin, end in pairs], result
+        return [1e3 * gpu.events.seconds(begin, end) for begin, end in pairs], result

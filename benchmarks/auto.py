@@ -1,4 +1,4 @@
-"""Compares ``strategy="auto"`` with the best strategy, also for blocks that were not tuned: ``kvbm bench auto``."""
+"""Compares ``strategy="auto"`` with the best strategy, also for blocks that were not tuned: ``python -m benchmarks auto``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
-from ..shapes import BlockShape, load_shape
-from ..tuning import STRATEGIES
-from . import copies
-from .options import numbers
+from kvbm.bench import copies
+from kvbm.bench.options import numbers
+from kvbm.bench.table import Record
+from kvbm.shapes import BlockShape, load_shape
+from kvbm.tuning import STRATEGIES
+
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
-from .table import Record
 
 __all__ = ["COLUMNS", "auto", "measure", "points"]
 
@@ -95,7 +96,7 @@ def auto(
     The columns direct, staged, engine and auto are shares of one contiguous pinned copy; of_best is the best strategy's time
     over that of what auto chose. Makes the machine's table first if there is none: see `kvbm tune`.
     """
-    require_gpu(place, "bench auto")
+    require_gpu(place, "auto")
     shapes = [load_shape(shape_text) for shape_text in shape_texts]
     planned = list(sweeps(shapes, hosts, batches, place, iters, note))
     for sweep in planned:

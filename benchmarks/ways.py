@@ -16,14 +16,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .. import _core, spec, wire
-from ..errors import KvbmError
-from ..pool import Pool
-from ..reshard import Endpoint, Placement, Span
-from ..shapes import BlockShape
-from .check import WrongCopyError
-from .clock import Timed
-from .measure import Memory, View, device_of, random_pool, read, write
+from kvbm import _core, spec, wire
+from kvbm.bench.check import WrongCopyError
+from kvbm.bench.measure import Memory, View, device_of, random_pool, read, write
+from kvbm.clock import Timed
+from kvbm.errors import KvbmError
+from kvbm.pool import Pool
+from kvbm.reshard import Endpoint, Placement, Span
+from kvbm.shapes import BlockShape
+
 from .race import Asked, Runner
 
 __all__ = ["DECODE", "LIMIT", "PREFILL", "Pair", "ways_of"]
@@ -223,7 +224,7 @@ class ByNixl(Way):
     """Plain NIXL: one transfer with one descriptor per side, its notification, and a notification back."""
 
     def __init__(self, side: Side) -> None:
-        from ..wire.agents import Agent
+        from kvbm.wire.agents import Agent
 
         super().__init__(side)
         self.agent = Agent(f"{type(self).__name__} {side.setting.sends}", "UCX")
@@ -574,10 +575,10 @@ class Pair:
 
     def answer(self) -> Any:
         if not self.pipe.poll(LIMIT):
-            raise KvbmError("bench link: the other process does not answer")
+            raise KvbmError("link: the other process does not answer")
         what, value = self.pipe.recv()
         if what != "ok":
-            raise KvbmError(f"bench link: the other process: {value}")
+            raise KvbmError(f"link: the other process: {value}")
         return value
 
     def open(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Growth of time and memory with blocks, layers, ids, copies and the size of a pool: ``kvbm bench scale``."""
+"""Growth of time and memory with blocks, layers, ids, copies and the size of a pool: ``python -m benchmarks scale``."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ from typing import Any
 import click
 import numpy as np
 
-from .. import spec
-from ..errors import BindError, SpecError
-from ..layout import Layout
-from ..planner import plan, size_text
-from ..pool import Pool
-from ..shapes import BlockShape, load_shape
-from ..transfer import Strategy, Transfer
-from .check import Check
-from .clock import CpuClock, GpuClock, cuda
-from .measure import (
+from kvbm import spec
+from kvbm.bench.check import Check
+from kvbm.bench.measure import (
     MOST_ARRAYS,
     Ids,
     Memory,
@@ -34,7 +27,15 @@ from .measure import (
     make_clock,
     random_pool,
 )
-from .options import comma_list, numbers
+from kvbm.bench.options import comma_list, numbers
+from kvbm.clock import CpuClock, GpuClock, cuda
+from kvbm.errors import BindError, SpecError
+from kvbm.layout import Layout
+from kvbm.planner import plan, size_text
+from kvbm.pool import Pool
+from kvbm.shapes import BlockShape, load_shape
+from kvbm.transfer import Strategy, Transfer
+
 from .overhead import PAIR, host_seconds
 from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
 
@@ -203,7 +204,7 @@ def _gpu_seconds(clock: GpuClock, call: Callable[[Any], object], host: float, it
     """
     from cuda.bindings import driver
 
-    from .. import _core
+    from kvbm import _core
 
     handle = driver.CUstream(_core.stream_handle(clock.stream))
     busy = min(int(3e9 * host) + 50_000, 200_000_000)

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import click
 
-from ..shapes import BlockShape
-from .clock import CpuClock, GpuClock, Timed
-from .options import comma_list
+from kvbm.bench.options import comma_list
+from kvbm.clock import CpuClock, GpuClock, Timed
+from kvbm.shapes import BlockShape
+
 from .section import Row, common_options, figures, write_rows
 
 __all__ = ["COLUMNS", "ROUNDS", "Asked", "Runner", "race", "race_options", "ratio", "row_of", "runner", "write_race"]
@@ -102,7 +103,7 @@ def runner(clock: GpuClock | CpuClock, calls: Sequence[Callable[[Any], object]])
 
 def print_table(found: Sequence[Row]) -> None:
     """Print the measurements to stdout."""
-    from .. import commands
+    from kvbm import commands
 
     counted = ("n", "MB", "ms", "GB/s", "ratio", "asked", "reached")
     table = commands.new_table("case", "by", "beside", *counted, right=counted)

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import spec
-from ..planner import between
-from ..pool import Pool
-from ..selection import PoolSection
-from ..shapes import BlockShape, load_shape
-from ..transfer import Strategy, Transfer
-from .check import WrongCopyError
-from .measure import Ids, cache_bytes, device_of, random_pool, read
+from kvbm import spec
+from kvbm.bench.check import WrongCopyError
+from kvbm.bench.measure import Ids, cache_bytes, device_of, random_pool, read
+from kvbm.planner import between
+from kvbm.pool import Pool
+from kvbm.selection import PoolSection
+from kvbm.shapes import BlockShape, load_shape
+from kvbm.transfer import Strategy, Transfer
+
 from .race import Asked
 
 __all__ = ["HND", "NHD", "Bound", "Case", "End", "cases", "strategy_on"]

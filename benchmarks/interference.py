@@ -1,4 +1,4 @@
-"""Measures how much copies slow down a concurrent matrix product: ``kvbm bench interference``. Needs a GPU and torch.
+"""Measures how much copies slow down a concurrent matrix product: ``python -m benchmarks interference``. Needs a GPU and torch.
 
 The product represents a model that keeps the whole GPU busy. Its slowdown is a cost of a strategy that the bandwidth of the
 copy does not show. The yardstick is the slowdown by one contiguous memcpy in the same direction.
@@ -19,15 +19,16 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from .. import _core, spec
-from ..errors import BindError, KvbmError
-from ..planner import plan, size_text
-from ..pool import Pool
-from ..shapes import BlockShape, load_shape
-from ..transfer import Strategy, Transfer
-from .check import Check
-from .measure import Ids, Memory, is_out_of_memory, random_pool
-from .options import comma_list, numbers
+from kvbm import _core, spec
+from kvbm.bench.check import Check
+from kvbm.bench.measure import Ids, Memory, is_out_of_memory, random_pool
+from kvbm.bench.options import comma_list, numbers
+from kvbm.errors import BindError, KvbmError
+from kvbm.planner import plan, size_text
+from kvbm.pool import Pool
+from kvbm.shapes import BlockShape, load_shape
+from kvbm.transfer import Strategy, Transfer
+
 from .scale import split_pair
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
 
@@ -266,11 +267,11 @@ def _torch() -> Any:
         import torch
     except ImportError:
         raise KvbmError(
-            "kvbm bench interference: the matrix product is torch's, which is not installed: pip install 'kvbm-layouts[bench]'"
+            "interference: the matrix product is torch's, which is not installed: pip install 'kvbm-layouts[bench]'"
         ) from None
     if not torch.cuda.is_available():
         raise KvbmError(
-            f"kvbm bench interference: the matrix product is torch's, and torch {torch.__version__} cannot use the GPU; "
+            f"interference: the matrix product is torch's, and torch {torch.__version__} cannot use the GPU; "
             "install a build of it for CUDA"
         )
     return torch

@@ -1,4 +1,4 @@
-"""The cost of links by the number of ranks of both engines, up to 64 on each side: ``python -m kvbm.bench.growth``.
+"""The cost of links by the number of ranks of both engines, up to 64 on each side: ``python -m benchmarks growth``.
 
 All ranks are endpoints in one process, connected by `wire.memory`, with pools of a small model.
 It prints the table of ``docs/howto/connect.md``.
@@ -11,16 +11,17 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 
-from .. import spec, wire
-from ..pool import Pool
-from ..reshard import Endpoint, Placement, Resharding, Span
-from ..reshard.chunk import MOST
-from ..reshard.flows import WINDOW
-from ..shapes import BlockShape
+from kvbm import spec, wire
+from kvbm.pool import Pool
+from kvbm.reshard import Endpoint, Placement, Resharding, Span
+from kvbm.reshard.chunk import MOST
+from kvbm.reshard.flows import WINDOW
+from kvbm.shapes import BlockShape
 
-__all__ = ["CASES", "Grown", "grow", "table"]
+__all__ = ["CASES", "Grown", "grow", "growth", "table"]
 
 MODEL = BlockShape(nl=64, no=2, nh=8, nt=16, hd=16, dtype="uint8")
 
@@ -141,5 +142,7 @@ def table(found: dict[str, Grown]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-if __name__ == "__main__":
-    print("\n".join(table({case: grow(case) for case in CASES})))
+@click.command()
+def growth() -> None:
+    """Print the cost of links by the number of ranks of both engines, as a table of Markdown."""
+    click.echo("\n".join(table({case: grow(case) for case in CASES})))

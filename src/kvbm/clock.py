@@ -1,4 +1,6 @@
-"""Clocks: the time of a call, between two events on a GPU's stream or by the CPU's clock.
+"""The clock of all measurements: the time between two events on a GPU's stream, or by the CPU's clock.
+
+`kvbm bench`, `kvbm tune`, `kvbm demo`, `kvbm.testing` and the studies in benchmarks/ measure with it.
 
 The GPU clock uses cuda.core and cuda.bindings, so no framework is needed.
 """
@@ -13,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..errors import CudaError
-from ..machine import cuda
+from .errors import CudaError
+from .machine import cuda
 
-__all__ = ["Call", "CpuClock", "GpuClock", "Timed", "cuda"]
+__all__ = ["Call", "CpuClock", "Events", "GpuClock", "Timed", "cuda"]
 
 #: The measured call.  It enqueues its work on the stream (None on the CPU) and need not wait for it.
 Call = Callable[[Any], object]
@@ -67,6 +69,43 @@ class Timed(NamedTuple):
     @classmethod
     def of(cls, seconds: Sequence[float], how: str) -> Timed:
         return cls(statistics.median(seconds), min(seconds), max(seconds), how)
+
+
+class Events:
+    """Events with timing on one stream.  `close` destroys them.
+
+    Parameters
+    ----------
+    stream : int
+        Handle of a CUDA stream of the device that is current for this thread.
+    """
+
+    def __init__(self, stream: int) -> None:
+        from cuda.bindings import driver
+
+        self.driver, self.stream = driver, driver.CUstream(stream)
+        self._events: list[Any] = []
+
+    def make(self) -> Any:
+        """A new event."""
+        self._events.append(cuda(self.driver.cuEventCreate(0), "making an event"))  # 0: with timing
+        return self._events[-1]
+
+    def record(self, event: Any) -> None:
+        cuda(self.driver.cuEventRecord(event, self.stream), "recording an event")
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two events that are done."""
+        return float(cuda(self.driver.cuEventElapsedTime(begin, end), "reading the clock")) / 1e3
+
+    def abandon(self) -> None:
+        """Keep the events for the life of the process: their stream hangs, and to destroy them would wait for it."""
+        self._events.clear()
+
+    def close(self) -> None:
+        events, self._events = self._events, []
+        for event in events:
+            self.driver.cuEventDestroy(event)
 
 
 class CpuClock:
@@ -125,20 +164,19 @@ class GpuClock:
     """
 
     def __init__(self, device: int = 0) -> None:
-        from cuda.bindings import driver
         from cuda.core import Device, ObjectCode
 
-        from .. import _core
+        from . import _core
 
         _core.device_info(device)  # raises kvbm's error if there is no such GPU
         self.device = device
         gpu = Device(device)
         gpu.set_current()
         self.stream = gpu.create_stream()
-        self._driver = driver
-        self._handle = driver.CUstream(_core.stream_handle(self.stream))
+        self._events = Events(_core.stream_handle(self.stream))
+        self._driver, self._handle = self._events.driver, self._events.stream
         self._delay = ObjectCode.from_ptx(DELAY_PTX).get_kernel("kvbm_bench_delay")
-        self._events = [cuda(driver.cuEventCreate(0), "making an event") for _ in range(2)]  # 0: with timing
+        self._pair: tuple[Any, ...] = (self._events.make(), self._events.make())
 
     def delay(self, nanoseconds: int) -> None:
         """Keep the stream busy for this time, on one thread of one multiprocessor."""
@@ -180,11 +218,10 @@ class GpuClock:
 
     def close(self) -> None:
         """Wait for the stream, then release the events and the stream."""
-        if self._events:
+        if self._pair:
             self.synchronize()
-            for event in self._events:
-                self._driver.cuEventDestroy(event)
-            self._events = []
+            self._pair = ()
+            self._events.close()
             self.stream.close()
 
     def __enter__(self) -> GpuClock:
@@ -198,8 +235,7 @@ class GpuClock:
             self.close()
 
     def _time(self, call: Call, iters: int, warmup: int, how: str) -> Timed:
-        record, wait = self._driver.cuEventRecord, self._driver.cuEventSynchronize
-        begin, end = self._events
+        begin, end = self._pair
         enqueuing = []
         for _ in range(warmup):
             start = time.perf_counter_ns()
@@ -210,11 +246,11 @@ class GpuClock:
         seconds = []
         for _ in range(iters):
             self.delay(delay)
-            cuda(record(begin, self._handle), "recording an event")
+            self._events.record(begin)
             call(self.stream)
-            cuda(record(end, self._handle), "recording an event")
-            cuda(wait(end), "waiting for the measured copy")
-            seconds.append(cuda(self._driver.cuEventElapsedTime(begin, end), "reading the clock") / 1e3)
+            self._events.record(end)
+            cuda(self._driver.cuEventSynchronize(end), "waiting for the measured copy")
+            seconds.append(self._events.seconds(begin, end))
         return Timed.of(seconds, how)
 
     @contextlib.contextmanager

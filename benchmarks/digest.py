@@ -1,4 +1,6 @@
-"""The cost of digests: copies with digests against plain copies, digests against reading the same bytes: ``kvbm bench digest``.
+"""The cost of digests: copies with digests against plain copies, digests against reading the same bytes.
+
+Run it with ``python -m benchmarks digest``.
 
 Ratios compare medians of alternating measurements, with pools larger than the caches and random ids.
 """
@@ -19,15 +21,9 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from .. import _core, spec
-from ..errors import KvbmError
-from ..layout import Layout
-from ..pool import Pool
-from ..shapes import BlockShape, load_shape
-from ..transfer import Strategy, Transfer
-from .check import WrongCopyError
-from .clock import CpuClock, GpuClock
-from .measure import (
+from kvbm import _core, spec
+from kvbm.bench.check import WrongCopyError
+from kvbm.bench.measure import (
     Ids,
     Memory,
     View,
@@ -39,6 +35,13 @@ from .measure import (
     random_pool,
     read,
 )
+from kvbm.clock import CpuClock, GpuClock
+from kvbm.errors import KvbmError
+from kvbm.layout import Layout
+from kvbm.pool import Pool
+from kvbm.shapes import BlockShape, load_shape
+from kvbm.transfer import Strategy, Transfer
+
 from .messages import strategy_on
 from .race import Asked, Runner, race, race_options, row_of, runner, write_race
 from .section import Note, Row, note, stamp

@@ -1,4 +1,4 @@
-"""Messages of a resharding, compared with a memcpy, PyTorch, and copies of whole blocks: ``kvbm bench reshard``.
+"""Messages of a resharding, compared with a memcpy, PyTorch, and copies of whole blocks: ``python -m benchmarks reshard``.
 
 Every ratio compares medians of alternating measurements, a few calls of each at a time.  So a slowdown of the machine affects
 all of them.
@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from .. import _core, spec
-from ..errors import KvbmError
-from ..nest import Id, Part
-from ..reshard import Local, Placement, Span, plan
-from ..shapes import BlockShape, load_shape
-from ..transfer import Transfer
-from . import peers
-from .clock import CpuClock, GpuClock, Timed
-from .measure import View, Yardstick, device_of, is_out_of_memory, make_clock, random_pool
+from kvbm import _core, spec
+from kvbm.bench import peers
+from kvbm.bench.measure import View, Yardstick, device_of, is_out_of_memory, make_clock, random_pool
+from kvbm.clock import CpuClock, GpuClock, Timed
+from kvbm.errors import KvbmError
+from kvbm.nest import Id, Part
+from kvbm.reshard import Local, Placement, Span, plan
+from kvbm.shapes import BlockShape, load_shape
+from kvbm.transfer import Transfer
+
 from .messages import HND, NHD, Bound, Case, End, cases, strategy_on
 from .overhead import host_seconds
 from .race import ROUNDS, Runner, race, race_options, row_of, runner, write_race

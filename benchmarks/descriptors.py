@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _core
-from ..errors import CudaUnavailableError
-from ..machine import cuda
-from ..shapes import BlockShape
-from .measure import Numbers
+from kvbm import _core
+from kvbm.bench.measure import Numbers
+from kvbm.errors import CudaUnavailableError
+from kvbm.machine import cuda
+from kvbm.shapes import BlockShape
 
 __all__ = ["Batch", "Pages", "Swap"]
 

@@ -1,4 +1,4 @@
-"""Links between two processes of one machine, compared with their transports: ``kvbm bench link``.
+"""Links between two processes of one machine, compared with their transports: ``python -m benchmarks link``.
 
 The time of a message is from the first call until the other side has confirmed that all of it has arrived.  Ratios compare
 medians of alternating measurements.
@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from .. import _core, spec, wire
-from ..arrays import Array
-from ..commands import size_option
-from ..reshard import Cut, Endpoint, Packer, Placement, Span, plan
-from ..reshard.chunk import MOST
-from ..reshard.cut import ChunksDone
-from ..shapes import BlockShape, load_shape, round_up
-from .clock import Timed
+from kvbm import _core, spec, wire
+from kvbm.arrays import Array
+from kvbm.bench.measure import Memory, Yardstick, device_of, make_clock, random_pool
+from kvbm.clock import Timed
+from kvbm.commands import size_option
+from kvbm.reshard import Cut, Endpoint, Packer, Placement, Span, plan
+from kvbm.reshard.chunk import MOST
+from kvbm.reshard.cut import ChunksDone
+from kvbm.shapes import BlockShape, load_shape, round_up
+
 from .interference import Model
-from .measure import Memory, Yardstick, device_of, make_clock, random_pool
 from .race import ROUNDS, Runner, race, race_options, row_of, runner, write_race
 from .section import TINY, Note, Row, figures, note, place_option, stamp
 from .ways import DECODE, LIMIT, PREFILL, Pair, ways_of

@@ -1,4 +1,4 @@
-"""Host time of a call by the number of ids and of tensors: ``kvbm bench overhead``.
+"""Host time of a call by the number of ids and of tensors: ``python -m benchmarks overhead``.
 
 On a GPU the blocks are so small, and the stream is synchronized so often, that no call waits for the GPU. On the CPU a call
 ends when its copy is finished, so the time includes the copy.
@@ -18,11 +18,12 @@ from typing import Any
 import click
 import numpy as np
 
-from .. import kernels, spec
-from ..transfer import Transfer, convert
-from .clock import CpuClock, GpuClock
-from .measure import device_of, make_clock, random_pool
-from .options import numbers
+from kvbm import kernels, spec
+from kvbm.bench.measure import device_of, make_clock, random_pool
+from kvbm.bench.options import numbers
+from kvbm.clock import CpuClock, GpuClock
+from kvbm.transfer import Transfer, convert
+
 from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
 
 __all__ = ["COLUMNS", "host_seconds", "measure", "overhead"]

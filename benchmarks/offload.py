@@ -1,4 +1,6 @@
-"""Copies of the offload worker for vLLM, compared with a memcpy of the same bytes and with vLLM's own: ``kvbm bench offload``.
+"""Copies of the offload worker for vLLM, compared with a memcpy of the same bytes and with vLLM's own.
+
+Run it with ``python -m benchmarks offload``.
 
 The copies are those of `kvbm.integrations.vllm`, submitted in the same way as by vLLM.  vLLM need not be installed.
 """
@@ -20,17 +22,18 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from .. import spec
-from ..errors import KvbmError
-from ..planner import size_text
-from ..pool import Pool
-from ..shapes import BlockShape, load_shape
-from ..tuning import STRATEGIES
-from .check import WrongCopyError
-from .clock import CpuClock, GpuClock, Timed
+from kvbm import spec
+from kvbm.bench.check import WrongCopyError
+from kvbm.bench.measure import Ids, Memory, Yardstick, device_of, held_blocks, is_out_of_memory, make_clock, random_pool
+from kvbm.clock import CpuClock, GpuClock, Timed
+from kvbm.errors import KvbmError
+from kvbm.planner import size_text
+from kvbm.pool import Pool
+from kvbm.shapes import BlockShape, load_shape
+from kvbm.tuning import STRATEGIES
+
 from .descriptors import Batch, Pages, Swap
 from .interference import Model, memcpy
-from .measure import Ids, Memory, Yardstick, device_of, held_blocks, is_out_of_memory, make_clock, random_pool
 from .overhead import host_seconds
 from .race import ROUNDS, Asked, Runner, race, race_options, row_of, runner, write_race
 from .section import TINY, Note, Row, figures, note, stamp
@@ -144,7 +147,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise KvbmError("kvbm bench offload: the copier works with torch: pip install 'kvbm-layouts[bench]'") from None
+        raise KvbmError("python -m benchmarks offload: the copier works with torch: pip install 'kvbm-layouts[bench]'") from None
     return torch
 
 
@@ -163,7 +166,7 @@ def _on(clock: _Clock) -> contextlib.AbstractContextManager[object]:
     """Context manager: the clock's stream is torch's current stream."""
     if isinstance(clock, CpuClock):
         return contextlib.nullcontext()
-    from .. import _core
+    from kvbm import _core
 
     torch = _torch()
     found: contextlib.AbstractContextManager[object] = torch.cuda.stream(
@@ -196,9 +199,9 @@ class Worker:
     """
 
     def __init__(self, case: Case, place: str, blocks: int, clock: _Clock, stack: contextlib.ExitStack) -> None:
-        from ..integrations.vllm.copier import Copier, HostMemory
-        from ..integrations.vllm.pages import Pages as EnginePages
-        from ..integrations.vllm.pages import as_bytes
+        from kvbm.integrations.vllm.copier import Copier, HostMemory
+        from kvbm.integrations.vllm.pages import Pages as EnginePages
+        from kvbm.integrations.vllm.pages import as_bytes
 
         torch = _torch()
         self.case, self.clock, self.blocks = case, clock, blocks

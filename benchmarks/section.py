@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import click
 
-from .. import _core, kernels
-from ..errors import CudaUnavailableError, KvbmError
-from ..shapes import BlockShape
-from .measure import commit, device_of, header, machine
-from .table import Rows
+from kvbm import _core, kernels
+from kvbm.bench.measure import commit, device_of, header, machine
+from kvbm.bench.table import Rows
+from kvbm.errors import CudaUnavailableError, KvbmError
+from kvbm.shapes import BlockShape
 
 __all__ = ["TINY", "Note", "Row", "common_options", "place_option", "require_gpu", "stamp", "write_rows"]
 
