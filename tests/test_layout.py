@@ -170,6 +170,20 @@ def test_pitch_in_elements() -> None:
     assert dict(zip(allocation.axes, allocation.strides, strict=True))["t"] == 40 * 2
 
 
+def test_pitch_in_elements_of_four_bits_counts_elements() -> None:
+    packed = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=32, dtype="int4")
+    for layout in (
+        spec.parse('order: "b l o h t d"\npitch: {t: 40}'),
+        spec.parse('order: "b l o h <x y>"\nplanes: {x: {order: t d, dtype: uint4, pitch: {t: 40}}, y: {dtype: int8, shared: t}}'),
+    ):
+        piece = next(piece for piece in layout.resolve(packed, 2).planes[0].pieces() if piece.term.axes == ("t",))
+        assert piece.stride == 40 // 2
+    assert kvbm.load("vllm/tpu").resolve(packed, 2).allocations[0].shape[-1] == 16
+    assert kvbm.load("vllm/tpu").resolve(packed, 2).nbytes == 2 * 2 * 4 * 2 * 2 * 128 // 2
+    with pytest.raises(kvbm.LayoutError, match="pitch of 't': 2 elements share a byte: expected a multiple of 2 elements, got 41"):
+        spec.parse('order: "b l o h t d"\npitch: {t: 41}').resolve(packed, 2)
+
+
 def test_axis_of_size_one_may_be_left_out() -> None:
     layout = spec.parse('order: "[l] b t d"')
     mla = kvbm.BlockShape(nl=2, no=1, nh=1, nt=4, hd=6, dtype="float16")

@@ -9,11 +9,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvbm
-from kvbm import runtime, tuner
+from kvbm import runtime, spec, store, tuner
 from kvbm.errors import BuildError
 from kvbm.locks import Lock
 from memory import Bound
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignor
 
 
 @contextlib.contextmanager
-def held(lock: Lock) -> Iterator[None]:
+def held(lock: Any) -> Iterator[None]:
     """Another thread holds the lock."""
     has, end = threading.Event(), threading.Event()
 
@@ -87,6 +88,19 @@ def test_a_child_of_a_process_in_which_a_thread_held_the_lock(
         assert in_child(call) == 0
     with lock:  # the parent's works as before
         assert in_child(call) == 0
+
+
+def test_a_child_reads_properties_that_a_thread_was_computing(tmp_path: Path) -> None:
+    """Before Python 3.12 all objects of a class share the lock of a cached property."""
+    pool = kvbm.Pool.allocate("nhd", SHAPE, 2)
+    store.save(tmp_path / "blocks", pool)
+    stored, layout = store.read(tmp_path / "blocks"), spec.parse('order: "b l o t h d"')
+    for one, name in ((stored, "digests"), (layout, "fingerprint"), (layout.resolve(SHAPE, 3), "section"), (pool, "steps")):
+        lock = getattr(vars(type(one))[name], "lock", None)
+        with contextlib.nullcontext() if lock is None else held(lock):
+            assert in_child(lambda one=one, name=name: getattr(one, name)) == 0, name  # type: ignore[misc]
+        vars(one).pop(name, None)
+        getattr(one, name)  # the parent's works as before
 
 
 def test_a_thread_that_forks_keeps_its_lock() -> None:

@@ -384,6 +384,8 @@ REFUSED_IDS = [
     ([0, None], [0, 1], r"src_ids\[1\]: expected an integer, got NoneType"),
     ("0", [0], "src_ids: expected integers, got str"),
     (b"0", [0], "src_ids: expected integers, got bytes"),
+    (np.datetime64(0, "s"), range(8), "src_ids: expected integers, got datetime64"),
+    (np.timedelta64(0, "s"), range(8), "src_ids: expected integers, got timedelta64"),
     ({0}, [0], "src_ids: expected integers, got set"),
     ({0: 1}, [0], "src_ids: expected integers, got dict"),
     ([[0]], [0], r"src_ids\[0\]: expected an integer, got list"),

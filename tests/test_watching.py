@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
+import mmap
 import sys
 import weakref
 from collections.abc import Callable
+from multiprocessing import shared_memory
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +120,29 @@ def test_numpy_does_not_resize_arrays_of_a_pool_and_replaced_data_are_found() ->
         arrays[-1].__setstate__(np.zeros((1, 2, 4), np.float32).__reduce__()[2])  # maybe at the same address
         with pytest.raises(kvbm.BindError, match=f"array {count - 1} has other memory"):
             move.copy([0], [0])
+
+
+def test_the_memory_under_numpys_views_stays_while_a_pool_is_open() -> None:
+    """`numpy.ndarray(..., buffer=)` keeps no buffer, so without the pool's own hold all of these are freed under it."""
+    nbytes = 2 * 4 * math.prod(ROW)
+    mapped, apart = mmap.mmap(-1, nbytes), shared_memory.SharedMemory(create=True, size=nbytes)
+    apart.unlink()
+    whole = np.zeros(nbytes // 4, np.float32)
+    owners: list[tuple[Any, Callable[[], object], type[Exception]]] = [
+        (mapped, mapped.close, BufferError),
+        (apart.buf, apart.close, BufferError),
+        (whole, lambda: whole.resize((1,), refcheck=False), ValueError),
+    ]
+    for memory, free, error in owners:
+        arrays = [np.ndarray(ROW, np.float32, memory, at * nbytes // 2) for at in range(2)]
+        pool = kvbm.Pool(LAYOUT, shape(2), arrays)
+        del arrays
+        with pytest.raises(error):
+            free()
+        assert pool.digest().shape == (BLOCKS,)
+        pool.close()
+        del pool
+        free()
 
 
 def test_any_array_that_has_become_read_only_is_no_destination() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["Lock"]
 
@@ -36,6 +40,18 @@ _made: weakref.WeakSet[Lock] = weakref.WeakSet()
 def _free() -> None:
     for lock in _made:
         lock.free()
+    if sys.version_info < (3, 12):  # until then a cached property has a lock, which all objects of its class share
+        for one in _cached_properties():
+            one.lock = threading.RLock()
+
+
+def _cached_properties() -> Iterator[Any]:
+    """Those of kvbm's classes."""
+    for name, module in tuple(sys.modules.items()):
+        if name.partition(".")[0] == "kvbm":
+            for owner in tuple(vars(module).values()):
+                if isinstance(owner, type) and owner.__module__ == name:
+                    yield from (one for one in vars(owner).values() if isinstance(one, functools.cached_property))
 
 
 os.register_at_fork(after_in_child=_free)

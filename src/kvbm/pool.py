@@ -393,8 +393,11 @@ class Pool(FromEngines, Shown):
         for other objects with ``__cuda_array_interface__`` or ``__dlpack__``, call this method after anything that may have moved
         their memory.  It asks each array for its address again, which takes about 25 µs per array.
 
-        Nothing can see memory that was freed behind the back of its framework: by ``cudaFree``, ``munmap``, or CuPy's
-        ``array.data.mem.free()``.  Memory that was freed and allocated again at the same address for the same array is accepted.
+        While a pool is open, NumPy refuses to resize its arrays and the arrays that they are views of.  A ``mmap`` or a
+        ``SharedMemory`` under them refuses to be closed (`BufferError`): close the pool first.
+
+        Nothing can see memory that was freed behind the back of its framework: by ``cudaFree``, ``munmap``, CuPy's
+        ``array.data.mem.free()``, or a resize of a NumPy array that a torch tensor is a view of (``refcheck=False``).  Memory that was freed and allocated again at the same address for the same array is accepted.
 
         Raises
         ------

@@ -111,7 +111,13 @@ def _inner_pieces(
             divisor, extent, packed = divisor * packed, extent // packed, 1
         stride = held
         if pitch and (declared := pitch.get(str(term))):
-            stride = declared.expression.evaluate(names) * (1 if declared.in_bytes else itemsize)
+            stride = count = declared.expression.evaluate(names)
+            if not declared.in_bytes:  # elements; where neighbours share a byte, it is the step of the bytes
+                stride, rest = divmod(count * itemsize, 1 if packs else pack)
+                if rest:
+                    raise LayoutError(
+                        f"pitch of '{term}': {pack} elements share a byte: expected a multiple of {pack} elements, got {count}"
+                    )
             if stride < held:
                 raise LayoutError(
                     f"pitch of '{term}': neighbours overlap: expected at least {held} bytes, got {stride}"

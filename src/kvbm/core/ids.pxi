@@ -276,10 +276,14 @@ cdef int _is_on_gpu(given, str what) except -1:
         ) from None
 
 
+#: They have items that are no ids: characters, truth values, the bytes of a time.
+_NO_IDS = (str, bytes, bytearray, bool, datetime64, timedelta64)
+
+
 cdef int _ids_kind(given, str what) except -1:
     kind = type(given)
     found = NEITHER
-    if issubclass(kind, (str, bytes, bytearray, bool)) or hasattr(kind, "filled"):  # masked arrays
+    if issubclass(kind, _NO_IDS) or hasattr(kind, "filled"):  # masked arrays
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR
