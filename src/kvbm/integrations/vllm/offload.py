@@ -28,7 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ... import spec as layouts
 from ...errors import BindError, DigestError
 from ..settings import require_known
-from .copier import Copier, HostMemory
+from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads
 from .log import logger
 from .pages import pages_of
@@ -366,7 +366,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         units = self.num_chunks * self.blocks_per_chunk
         shared = None
         if self.replicated_layout:
-            shared = _shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units))
+            shared = shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units), _all_workers_barrier)
         on_gpu = kv_caches.tensors[0].tensor.device.type != "cpu"
         memory = HostMemory(self.host_layout, groups, units, "pinned" if on_gpu else "cpu", shared)
         for lanes in memory.lanes:
@@ -393,21 +393,6 @@ def _connector_of(spec: Any, group: Any) -> Any:
     """The connector of a spec: the engine's only one, or one of several."""
     found = [group, *getattr(group, "_connectors", ())]
     return next(one for one in found if getattr(getattr(one, "connector_worker", None), "spec", None) is spec)
-
-
-def _shared_memory(engine_id: str, nbytes: int) -> Any:
-    """Zeroed memory that all ranks on this machine share; it is freed with the last of them."""
-    path = Path(f"/dev/shm/kvbm_offload_{engine_id}")  # noqa: S108  (memory, not a temporary file)
-    try:
-        with path.open("xb") as file:
-            file.truncate(nbytes)
-    except FileExistsError:
-        pass
-    _all_workers_barrier()  # the file has its size now
-    memory = np.memmap(path, np.uint8, "r+", shape=(nbytes,))
-    _all_workers_barrier()  # all have mapped it
-    path.unlink(missing_ok=True)
-    return np.asarray(memory)
 
 
 @dataclass

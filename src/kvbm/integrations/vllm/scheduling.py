@@ -201,9 +201,9 @@ class Scheduler:
             if not source.is_early and (theirs := params.get("remote_inputs")) != inputs:
                 self._ask(request, Load(source))  # the other engine can release it
                 raise BindError(
-                    f"remote_inputs: expected {inputs}, the hash of this request's first {source.tokens} tokens, adapter, pictures, "
-                    f"sound and embeddings, got {theirs!r:.100}: the other engine prefilled another prompt; do both have the same "
-                    "chat template?"
+                    f"remote_inputs: expected {inputs}, the hash of this request's first {source.tokens} tokens, adapter, "
+                    f"pictures, sound and embeddings, got {theirs!r:.100}: the other engine prefilled another prompt; do both have "
+                    "the same chat template?"
                 )
         except BindError as error:
             params["do_remote_prefill"] = False
