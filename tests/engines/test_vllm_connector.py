@@ -111,6 +111,12 @@ def test_seconds_that_are_none(value: Any) -> None:
             (scheduler_of("p", **{name: value}), _Worker(config("p", **{name: value}), None))
 
 
+@pytest.mark.parametrize("value", [None, 7, "", ["h"]])
+def test_hosts_that_are_none(value: Any) -> None:
+    with pytest.raises(BindError, match="kv_connector_extra_config: host: expected an address of this machine, got"):
+        scheduler_of("p", host=value)
+
+
 def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
     scheduler, one = scheduler_of("d"), request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
     scheduler.matched(one, 0)

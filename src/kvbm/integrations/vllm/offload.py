@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ... import spec as layouts
@@ -55,6 +57,10 @@ _SETTINGS = (
     "max_tracker_size", "offload_prompt_only", "self_describing_kv_events", "spec_module_path", "spec_name", "store_threshold",
     "folder", "folder_bytes", "host_layout", "model_key", "unit_tokens", "verify", WITHOUT_PREFIX_CACHING,
 )  # fmt: skip
+
+
+#: vLLM's settings that are numbers, and their least values.
+_NUMBERS = {"cpu_bytes_to_use": 1, "blocks_per_chunk": 1, "block_size": 1, "store_threshold": 0, "max_tracker_size": 1}
 
 
 @dataclass
@@ -382,6 +388,28 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return made
 
 
+def _require_settings(extra: Mapping[str, Any]) -> None:
+    """Raise `BindError` for a setting of a wrong type, also for vLLM's own: its errors do not name it, or it takes any text as true."""
+    found = OffloadingSpecFactory.get_spec_cls(extra)
+    if not issubclass(found, KvbmOffloadingSpec):
+        raise BindError(
+            f"kv_connector_extra_config: spec_name: expected KvbmOffloadingSpec (the default), got {found.__name__}; it needs "
+            'kv_connector "OffloadingConnector"'
+        )
+    for name, least in _NUMBERS.items():
+        given = extra.get(name)
+        if given is None and name != "cpu_bytes_to_use":
+            continue
+        number = int(given) if isinstance(given, str) and re.fullmatch("[0-9]{1,18}", given) else given
+        if (
+            isinstance(number, bool) or not isinstance(number, int | float)
+            or not least <= number < 1 << 63 or number != int(number)
+        ):  # fmt: skip
+            raise BindError(f"kv_connector_extra_config: {name}: expected a number from {least} on, got {given!r:.100}")
+    for name in ("offload_prompt_only", "self_describing_kv_events", "canonical_layout"):
+        _flag(extra, name, False)
+
+
 def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:
     given = extra.get(name, usual)
     if not isinstance(given, bool):
@@ -417,6 +445,7 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = _completed(vllm_config)
+        _require_settings(transfer.kv_connector_extra_config)
         require_reuse(vllm_config, transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:  # read after the connector was created
             transfer.kv_load_failure_policy = "recompute"

@@ -368,8 +368,11 @@ class Scheduler:
 
 
 def host_of(transfer: Any) -> str:
-    """The address of this machine for other engines."""
-    return str(transfer.get_from_extra_config("host", "127.0.0.1"))
+    """The address of this machine for other engines; `BindError` if it is no text."""
+    given = transfer.get_from_extra_config("host", "127.0.0.1")
+    if not isinstance(given, str) or not 0 < len(given) <= _MOST_NAME:
+        raise BindError(f"kv_connector_extra_config: host: expected an address of this machine, got {given!r:.100}")
+    return given
 
 
 def seconds_of(transfer: Any, name: str, usual: float) -> float:
