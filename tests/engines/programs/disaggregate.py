@@ -43,7 +43,7 @@ def wanted(_: Any) -> set[str]:
     """In a worker: requests that the other engine has asked for, and that are not there yet."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return {name.partition("/")[2] for name in get_kv_transfer_group()._of_worker.holds._wanted}
+    return {name.partition("/")[2].rpartition("#")[0] for name in get_kv_transfer_group()._of_worker.holds._wanted}
 
 
 def dies(_: Any) -> None:
