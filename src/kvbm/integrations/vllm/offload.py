@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -389,7 +387,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
 
 def _require_settings(extra: Mapping[str, Any]) -> None:
-    """Raise `BindError` for a setting of a wrong type, also for vLLM's own: its errors do not name it, or it takes any text as true."""
+    """Raise `BindError` for a setting of vLLM of a wrong type: its own errors do not name it, and any text is true for it."""
     found = OffloadingSpecFactory.get_spec_cls(extra)
     if not issubclass(found, KvbmOffloadingSpec):
         raise BindError(
