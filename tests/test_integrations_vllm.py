@@ -19,7 +19,7 @@ import pytest
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
 from kvbm.integrations.vllm import meetings
-from kvbm.integrations.vllm.holding import Holds
+from kvbm.integrations.vllm.holding import Holds, Push
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link, notes
@@ -597,6 +597,32 @@ def test_names_that_one_engine_wants_refuse_no_other() -> None:
     holds.asked(Want("push/again"), first)
     with pytest.raises(BindError, match="groups"):
         holds.asked(Want("push/parts", first=0, last=4, each=4, groups=("1",)), first)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_prompt_of_the_routers_name_is_refused_at_once(is_first: bool) -> None:
+    """Whoever comes first: else both wait until their time is over."""
+    link, told = cast(Link, Hashable("a")), []
+    holds = Holds(
+        lambda *_: {}, whole=("0",), layers={}, count=1, each=0, seconds=1.0, wait_seconds=LIMIT, queued=lambda: None,
+        tell=lambda *what: told.append(what),
+    )  # fmt: skip
+    wanted = [Want(f"push/x#{number:032x}") for number in range(3)]
+    if is_first:
+        for want in (*wanted, Want("push/xx#0")):
+            holds.asked(want, link)
+    holds.begin_step({"r": Push(wanted[1].name, ([1],), 0, 4)})
+    if is_first:
+        assert sorted(name for _, name, why in told if "another prompt" in why) == [wanted[0].name, wanted[2].name]
+        assert holds._held["r"].link is link and list(holds._wanted) == ["push/xx#0"]
+    else:
+        for want in (wanted[0], wanted[2]):
+            with pytest.raises(TransferError, match="another prompt of this name"):
+                holds.asked(want, link)
+        holds.asked(wanted[1], link)
+    holds.told("1", {}, (), {wanted[1].name: "it was aborted", "push/xx#0": "it was aborted"})
+    assert not holds._prompts and not holds._waiting and not holds._waits
+    holds.asked(wanted[0], link)  # the name may come again
 
 
 class Hashable:

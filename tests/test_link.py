@@ -1227,9 +1227,18 @@ def test_arguments(given: dict[str, Any], said: str) -> None:
                 two.end.meet(cards)  # type: ignore[arg-type]
         with pytest.raises(BindError, match="met already"):
             two.end.meet([end.card() for end in two.ranks])
-    for options in ({"slots": "3"}, {"slots": 0}, {"ring_bytes": 1 << 60}, {"chunk_bytes": 2.5}):
-        with pytest.raises(BindError):
-            reshard.Endpoint("e", reshard.vllm(MODEL), 0, two.pool, wire=wire.memory("e"), **options)
+    with pytest.raises(BindError):
+        reshard.Endpoint("e", reshard.vllm(MODEL), 0, two.pool, wire=wire.memory("e"), ring_bytes=1 << 60)
+
+
+@pytest.mark.parametrize("name", ["slots", "chunk_bytes", "ring_bytes", "max_sms"])
+def test_a_number_of_an_endpoint_that_is_none_is_named(name: str) -> None:
+    """Before anything is allocated."""
+    place = reshard.vllm(MODEL)
+    pool = Pool.allocate(kvbm.load("vllm/flash_attn_nhd"), place.shape(0), 2)
+    for value in ("3", 0, -1, 2.5, True, *([None] if name.endswith("bytes") else [])):
+        with pytest.raises(BindError, match=f"endpoint e: {name}: expected a number from 1 on, got {value!r}"):
+            reshard.Endpoint("e", place, 0, pool, wire=wire.memory("e"), **{name: value})
 
 
 # ---- cards and notes -------------------------------------------------------------------------------------------------

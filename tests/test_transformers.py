@@ -459,6 +459,24 @@ def test_models_that_differ_do_not_hand_over() -> None:
         batching.HandOver(here, there[2])
 
 
+def test_a_request_of_another_model_is_not_restored() -> None:
+    """It generated other tokens.  It stays in host memory, and its own model goes on; a copy of the model is the same."""
+    model = model_of("llama", "float32", "cpu")
+    trained, same = deepcopy(model), deepcopy(model)
+    with torch.no_grad():
+        trained.model.layers[0].self_attn.k_proj.weight[0, 0] += 1
+    with managed(model) as one, managed(trained) as two, managed(same) as three:
+        here, there, copy = (batching.Batching(each) for each in (one, two, three))
+        host = batching.Host(here.groups, 8)
+        name = begun(one, 5)
+        parked = here.offload(name, host)
+        with pytest.raises(kvbm.BindError, match=r"weights: model.layers.0.self_attn.k_proj.weight differs"):
+            there.restore(parked, host)
+        assert not any(group.table(name) for group in there.groups.values())
+        assert copy.restore(parked, host, "again")
+        assert ended(three, "again") == untouched("llama", "float32", "cpu")
+
+
 def test_what_cannot_move_stays() -> None:
     """No space at the destination or in host memory, or a manager that does not run: the request continues where it is."""
     model = model_of("llama", "float32", "cpu")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvbm import BindError, BlockShape, Pool, load  # noqa: E402
-from kvbm.integrations.vllm.copier import Copier, Finished, HostMemory  # noqa: E402
+from kvbm.integrations.vllm.copier import Copier, Finished, HostMemory, shared_memory  # noqa: E402
 from kvbm.integrations.vllm.pages import Pages, as_bytes  # noqa: E402
 from kvbm.spec import parse  # noqa: E402
 
@@ -215,6 +219,53 @@ def test_memory_of_all_ranks() -> None:
     assert moved(second, 2, [1], [1], is_load=True).wrong_chunks == {1}
     first.close()
     second.close()
+
+
+def test_ranks_share_memory_that_nobody_else_can_open(tmp_path: Path) -> None:
+    """Zeroed, also where an engine of this name was killed when it started; and the name is free again."""
+    barrier, seen = threading.Barrier(3), []
+
+    def rank(number: int) -> Any:
+        def wait() -> None:
+            barrier.wait(30)
+            if not number:
+                seen.extend((path.stat().st_mode & 0o777, path.stat().st_size) for path in tmp_path.iterdir())
+            barrier.wait(30)
+
+        return shared_memory("a/b", 100, wait, tmp_path)
+
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as threads:
+            ranks = list(threads.map(rank, range(3)))
+        for number, memory in enumerate(ranks):
+            assert memory.shape == (100,) and not memory[number]
+            memory[number] = number + 1
+        assert all(memory[:4].tolist() == [1, 2, 3, 0] for memory in ranks) and not list(tmp_path.iterdir())
+    assert set(seen) == {(0o600, 100)}
+    name = "kvbm_offload_" + hashlib.sha256(b"a/b").hexdigest()[:32]
+    (tmp_path / name).write_bytes(b"\1" * 300)
+    assert shared_memory("a/b", 100, lambda: None, tmp_path).tolist() == [0] * 100
+
+
+@pytest.mark.parametrize("what", ["readable", "link", "hard link"])
+def test_memory_of_ranks_that_another_user_can_use_is_refused(tmp_path: Path, what: str) -> None:
+    """Who may write into the folder makes the file when the engine starts."""
+    folder, other, calls = tmp_path / "shm", tmp_path / "other", []
+    folder.mkdir()
+    other.write_bytes(bytes(100))
+    other.chmod(0o666 if what == "readable" else 0o600)
+    path = folder / ("kvbm_offload_" + hashlib.sha256(b"a").hexdigest()[:32])
+
+    def barrier() -> None:
+        if not calls:
+            {"readable": other.rename, "link": path.symlink_to, "hard link": path.hardlink_to}[what](
+                path if what == "readable" else other
+            )
+        calls.append(1)
+
+    with pytest.raises(BindError, match=rf"{path}: expected (a file that only this user|memory of 100 bytes)"):
+        shared_memory("a", 100, barrier, folder)
+    assert len(calls) == 1
 
 
 def test_errors() -> None:

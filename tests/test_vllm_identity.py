@@ -205,7 +205,7 @@ def test_a_draft_counts(engine: Any, tmp_path_factory: pytest.TempPathFactory) -
     assert "draft." in told(one, other)
 
 
-def test_what_a_request_has_beside_tokens(tmp_path: Path) -> None:
+def test_what_the_caches_of_a_request_depend_on(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"a")
     adapter = SimpleNamespace(lora_name="x", lora_path=str(tmp_path))
@@ -214,13 +214,16 @@ def test_what_a_request_has_beside_tokens(tmp_path: Path) -> None:
     embeds = torch.from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3))
     plain = SimpleNamespace(lora_request=None, mm_features=[], prompt_embeds=None)
     found = [
-        inputs_of(SimpleNamespace(**{**vars(plain), **more}))
+        inputs_of(SimpleNamespace(**{**vars(plain), **more}), 4)
         for more in (
+            {}, {"prompt_token_ids": [1, 2, 3, 4]}, {"prompt_token_ids": [1, 2, 4, 3]}, {"prompt_token_ids": [1, 2, 3]},
             {"lora_request": adapter}, {"mm_features": [picture]}, {"mm_features": [sound]}, {"mm_features": [picture] * 2},
             {"prompt_embeds": embeds}, {"prompt_embeds": embeds.bfloat16()}, {"prompt_embeds": embeds.T},
         )
     ]  # fmt: skip
-    assert inputs_of(plain) == "" and inputs_of(SimpleNamespace()) == ""
+    assert inputs_of(SimpleNamespace(), 4) == inputs_of(plain, 4)
+    long = SimpleNamespace(prompt_token_ids=[1, 2, 3, 4, 5])
+    assert inputs_of(long, 4) == found[1] != inputs_of(long, 5)  # the first tokens count
     (tmp_path / "adapter_model.safetensors").write_bytes(b"b")  # the same name, trained again
-    found.append(inputs_of(SimpleNamespace(lora_request=adapter)))
+    found.append(inputs_of(SimpleNamespace(lora_request=adapter), 4))
     assert len({*found}) == len(found) and all(found)

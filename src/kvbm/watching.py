@@ -13,7 +13,7 @@ import ctypes
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,9 @@ class Borrowed:
         tensors = [array for array in arrays if torch is not None and isinstance(array, torch.Tensor)]
         fields = torch_fields() if tensors else None
         kinds = bytes(_kind(array, torch, fields) for array in arrays)
-        #: While there is one, NumPy refuses to resize the array, also with ``refcheck=False``.
-        self._holds = [weakref.ref(array) for array, kind in zip(arrays, kinds, strict=True) if kind == _NUMPY]
+        held = {id(one): one for array in arrays for one in _below(array)}
+        #: They keep NumPy's memory where it is.
+        self._holds = [hold for one in held.values() if (hold := _hold(one)) is not None]
         # Views of one tensor share its version.  Tensors of inference mode have none.
         bases = {id(base): base for base in map(_base, tensors) if not base.is_inference()}
         bump = _bump(fields) if bases and fields is not None else 0
@@ -113,6 +114,25 @@ def _kind(array: Any, torch: Any, fields: Any) -> int:
     if torch is not None and isinstance(array, torch.Tensor):
         return _ASKED if fields is None else _TORCH
     return _ASKED if callable(getattr(array, "is_deleted", None)) else _UNWATCHED
+
+
+def _below(array: Any) -> Iterator[Any]:
+    """A NumPy array, the array that it is a view of, and the object that has its memory."""
+    while isinstance(array, np.ndarray):
+        yield array
+        array = array.base
+        if array is not None and not isinstance(array, np.ndarray):
+            yield array
+
+
+def _hold(one: Any) -> Any:
+    """What refuses that memory is moved or freed, as long as it exists."""
+    if isinstance(one, np.ndarray):
+        return weakref.ref(one)  # then NumPy does not resize it, also with refcheck=False
+    try:  # ``numpy.ndarray(…, buffer=…)`` does not keep the buffer: mmap and shared memory would let themselves be closed
+        return memoryview(one)
+    except (TypeError, ValueError, BufferError):  # an owner of another kind
+        return None
 
 
 def _base(tensor: Any) -> Any:

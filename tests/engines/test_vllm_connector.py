@@ -23,6 +23,7 @@ from kvbm import BindError, KvbmError, Pool, Span, reshard, wire
 from kvbm.integrations.vllm import connector, holding
 from kvbm.integrations.vllm.connector import _Worker
 from kvbm.integrations.vllm.holding import Hold, Push
+from kvbm.integrations.vllm.identity import inputs_of
 from kvbm.integrations.vllm.meetings import Want
 from kvbm.integrations.vllm.scheduling import Load, Scheduler, Source, Told
 
@@ -46,9 +47,18 @@ PARAMS = {
 
 
 def request(params: Any = None, tokens: int = 100, computed: int = 0, status: Any = RequestStatus.RUNNING) -> Any:
-    return SimpleNamespace(
-        request_id="q", kv_transfer_params=params, num_prompt_tokens=tokens, num_computed_tokens=computed, status=status
-    )
+    """Of the tokens 0, 1, …; parameters for a load have the hash of as many as the other engine holds, if they are right."""
+    found = SimpleNamespace(
+        request_id="q", kv_transfer_params=params, num_prompt_tokens=tokens, num_computed_tokens=computed, status=status,
+        prompt_token_ids=list(range(tokens)),
+    )  # fmt: skip
+    if params and type(count := params.get("remote_num_tokens")) is int:
+        params.setdefault("remote_inputs", inputs_of(found, count))
+    return found
+
+
+#: The router's name of a request, and what stands behind it in the name of both engines.
+PUSHED = f"push/x#{inputs_of(request(), 100)}"
 
 
 def scheduler_of(name: str, *specs: Any, **extra: Any) -> Scheduler:
@@ -101,12 +111,59 @@ def test_seconds_that_are_none(value: Any) -> None:
             (scheduler_of("p", **{name: value}), _Worker(config("p", **{name: value}), None))
 
 
+@pytest.mark.parametrize("value", [None, 7, "", ["h"]])
+def test_hosts_that_are_none(value: Any) -> None:
+    with pytest.raises(BindError, match="kv_connector_extra_config: host: expected an address of this machine, got"):
+        scheduler_of("p", host=value)
+
+
 def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
     scheduler, one = scheduler_of("d"), request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
     scheduler.matched(one, 0)
     assert scheduler.finished(one, ()) == (False, None)
     load = scheduler.told().loads["q"]
     assert load.source.request == "r" and load.first == load.last == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"prompt_token_ids": [*range(98), 7, 99]}, {"prompt_token_ids": [0]}, {"lora_request": SimpleNamespace(
+        lora_name="a", lora_path="/none")}],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [99, 100])
+def test_another_prompt_than_was_prefilled_is_refused_and_released(
+    change: dict[str, Any], number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as of two chat templates, or of a router that mixes two requests up: the caches of other tokens were used."""
+    prefill, scheduler = scheduler_of("p"), scheduler_of("d")
+    held, params = prefill.finished(request({"do_remote_decode": True}, 100, number, RequestStatus.FINISHED_STOPPED), ([1],))
+    right, wrong = request(dict(params)), request(dict(params))
+    vars(wrong).update(change)
+    assert held and scheduler.matched(right, 0) == (99, True)
+    scheduler = scheduler_of("d")
+    assert scheduler.matched(wrong, 0) == (0, False)
+    assert re.search(r"q: it is prefilled here: remote_inputs: expected [0-9a-f]{32}, .*got '[0-9a-f]{32}'.*template", caplog.text)
+    load = scheduler.told().loads["q"]
+    assert (load.source.request, load.first, load.last) == (params["remote_request_id"], 0, 0)
+    scheduler.allocated(wrong, BLOCKS, 0)
+    assert scheduler.finished(wrong, ([1],)) == (False, None)
+    assert not scheduler.told().loads and not scheduler._inputs and not prefill._inputs
+
+
+def test_a_request_that_the_router_named_is_found_by_its_prompt_only() -> None:
+    one, other = running(), running()
+    other.prompt_token_ids[3] = 77
+    names = []
+    for each in (one, other):
+        scheduler = of_prefill()
+        scheduler.allocated(each, BLOCKS, 0)
+        names += [push.name for push in scheduler.told({"q": 64}).pushes.values()]
+    assert names[0] == PUSHED != names[1]
+
+
+def test_without_a_hash_of_the_prompt_it_is_prefilled_here() -> None:
+    one = request(dict(PARAMS))
+    del one.kv_transfer_params["remote_inputs"]
+    assert scheduler_of("d").matched(one, 0) == (0, False)
 
 
 def test_who_was_prefilled_by_the_same_engine_is_in_its_prefix_cache(worker: Any) -> None:
@@ -724,16 +781,16 @@ def test_what_a_step_computes_is_told() -> None:
     for each in (one, second):
         scheduler.allocated(each, BLOCKS, 0)
     told = scheduler.told({"q": 64, "q2": 64, "another": 5})
-    assert told.pushes == {"q": Push("push/x", ([1, 2],), 0, 64)} and not told.stopped
+    assert told.pushes == {"q": Push(PUSHED, ([1, 2],), 0, 64)} and not told.stopped
     one.num_computed_tokens = 64
-    assert scheduler.told({"q": 99}).pushes == {"q": Push("push/x", ([1, 2],), 64, 100)}
+    assert scheduler.told({"q": 99}).pushes == {"q": Push(PUSHED, ([1, 2],), 64, 100)}
     assert not scheduler.told({"another": 5}).pushes
     one.num_computed_tokens = 100
     assert not scheduler.told({"q": 1}).pushes
     one.status = RequestStatus.FINISHED_STOPPED
     held, params = scheduler.finished(one, ([1, 2],))
     hold = scheduler.told().holds["q"]
-    assert held and hold.name == "push/x" and params["remote_request_id"] == f"{scheduler._told.start}/{hold.number}/q"
+    assert held and hold.name == PUSHED and params["remote_request_id"] == f"{scheduler._told.start}/{hold.number}/q"
     assert not scheduler._pushes.get("q")
 
 
@@ -759,7 +816,7 @@ def test_what_is_preempted_and_aborted_between_two_steps_is_stopped(is_told: boo
         assert scheduler.told().stopped == ["q"]
     assert scheduler.finished(one, ([],)) == (False, None)
     told = scheduler.told()
-    assert told.stopped == ([] if is_told else ["q"]) and set(told.lost) == {"push/x"}
+    assert told.stopped == ([] if is_told else ["q"]) and set(told.lost) == {PUSHED}
 
 
 def test_what_is_lost_for_nobody_is_not_remembered(worker: Any) -> None:
@@ -789,9 +846,9 @@ def test_what_is_aborted_is_held_until_nobody_reads_it() -> None:
     one.status = RequestStatus.FINISHED_ABORTED
     assert scheduler.finished(one, ([1, 2],)) == (True, None)
     hold = scheduler.told().holds["q"]
-    assert (hold.name, hold.tokens, hold.failure) == ("push/x", 0, "it was not prefilled: FINISHED_ABORTED")
+    assert (hold.name, hold.tokens, hold.failure) == (PUSHED, 0, "it was not prefilled: FINISHED_ABORTED")
     assert scheduler.finished(one, ()) == (False, None)
-    assert set(scheduler.told().lost) == {"push/x"}
+    assert set(scheduler.told().lost) == {PUSHED}
 
 
 def test_a_request_of_the_routers_name_is_all_of_the_prompt() -> None:
@@ -801,7 +858,7 @@ def test_a_request_of_the_routers_name_is_all_of_the_prompt() -> None:
     assert scheduler.matched(one, 0) == (99, True)
     scheduler.allocated(one, BLOCKS, 99)
     found = scheduler.told().loads["q"].source
-    assert (found.request, found.is_early) == ("push/x", True)
+    assert (found.request, found.is_early) == (PUSHED, True)
 
 
 @pytest.mark.parametrize("value", ["", 7, None, "x" * 5000])

@@ -111,16 +111,18 @@ def test_blocks_of_another_size(models: Models, tmp_path: Path) -> None:
         {"length": 231, "params": {"remote_request_id": "another"}},
         {"length": 232, "params": {"remote_num_tokens": "many"}},
         {"length": 233, "params": {"remote_workers": None, "remote_host": 7}},
-        {"length": 210, "other": True},
+        {"length": 210, "other": True},  # other tokens than were prefilled
+        {"length": 210, "other": True, "lie": True},
         {"length": 220, "kill": True},
     ]
     found = disaggregated(models("llama"), tmp_path, {**OURS, "kv_load_failure_policy": "recompute"}, steps, (32, 64))
-    *right, other, killed = are_right(found)
+    *right, lie, killed = are_right(found)
     assert right == [True] * len(right) and killed
-    assert not other  # the control: what comes is used
+    assert not lie  # the control: what comes is used
     cached = [one["cached"] for one in found]
     assert cached[:6] == [loaded(step) for step in steps[:6]]
-    assert cached[6:10] == [0] * 4 and cached[11] == 0  # computed here
+    assert cached[6:11] == [0] * 5 and cached[12] == 0  # computed here
+    assert "remote_inputs: expected" in found[0]["log"]
 
 
 @pytest.mark.long
@@ -159,7 +161,7 @@ def test_a_latent(models: Models, tmp_path: Path) -> None:
     So it is compared with a prompt from the engine's own prefix cache; without one, as in vLLM's CPU backend, to some thousandths.
     """
     anyway = {**OURS, "kv_connector_extra_config": {"without_prefix_caching": True}}
-    steps: list[Step] = [{"length": 257}, {"length": 129}, {"length": 257, "other": True}]
+    steps: list[Step] = [{"length": 257}, {"length": 129}, {"length": 257, "other": True, "lie": True}]
     *found, other = disaggregated(models("mla"), tmp_path, anyway, steps, (32, 64), again=True)
     cached = [one["again"]["cached"] for one in found]
     most = MOST if any(cached) else 5e-3

@@ -44,6 +44,32 @@ def test_names() -> None:
         _ = integration.Nothing
 
 
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({}, "cpu_bytes_to_use: expected a number from 1 on, got None"),
+        ({"cpu_bytes_to_use": "64MiB"}, "cpu_bytes_to_use: expected a number from 1 on, got '64MiB'"),
+        ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use: expected a number"),
+        ({"cpu_bytes_to_use": float("nan")}, "cpu_bytes_to_use: expected a number"),
+        ({"cpu_bytes_to_use": 1 << 26, "blocks_per_chunk": 1.5}, "blocks_per_chunk: expected a number from 1 on, got 1.5"),
+        ({"cpu_bytes_to_use": 1 << 26, "store_threshold": [2]}, "store_threshold: expected a number from 0 on"),
+        ({"cpu_bytes_to_use": 1 << 26, "offload_prompt_only": "false"}, "offload_prompt_only: expected true or false, got 'false'"),
+        ({"cpu_bytes_to_use": 1 << 26, "spec_name": "CPUOffloadingSpec"}, "spec_name: expected KvbmOffloadingSpec"),
+    ],
+)  # fmt: skip
+def test_settings_of_vllm_that_are_wrong_are_named(extra: dict[str, Any], says: str) -> None:
+    transfer = SimpleNamespace(kv_connector_extra_config=dict(extra))
+    with pytest.raises(BindError, match=f"kv_connector_extra_config: {says}"):
+        offload.KvbmOffloadingConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
+
+
+def test_settings_of_vllm_that_are_right() -> None:
+    for given in (1 << 26, "67108864", 6.4e7):
+        extra = {"cpu_bytes_to_use": given, "blocks_per_chunk": 4, "offload_prompt_only": False, "store_threshold": 0}
+        offload._require_settings(offload._completed(SimpleNamespace(kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config=extra))).kv_connector_extra_config)  # fmt: skip
+
+
 def stored(manager: Any, keys: list[bytes], context: ReqContext) -> list[int]:
     """Their chunks."""
     output = manager.prepare_store(keys, context)

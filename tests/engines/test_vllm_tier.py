@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -423,6 +424,7 @@ def worker(folder: Path) -> tuple[TierWorker, Tiered]:
     found._copier, found._own, found._tiers, found._count = copier, (replace(content, model=""),), [], lambda *_: None
     found._shelves = [Shelf(content.shape, host, range(4), threads=1)]
     found._threads, found._reads, found._writes, found._stores = ThreadPoolExecutor(1), {}, {}, {}
+    found._late = []
     return found, Tiered(made._settings, made._contents, (Units(0, 1, 0, Chain(16, range(32)).names(0, 32)),))
 
 
@@ -464,6 +466,67 @@ def test_a_folder_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     one.context._state.pop(Search)
     assert one.manager.lookup(one.keys[1], one.context) is HIT  # what comes before is on the GPU
     assert one.manager.lookup(one.keys[0], one.context) is MISS
+
+
+def test_a_folder_that_does_not_answer_stops_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of a server that is gone: misses, without a wait once all threads are in it; and hits when it answers again."""
+    monkeypatch.setattr(tiered, "SEARCH_SECONDS", 0.002)
+    one, go = Scheduler(tmp_path), threading.Event()
+    one.held |= {*one.names(0)}
+    one.tier._tiers[0].holds = lambda name: go.wait(60) and name in one.held  # type: ignore[method-assign]
+    first, clock = one.context, time.monotonic()
+    monkeypatch.setattr(tiered.time, "monotonic", lambda: clock)
+    assert one.looked_up() == [LookupResult.RETRY] * 3
+    other = one.new(request())[0]
+    for key in one.keys:
+        other.set_offload_key_position(key, first.get_offload_key_position(key))
+    assert one.manager.lookup(one.keys[0], other) is LookupResult.RETRY
+    clock += tiered.SEARCH_LIMIT + 1
+    for context in (first, other):
+        assert [one.manager.lookup(key, context) for key in one.keys] == [MISS] * 3
+    assert one.looked_up() == [MISS] * 3 and first.get_state(Search).done.is_set()  # not searched
+    go.set()
+    assert all(search.done.wait(60) for search in one.tier._late)
+    monkeypatch.setattr(tiered, "SEARCH_SECONDS", 60.0)
+    assert one.looked_up() == [HIT, MISS, MISS]
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_read_that_does_not_end_is_a_miss_and_writes_nothing_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_waited_for: bool
+) -> None:
+    """Its block of host memory may hold another request's then."""
+    one, told = worker(tmp_path)
+    one.stores(1, told)
+    assert one.write(1, "stored")
+    futures.wait(one._writes[1][2], 60)
+    assert one.has_written() == ["stored"]
+    [lane] = one._copier.memory.lanes[0]
+    go, fetch = threading.Event(), Shelf._fetch
+    monkeypatch.setattr(Shelf, "_fetch", lambda *given: go.wait(60) and fetch(*given))
+    monkeypatch.setattr(tiered, "FILES_LIMIT", 0.01 if is_waited_for else 0.0)
+    one.read(2, told)
+    assert one.has_read({2} if is_waited_for else None) == [2] and not lane.known[1]
+    lane.host.arrays[1][...] = 7  # of another request
+    lane.digests[1], lane.known[1] = 99, True
+    go.set()
+    one._threads.shutdown(wait=True)
+    assert (lane.host.arrays[1] == 7).all() and lane.digests[1] == 99 and lane.known[1] and not one.has_read()
+
+
+def test_a_write_that_does_not_end_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing waits behind it."""
+    one, told = worker(tmp_path)
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(Shelf, "write", lambda *_: begun.set() or go.wait(60))
+    monkeypatch.setattr(tiered, "FILES_LIMIT", 0.0)
+    one.stores(1, told)
+    assert one.write(1, "stored") and begun.wait(60) and one.has_written() == ["stored"]
+    one.stores(2, told)
+    assert not one.write(2, "another")  # no job is queued behind it
+    go.set()
+    one._threads.shutdown(wait=True)
+    assert not one._writes and not one.has_written()
 
 
 def test_requests_of_more_than_tokens(tmp_path: Path) -> None:

@@ -142,8 +142,10 @@ class Endpoint:
             groups: dict[str, tuple[Placement, Pool]] = {"": (placement, pool)}
         else:
             groups = dict(placement)
-        if slots is not None and (whole(slots) or 0) < 1:
-            raise BindError(f"endpoint {engine}: slots: expected a number from 1 on, got {slots!r:.40}")
+        given = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes, "slots": slots, "max_sms": max_sms}
+        for name, number in given.items():
+            if not (number is None and name in ("slots", "max_sms")) and (whole(number) or 0) < 1:
+                raise BindError(f"endpoint {engine}: {name}: expected a number from 1 on, got {number!r:.40}")
         if not isinstance(engine, str) or not engine or not groups:  # type: ignore[redundant-expr]
             raise BindError(f"endpoint: expected a name and a placement, got {engine!r:.200}")
         for place, mine in groups.values():
@@ -164,10 +166,6 @@ class Endpoint:
         self.max_sms = max_sms
         self.stream: Any = None if device == "cpu" else 2  # the stream of the thread
         self.incarnation = incarnation
-        if (whole(chunk_bytes) or 0) < 1 or (whole(ring_bytes) or 0) < 1:
-            raise BindError(
-                f"endpoint {engine}: expected numbers of bytes, got {chunk_bytes!r:.40} and {ring_bytes!r:.40}"
-            )
         self._chunk_bytes = chunk_bytes
         size = Ring.slot_size(chunk_bytes + TRAILER)
         each = ring_bytes // size // 2 if slots is None else slots

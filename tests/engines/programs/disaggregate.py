@@ -7,7 +7,7 @@ those of the engine that prefills; ``counts`` are those of kvbm at vLLM's Promet
 - ``length`` and ``seed`` of the prompt (those of one seed begin alike);
 - ``again``: the prefix cache of the engine that decodes is kept;
 - ``params``: what is changed in what the engine that prefills says;
-- ``other``: the engine that prefills is given another prompt;
+- ``other``: the engine that prefills is given another prompt; ``lie``: its hash is replaced by that of the right one;
 - ``kill``: it is killed before the other one decodes;
 - ``push``: both are asked at once, and the prompt is sent while it is computed; ``also`` is the length of another one of the same
   steps; ``abort``: the request that prefills is aborted behind its first step, and ``die``: its engine is killed in the second one,
@@ -22,9 +22,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from generate import arguments, logprobs, prompt
+
+from kvbm.integrations.vllm.identity import inputs_of
 
 #: Tokens that are generated.
 NEW = 12
@@ -40,7 +43,7 @@ def wanted(_: Any) -> set[str]:
     """In a worker: requests that the other engine has asked for, and that are not there yet."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return {name.partition("/")[2] for name in get_kv_transfer_group()._of_worker.holds._wanted}
+    return {name.partition("/")[2].rpartition("#")[0] for name in get_kv_transfer_group()._of_worker.holds._wanted}
 
 
 def dies(_: Any) -> None:
@@ -147,6 +150,8 @@ def main(role: str, settings: dict[str, Any], folder: Path) -> None:
                 break
             continue
         params = wait(f"{number}")
+        if step.get("lie"):
+            params["remote_inputs"] = inputs_of(SimpleNamespace(prompt_token_ids=tokens), params["remote_num_tokens"])
         if step.get("kill"):
             os.kill(wait("pid"), signal.SIGKILL)
         if not step.get("again"):

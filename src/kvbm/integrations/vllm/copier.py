@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import mmap
+import os
+import stat
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +27,9 @@ from ...transfer import Strategy, Transfer
 from ...zeros import Zeros
 from .pages import Pages
 
-__all__ = ["Copier", "Finished", "HostMemory"]
+__all__ = ["Copier", "Finished", "HostMemory", "shared_memory"]
+
+_SHM = Path("/dev/shm")  # noqa: S108  (memory, not a temporary file)
 
 Ids = npt.NDArray[np.int64]
 
@@ -57,6 +64,48 @@ class Lane:
     def nbytes(self) -> int:
         """Bytes per block."""
         return self.host.shape.nbytes
+
+
+def shared_memory(engine: str, nbytes: int, barrier: Callable[[], Any], folder: Path = _SHM) -> npt.NDArray[np.uint8]:
+    """Zeroed memory that the ranks of an engine on this machine share.  It is freed with the last of them.
+
+    Parameters
+    ----------
+    engine : str
+        Name of the engine; the same in all its ranks.
+    nbytes : int
+    barrier : callable
+        Waits until all ranks have called it.
+    folder : Path
+        A folder in memory that all users may write.
+
+    Raises
+    ------
+    BindError
+        The folder has a file of this name of another user, or has no room.
+    """
+    path = folder / f"kvbm_offload_{hashlib.sha256(engine.encode(errors='surrogatepass')).hexdigest()[:32]}"
+    try:
+        path.unlink(missing_ok=True)  # of an engine that was killed when it started
+        barrier()
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            found = os.fstat(file)
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077 or found.st_nlink != 1:
+                raise BindError(
+                    f"{path}: expected a file that only this user, {os.geteuid()}, can use, got one of user {found.st_uid}, mode "
+                    f"{stat.S_IMODE(found.st_mode):03o}; set another engine_id"
+                )
+            os.truncate(file, nbytes)
+            barrier()
+            memory = mmap.mmap(file, nbytes)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise BindError(f"{path}: expected memory of {nbytes:,} bytes, which the ranks share: {error.strerror or error}") from None
+    barrier()  # all have mapped it
+    path.unlink(missing_ok=True)
+    return np.frombuffer(memory, np.uint8)
 
 
 class HostMemory:

@@ -25,6 +25,8 @@ _TOLD = 20.0
 #: Most requests that are remembered after they were sent or released, so that late questions are answered at once.
 _MOST_GONE = 4096
 
+_OTHER_PROMPT = "the engine that prefills has another prompt of this name: other tokens, adapter, pictures, sound or embeddings"
+
 #: Most requests that are wanted and not held yet: of one link, and of all.
 _SHARE, _MOST_WANTED = 1024, 8192
 
@@ -142,7 +144,9 @@ class Holds:
         self._lock = Lock()
         self._held: dict[str, _Held] = {}  # vLLM's name → request
         self._names: dict[str, str] = {}  # the name by which it is wanted → vLLM's name
+        self._prompts: dict[str, str] = {}  # the router's name → the name with the hash of its prompt
         self._wanted: OrderedDict[str, tuple[Want, Link, float]] = OrderedDict()  # not held yet
+        self._waiting: dict[str, set[str]] = {}  # the router's name → names of these
         self._waits: Counter[Link] = Counter()  # the number of these of each link
         self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # its link, or why it failed
         self._start, self._latest = "", -1
@@ -196,6 +200,8 @@ class Holds:
             if not _NUMBER.fullmatch(number) or int(number) <= self._latest:
                 raise TransferError(f"request {name}: not held here")
             seconds = _TOLD
+        elif self._prompts.get(_router_name(want.name), want.name) != want.name:
+            raise TransferError(f"request {name}: {_OTHER_PROMPT}")
         if want.name in self._wanted:
             self._require(want, self._wanted[want.name][1], "", link)
             if not want.is_given_up:
@@ -204,6 +210,7 @@ class Holds:
             if self._waits[link] >= _SHARE or len(self._wanted) >= _MOST_WANTED:
                 raise TransferError(f"request {name}: {self._waits[link]} others are waited for")
             self._waits[link] += 1
+            self._waiting.setdefault(_router_name(want.name), set()).add(want.name)
         self._wanted[want.name] = want, link, time.monotonic() + seconds
 
     def _take_wanted(self, name: str) -> tuple[Want, Link] | None:
@@ -214,6 +221,10 @@ class Holds:
         self._waits[link] -= 1
         if not self._waits[link]:
             del self._waits[link]
+        names = self._waiting[of_router := _router_name(name)]
+        names.discard(name)
+        if not names:
+            del self._waiting[of_router]
         return want, link
 
     def _join(self, held: _Held, want: Want, link: Link) -> None:
@@ -321,12 +332,23 @@ class Holds:
         for name in held.names:
             self._gone.pop(name, None)
             self._names[name] = request
+            self._refuse_other_prompts(name)
             if waiting := self._take_wanted(name):
                 want, link = waiting
                 if held.link is None:
                     self._join(held, want, link)
                 else:
                     self._tell(link, name, "it was sent to another engine")
+
+    def _refuse_other_prompts(self, name: str) -> None:
+        """A request has the router's name: who waits for it with another prompt waits in vain."""
+        if not name.startswith("push/"):
+            return
+        of_router = _router_name(name)
+        self._prompts[of_router] = name
+        for other in self._waiting.get(of_router, set()) - {name}:
+            if waiting := self._take_wanted(other):
+                self._tell(waiting[1], other, _OTHER_PROMPT)
 
     # ---- messages of the scheduler ---------------------------------------------------------------------------------
 
@@ -368,6 +390,8 @@ class Holds:
         held = self._held.pop(request)
         for name in held.names:
             self._names.pop(name, None)
+            if self._prompts.get(of_router := _router_name(name)) == name:
+                del self._prompts[of_router]
             self._go(name, held.link, why)
 
     def _go(self, name: str, to: Link | None, why: str) -> None:
@@ -409,6 +433,11 @@ class Holds:
         for name in late:
             self._lose(name, "nothing of this name was prefilled here in time")
         return over
+
+
+def _router_name(name: str) -> str:
+    """A name without the hash of its prompt, which the scheduler adds."""
+    return name.rpartition("#")[0] or name
 
 
 def _text(error: BaseException) -> str:

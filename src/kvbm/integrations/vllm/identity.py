@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...errors import BindError
 from .tier import key_of_files
 
@@ -192,12 +194,18 @@ def _weights(name: str, revision: str | None, load_format: str, downloads: str |
         return f"of {name} {revision or ''}".strip()
 
 
-def inputs_of(request: Any) -> str:
-    """A hash of what the K and V of a request depend on beside its tokens and the model: adapter, pictures, sound, embeddings.
+def inputs_of(request: Any, tokens: int) -> str:
+    """A hash of what the K and V of a request depend on beside the model: its tokens, adapter, pictures, sound, embeddings.
 
-    Empty if there is none of it.
+    Parameters
+    ----------
+    request
+        vLLM's object.
+    tokens : int
+        Number of the prompt's first tokens that count.
     """
-    found: list[Any] = []
+    ids = np.array((getattr(request, "prompt_token_ids", None) or [])[:tokens], "<i8")  # none beside embeddings
+    found: list[Any] = [["tokens", tokens, hashlib.sha256(ids.tobytes()).hexdigest()]]
     if (adapter := getattr(request, "lora_request", None)) is not None:
         found.append(["adapter", str(adapter.lora_name), _adapter(str(adapter.lora_path))])
     for feature in getattr(request, "mm_features", None) or ():
@@ -207,7 +215,7 @@ def inputs_of(request: Any) -> str:
         data = embeds.detach().cpu().contiguous()
         bits = data.flatten().view(sys.modules["torch"].uint8).numpy().tobytes()
         found.append(["embeddings", list(data.shape), str(data.dtype), hashlib.sha256(bits).hexdigest()])
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if found else ""
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]
 
 
 def _adapter(path: str) -> str:

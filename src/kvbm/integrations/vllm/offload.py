@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -23,12 +22,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ... import spec as layouts
 from ...errors import BindError, DigestError
 from ..settings import require_known
-from .copier import Copier, HostMemory
+from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads
 from .log import logger
 from .pages import pages_of
@@ -55,6 +55,10 @@ _SETTINGS = (
     "max_tracker_size", "offload_prompt_only", "self_describing_kv_events", "spec_module_path", "spec_name", "store_threshold",
     "folder", "folder_bytes", "host_layout", "model_key", "unit_tokens", "verify", WITHOUT_PREFIX_CACHING,
 )  # fmt: skip
+
+
+#: vLLM's settings that are numbers, and their least values.
+_NUMBERS = {"cpu_bytes_to_use": 1, "blocks_per_chunk": 1, "block_size": 1, "store_threshold": 0, "max_tracker_size": 1}
 
 
 @dataclass
@@ -366,7 +370,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         units = self.num_chunks * self.blocks_per_chunk
         shared = None
         if self.replicated_layout:
-            shared = _shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units))
+            shared = shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units), _all_workers_barrier)
         on_gpu = kv_caches.tensors[0].tensor.device.type != "cpu"
         memory = HostMemory(self.host_layout, groups, units, "pinned" if on_gpu else "cpu", shared)
         for lanes in memory.lanes:
@@ -382,6 +386,28 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return made
 
 
+def _require_settings(extra: Mapping[str, Any]) -> None:
+    """Raise `BindError` for a setting of vLLM of a wrong type: its own errors do not name it, and any text is true for it."""
+    found = OffloadingSpecFactory.get_spec_cls(extra)
+    if not issubclass(found, KvbmOffloadingSpec):
+        raise BindError(
+            f"kv_connector_extra_config: spec_name: expected KvbmOffloadingSpec (the default), got {found.__name__}; it needs "
+            'kv_connector "OffloadingConnector"'
+        )
+    for name, least in _NUMBERS.items():
+        given = extra.get(name)
+        if given is None and name != "cpu_bytes_to_use":
+            continue
+        number = int(given) if isinstance(given, str) and re.fullmatch("[0-9]{1,18}", given) else given
+        if (
+            isinstance(number, bool) or not isinstance(number, int | float)
+            or not least <= number < 1 << 63 or number != int(number)
+        ):  # fmt: skip
+            raise BindError(f"kv_connector_extra_config: {name}: expected a number from {least} on, got {given!r:.100}")
+    for name in ("offload_prompt_only", "self_describing_kv_events", "canonical_layout"):
+        _flag(extra, name, False)
+
+
 def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:
     given = extra.get(name, usual)
     if not isinstance(given, bool):
@@ -393,21 +419,6 @@ def _connector_of(spec: Any, group: Any) -> Any:
     """The connector of a spec: the engine's only one, or one of several."""
     found = [group, *getattr(group, "_connectors", ())]
     return next(one for one in found if getattr(getattr(one, "connector_worker", None), "spec", None) is spec)
-
-
-def _shared_memory(engine_id: str, nbytes: int) -> Any:
-    """Zeroed memory that all ranks on this machine share; it is freed with the last of them."""
-    path = Path(f"/dev/shm/kvbm_offload_{engine_id}")  # noqa: S108  (memory, not a temporary file)
-    try:
-        with path.open("xb") as file:
-            file.truncate(nbytes)
-    except FileExistsError:
-        pass
-    _all_workers_barrier()  # the file has its size now
-    memory = np.memmap(path, np.uint8, "r+", shape=(nbytes,))
-    _all_workers_barrier()  # all have mapped it
-    path.unlink(missing_ok=True)
-    return np.asarray(memory)
 
 
 @dataclass
@@ -432,6 +443,7 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         transfer = _completed(vllm_config)
+        _require_settings(transfer.kv_connector_extra_config)
         require_reuse(vllm_config, transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:  # read after the connector was created
             transfer.kv_load_failure_policy = "recompute"

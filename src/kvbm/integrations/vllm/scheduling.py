@@ -163,6 +163,7 @@ class Scheduler:
         self._engine = transfer.engine_id
         self._told = Told(start=secrets.token_hex(8))
         self._local: dict[str, int] = {}
+        self._inputs: dict[str, tuple[int, str]] = {}  # request → number of tokens, and the hash of what they depend on
         self._failed = FailedLoads()
         self._loading: dict[str, Any] = {}  # requests that are being loaded
         self._asked: OrderedDict[tuple[str, int, str], None] = OrderedDict()
@@ -187,31 +188,40 @@ class Scheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return None
-        inputs = inputs_of(request)
         try:
             source = Source.of(params)
-            if source.is_early:
-                source.request += inputs and f"#{inputs}"
-            elif (theirs := params.get("remote_inputs", "")) != inputs:
-                raise BindError(
-                    "remote_inputs: expected the adapter, pictures, sound and embeddings of this request, "
-                    f"{inputs or 'none'}, got those of another, {theirs or 'none'!r:.100}"
-                )
+            inputs = self._inputs_of(request, request.num_prompt_tokens if source.is_early else source.tokens)
+            source.request += f"#{inputs}" if source.is_early else ""
             if params.get("remote_engine_id") == self._engine:  # use the prefix cache, and copy nothing
                 _, _, name = (*source.request.split("/", 2), "", "")[:3]
                 self._told.unheld += [name] if name and not source.is_early else []
                 raise BindError(f"remote_engine_id: {self._engine!r} is this engine itself")
             if (source.host, source.port, source.request) in self._asked:  # such as n > 1, or a router that retries
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
+            if not source.is_early and (theirs := params.get("remote_inputs")) != inputs:
+                self._ask(request, Load(source))  # the other engine can release it
+                raise BindError(
+                    f"remote_inputs: expected {inputs}, the hash of this request's first {source.tokens} tokens, adapter, "
+                    f"pictures, sound and embeddings, got {theirs!r:.100}: the other engine prefilled another prompt; do both have "
+                    "the same chat template?"
+                )
         except BindError as error:
             params["do_remote_prefill"] = False
             logger.warning("request %s: it is prefilled here: %s", printable(str(request.request_id)), error)
             return None
         return source
 
+    def _inputs_of(self, request: Any, tokens: int) -> str:
+        """`inputs_of`, computed once while a request waits."""
+        known = self._inputs.get(request.request_id)
+        if known is None or known[0] != tokens:
+            known = self._inputs[request.request_id] = tokens, inputs_of(request, tokens)
+        return known[1]
+
     def _ask(self, request: Any, load: Load) -> None:
         """Make the workers ask for a request, once."""
         request.kv_transfer_params["do_remote_prefill"] = False
+        self._inputs.pop(request.request_id, None)
         self._told.loads[request.request_id] = load
         self._asked[load.source.host, load.source.port, load.source.request] = None
         if len(self._asked) > _MOST_ASKED:
@@ -238,8 +248,10 @@ class Scheduler:
 
     def _name(self, request: Any) -> str:
         """The name under which a request may be sent while it is computed; empty if another request has this name."""
-        given, inputs = request.kv_transfer_params.get("transfer_id"), inputs_of(request)
-        name = f"push/{given}{inputs and f'#{inputs}'}" if isinstance(given, str) and 0 < len(given) <= _MOST_NAME else ""
+        given = request.kv_transfer_params.get("transfer_id")
+        if not (isinstance(given, str) and 0 < len(given) <= _MOST_NAME):
+            return ""
+        name = f"push/{given}#{self._inputs_of(request, request.num_prompt_tokens)}"
         return "" if any(one.name == name for one in self._pushes.values()) else name
 
     def _begins(self, request: str, source: Source, tables: tuple[list[int], ...], first: int, last: int) -> dict[int, int]:
@@ -259,6 +271,12 @@ class Scheduler:
 
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """True if the request's blocks are held for another engine, and the parameters for that engine."""
+        try:
+            return self._finished(request, blocks)
+        finally:
+            self._inputs.pop(request.request_id, None)
+
+    def _finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         self._failed.forget(request.request_id)
         self._local.pop(request.request_id, None)
         self._prefills.pop(request.request_id, None)
@@ -289,9 +307,8 @@ class Scheduler:
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
             "remote_request_id": f"{self._told.start}/{self._number}/{request.request_id}", "remote_host": self._host,
             "remote_port": self._port, "remote_workers": self._workers, "remote_num_tokens": tokens,
+            "remote_inputs": inputs_of(request, tokens),
         }  # fmt: skip
-        if inputs := inputs_of(request):
-            told["remote_inputs"] = inputs
         if self._windows:
             blocks_of = {one.group: one.block for one in self._windows}
             told["remote_first_tokens"] = [
@@ -351,8 +368,11 @@ class Scheduler:
 
 
 def host_of(transfer: Any) -> str:
-    """The address of this machine for other engines."""
-    return str(transfer.get_from_extra_config("host", "127.0.0.1"))
+    """The address of this machine for other engines; `BindError` if it is no text."""
+    given = transfer.get_from_extra_config("host", "127.0.0.1")
+    if not isinstance(given, str) or not 0 < len(given) <= _MOST_NAME:
+        raise BindError(f"kv_connector_extra_config: host: expected an address of this machine, got {given!r:.100}")
+    return given
 
 
 def seconds_of(transfer: Any, name: str, usual: float) -> float:

@@ -163,8 +163,17 @@ class Shelf:
                     done.good[row // self.each], done.why = False, f"{error}"
         return done
 
-    def read(self, tier: KvbmTier, blocks: Ids, names: Sequence[str], firsts: Sequence[int]) -> Shelved:
+    def read(
+        self,
+        tier: KvbmTier,
+        blocks: Ids,
+        names: Sequence[str],
+        firsts: Sequence[int],
+        wanted: contextlib.AbstractContextManager[bool] | None = None,
+    ) -> Shelved:
         """Read blocks into host memory.  The parameters are those of `write`.
+
+        Host memory is written inside `wanted`, and only if it says so: while files are read, the blocks may have got another use.
 
         A unit that does not exist, or has another digest than when it was stored, raises no error: its block is not good.  Files
         with wrong contents are removed.
@@ -192,7 +201,11 @@ class Shelf:
             units = (blocks[:, None] * self.each + np.arange(self.each))[done.good].reshape(-1)
             good = np.repeat(done.good, self.each)
             done.nbytes = len(units) * desk.pool.shape.nbytes
-            desk.back.copy(rows[good], units).synchronize()
+            with wanted or contextlib.nullcontext(True) as is_wanted:
+                if is_wanted:
+                    desk.back.copy(rows[good], units).synchronize()
+                else:
+                    done.good[:] = False
         return done
 
     def _refuse(self, done: Shelved, row: int, why: str, tier: KvbmTier, name: str, parts: Sequence[Used] = ()) -> None:

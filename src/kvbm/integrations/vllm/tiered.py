@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +41,12 @@ LOST = "vllm:kvbm_tier_lost_blocks"
 #: Seconds that the scheduler waits for a search in the folder, and seconds that its result is used.
 SEARCH_SECONDS, FRESH_SECONDS = 0.002, 1.0
 
-#: Threads of a worker that read and write files.
-THREADS = 4
+#: Seconds after which a search, or a job that reads or writes files, is given up: a folder that does not answer, such as of a
+#: server that is gone, stops no request.
+SEARCH_LIMIT, FILES_LIMIT = 5.0, 60.0
+
+#: Threads of the scheduler that search, and threads of a worker that read and write files.
+SEARCHERS, THREADS = 2, 4
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,8 @@ class Search:
 
     Attributes
     ----------
+    began : float
+        Time (`time.monotonic`) of its begin.
     done : threading.Event
         Set when the search has ended.
     held : set of (int, str)
@@ -228,6 +235,7 @@ class Search:
 
     def __init__(self, first: int) -> None:
         self.first = first
+        self.began = time.monotonic()
         self.done = threading.Event()
         self.held: set[tuple[int, str]] = set()
         self.until = math.inf
@@ -288,7 +296,8 @@ class TierIndex:
         ]
         self._shunned: set[tuple[int, str]] = set()
         self._is_open = True
-        self._threads = ThreadPoolExecutor(2, "kvbm tier search")
+        self._threads = ThreadPoolExecutor(SEARCHERS, "kvbm tier search")
+        self._late: list[Search] = []  # searches that were given up and have not ended
         logger.info("kvbm: blocks are stored in %s", ", ".join(str(tier.root) for tier in self._tiers))
 
     def begin(self, request: Any, context: Any) -> None:
@@ -336,7 +345,7 @@ class TierIndex:
         if search is None or time.monotonic() > search.until or first < search.first:
             search = self._begun(context, first)
         if not search.done.is_set():
-            return None
+            return None if search not in self._late and not self._is_late(search) else False
         found = [(units.group, name) for name in units.names]
         is_held = search.held.issuperset(found) and self._shunned.isdisjoint(found)
         if is_held:
@@ -353,10 +362,24 @@ class TierIndex:
         """Number of chunks of all groups for `end` tokens."""
         return sum(-(-end // tokens) for _, tokens in self._chunks.values())
 
+    def _is_late(self, search: Search) -> bool:
+        """True if a search is given up."""
+        if time.monotonic() < search.began + SEARCH_LIMIT:
+            return False
+        self._late.append(search)
+        logger.warning(
+            "kvbm: %s: no answer within %g s: requests are computed without its files", self._settings.folder, SEARCH_LIMIT
+        )
+        return True
+
     def _begun(self, context: Any, first: int) -> Search:
         """A search for a request's units from a token on.  It waits a short time for the result."""
         chain, search = context.get_state(Chain), Search(first)
         context.set_state(search)
+        self._late = [one for one in self._late if not one.done.is_set()]
+        if len(self._late) >= SEARCHERS:  # the folder does not answer: nothing is found there
+            search.run((), (), ())
+            return search
         names = chain.names(first, chain.whole)
         wanted = [Units(group, -1, first, names) for group in range(len(self._tiers))]
         self._threads.submit(search.run, self._tiers, wanted, self._windows)
@@ -375,6 +398,24 @@ class TierIndex:
         """These units have been written: allow reading."""
         if self._shunned:
             self._shunned.difference_update((units.group, name) for name in units.names)
+
+
+class _Reading:
+    """A job that reads files.  As a context manager it says whether the job is still wanted, and lets nobody change that inside."""
+
+    def __init__(self) -> None:
+        self.end = time.monotonic() + FILES_LIMIT
+        self.is_over = False
+        self.pieces: list[tuple[int, Any]] = []
+        self.futures: list[Future[Shelved]] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> bool:
+        self._lock.acquire()
+        return not self.is_over
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class TierWorker:
@@ -430,8 +471,9 @@ class TierWorker:
             self._shelves.append(Shelf(content.shape, lanes[0].host, heads, copier.verify, THREADS))
         self._tiers: list[KvbmTier] = []
         self._threads = ThreadPoolExecutor(THREADS, "kvbm tier")
-        self._reads: dict[int, list[Future[Shelved]]] = {}
-        self._writes: dict[int, tuple[Any, list[Future[Shelved]]]] = {}
+        self._reads: dict[int, _Reading] = {}
+        self._writes: dict[int, tuple[Any, float, list[Future[Shelved]]]] = {}
+        self._late: list[Future[Shelved]] = []  # writes that were given up
         self._stores: dict[int, Tiered] = {}
 
     def _pieces(self, tiered: Tiered) -> list[tuple[int, Any, tuple[str, ...], list[int]]]:
@@ -464,26 +506,51 @@ class TierWorker:
 
     def read(self, job_id: int, tiered: Tiered) -> None:
         """Begin to fill chunks of host memory from files.  Blocks that are missing or wrong are left without digests."""
-        self._reads[job_id] = [self._threads.submit(self._read, *piece) for piece in self._pieces(tiered)]
+        reading = self._reads[job_id] = _Reading()
+        for piece in self._pieces(tiered):
+            reading.pieces.append(piece[:2])
+            reading.futures.append(self._threads.submit(self._read, reading, *piece))
 
-    def _read(self, index: int, blocks: Any, names: tuple[str, ...], firsts: list[int]) -> Shelved:
+    def _read(self, reading: _Reading, index: int, blocks: Any, names: tuple[str, ...], firsts: list[int]) -> Shelved:
         [lane] = self._copier.memory.lanes[index]
         try:
-            done = self._shelves[index].read(self._tiers[index], blocks, names, firsts)
+            if reading.is_over:
+                return _bad(blocks, "it was given up")
+            done = self._shelves[index].read(self._tiers[index], blocks, names, firsts, reading)
         except Exception as error:  # for any error, the blocks must not count as read
-            done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.bool_), 0, repr(error))
-        lane.digests[blocks], lane.known[blocks] = done.digests, done.good
+            done = _bad(blocks, repr(error))
+        with reading as is_wanted:  # else the chunks may hold others
+            if is_wanted:
+                lane.digests[blocks], lane.known[blocks] = done.digests, done.good
         return done
 
     def has_read(self, wait: set[int] | None = None) -> list[int]:
-        """Jobs with chunks that were filled since the last call.  It waits for the jobs in `wait`."""
+        """Jobs with chunks that were filled since the last call, or given up.  It waits for the jobs in `wait`."""
         found = []
-        for job_id, futures in list(self._reads.items()):
-            if (wait is not None and job_id in wait) or all(future.done() for future in futures):
-                del self._reads[job_id]
-                self._told(READ, [future.result() for future in futures])
-                found.append(job_id)
+        for job_id, reading in list(self._reads.items()):
+            if wait is not None and job_id in wait:
+                futures.wait(reading.futures, max(0.0, reading.end - time.monotonic()))
+            is_done = all(future.done() for future in reading.futures)
+            if not is_done and time.monotonic() < reading.end:
+                continue
+            if not is_done:
+                self._give_up(reading)
+            del self._reads[job_id]
+            late = f"it was not read within {FILES_LIMIT:g} s"
+            results = zip(reading.pieces, reading.futures, strict=True)
+            self._told(READ, [one.result() if is_done else _bad(blocks, late) for (_, blocks), one in results])
+            found.append(job_id)
         return found
+
+    def _give_up(self, reading: _Reading) -> None:
+        """Nothing of this job is written to host memory from now on, and its blocks do not count as read."""
+        with reading:
+            reading.is_over = True
+            for index, blocks in reading.pieces:
+                [lane] = self._copier.memory.lanes[index]
+                lane.known[blocks] = False
+        for future in reading.futures:
+            future.cancel()
 
     def _told(self, name: str, found: Sequence[Shelved]) -> None:
         if nbytes := sum(one.nbytes for one in found):
@@ -504,32 +571,43 @@ class TierWorker:
     def write(self, job_id: int, result: Any) -> bool:
         """Begin to write what a job has stored; its result is returned when that is done.  False if there is nothing to write."""
         tiered = self._stores.pop(job_id, None)
-        if tiered is None:
+        self._late = [one for one in self._late if not one.done()]
+        if tiered is None or self._late:
             return False
-        futures = []
+        begun = []
         for index, blocks, names, firsts in self._pieces(tiered):
             [lane] = self._copier.memory.lanes[index]
-            futures.append(self._threads.submit(self._write, index, blocks, lane.digests[blocks], names, firsts))
-        self._writes[job_id] = result, futures
+            begun.append(self._threads.submit(self._write, index, blocks, lane.digests[blocks], names, firsts))
+        self._writes[job_id] = result, time.monotonic() + FILES_LIMIT, begun
         return True
 
     def _write(self, index: int, blocks: Any, digests: Any, names: tuple[str, ...], firsts: list[int]) -> Shelved:
         try:
             done = self._shelves[index].write(self._tiers[index], blocks, digests, names, firsts)
         except Exception as error:
-            done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.bool_), 0, repr(error))
+            done = _bad(blocks, repr(error))
         return done
 
     def has_written(self) -> list[Any]:
-        """Results of jobs that were written since the last call."""
+        """Results of jobs that were written since the last call, or given up: host memory may be used for others then."""
         results = []
-        for job_id, (result, futures) in list(self._writes.items()):
-            if all(future.done() for future in futures):
-                del self._writes[job_id]
-                self._told(WRITTEN, [future.result() for future in futures])
-                results.append(result)
+        for job_id, (result, end, begun) in list(self._writes.items()):
+            done = [future for future in begun if future.done()]
+            if len(done) < len(begun):
+                if time.monotonic() < end:
+                    continue
+                logger.warning("kvbm: blocks were not written within %g s; none are written until they are", FILES_LIMIT)
+                self._late += [future for future in begun if not future.cancel() and not future.done()]
+            del self._writes[job_id]
+            self._told(WRITTEN, [future.result() for future in done])
+            results.append(result)
         return results
 
     def close(self) -> None:
         """Finish the writes that have begun, and end the threads."""
         self._threads.shutdown(wait=True)
+
+
+def _bad(blocks: Any, why: str) -> Shelved:
+    """The result for blocks of which none was read or written."""
+    return Shelved(blocks, np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.bool_), 0, why)
