@@ -306,8 +306,8 @@ def test_keys_of_engines_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def engine(theta: float = 1e4, given: str | None = None) -> Any:
         model = SimpleNamespace(
-            hf_config=SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_theta": theta}}), model=str(tmp_path), revision=None,
-            dtype="torch.float32", max_model_len=64,
+            hf_config=SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_theta": theta}}), model=str(tmp_path),
+            revision=None, dtype="torch.float32", max_model_len=64,
         )  # fmt: skip
         transfer = SimpleNamespace(get_from_extra_config=lambda name, usual: given if name == "model" else usual)
         config = SimpleNamespace(
