@@ -129,3 +129,50 @@ def test_a_graph_that_is_destroyed_while_the_driver_allocates(fake_gpu: FakeDriv
 def test_a_graph_that_outlives_the_process_s_memory(fake_gpu: FakeDriver) -> None:
     """A graph that is freed when the process ends must not write to lists that no longer exist."""
     alone(fake_gpu, "from programs import retired; retired.a_graph_that_outlives_the_process_s_memory()")
+
+
+FREED = """
+import gc, itertools, weakref
+gc.disable()
+import kvbm
+from kvbm import _core
+shape = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
+def made(layout, device):
+    return kvbm.Pool.allocate(kvbm.load(layout), shape, 4, device)
+def convert(src, dst):
+    kvbm.convert(src, dst, [0, 1], [2, 3])
+def transfer(src, dst):
+    kvbm.Transfer(src, dst, verify=True).copy([0, 1], [2, 3]).synchronize()
+def digest(src, dst):
+    src.digest([0]), dst.digest([1])
+def refused(src, dst):
+    try:
+        kvbm.convert(src, dst, [9], [0])
+    except kvbm.BindError:
+        pass
+def section(src, dst):
+    kvbm.convert(src.section(l=1), dst.section(l=1), [0], [1])
+for call, devices in itertools.product(
+    (convert, transfer, digest, refused, section), (("cuda:0",) * 2, ("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cpu",) * 2, ("pinned", "cuda:0"))
+):
+    if call is convert and "cpu" in devices and devices != ("cpu",) * 2:
+        continue
+    pools = [made("nhd", devices[0]), made("vllm/LBHNC", devices[1])]
+    try:
+        call(*pools)
+    except kvbm.BindError:  # memory that the other side does not reach
+        continue
+    _core.synchronize(0)
+    seen = [(weakref.ref(pool), [one.close for one in pool._owned if pool.device != "cpu"]) for pool in pools]
+    del pools
+    for pool, closes in seen:
+        kept = pool()
+        freed = kept is None and not any(close.alive for close in closes)
+        assert freed, (call.__name__, devices, kept, kept and [repr(one)[:300] for one in gc.get_referrers(kept)])
+print("freed")
+"""
+
+
+def test_memory_is_freed_with_the_last_reference_to_its_pool(fake_gpu: FakeDriver) -> None:
+    """Without the garbage collector, also behind the first copy of a process: no cycle, and no error that was kept, holds a pool."""
+    assert alone(fake_gpu, FREED).strip() == "freed"

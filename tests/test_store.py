@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -675,6 +676,7 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     from kvbm.store import blocks
 
     monkeypatch.setattr(blocks, "_STEP_BYTES", 1)
+    monkeypatch.setattr(blocks, "_READ_BYTES", 1)
     pool, told = noise("nhd", FEW), []
     each = pool.resolved.block_bytes
     store.save(tmp_path / "in", pool, progress=lambda *said: told.append(said))
@@ -682,6 +684,56 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert same(stored(tmp_path / "in"), store.Digests.of(pool)), "step by step"
     store.convert(tmp_path / "in", tmp_path / "out", kvbm.load("hnd"))
     assert store.verify(tmp_path / "out", progress=lambda *said: told.append(said)) == [] and len(told) == 6
+
+
+@pytest.mark.parametrize("name", ["vllm/LBHNC", "universal", "nhd", "vllm/BLHNC"])
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_files_of_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
+    """Blocks are read while those before them are converted: whichever are chosen, they are those that were stored."""
+    from kvbm.store import blocks
+
+    monkeypatch.setattr(blocks, "_READ_BYTES", most * kvbm.load(name).resolve(kvbm.load_shape(FEW), 7).block_bytes)
+    pool = noise(name, FEW, 7)
+    store.save(tmp_path / "in", pool)
+    held = kvbm.Pool.allocate(kvbm.load("universal"), pool.shape, 7)
+    kvbm.convert(pool, held)
+    right = held.digest()
+    for ids in (range(7), [6, 0, 3, 4, 1], [5], [1, 2, 3, 4, 5, 6, 0], [4, 2]):
+        for layout in (name, "universal"):
+            for verify in (True, False):
+                got = store.load(tmp_path / "in", ids, layout=layout, verify=verify)
+                assert np.array_equal(got.digest(), right[list(ids)]), (ids, layout)
+        store.convert(tmp_path / "in", tmp_path / "out", "universal", ids, force=True)
+        assert np.array_equal(store.load(tmp_path / "out").digest(), right[list(ids)])
+        assert np.array_equal(store.digest(tmp_path / "in", ids).blocks, right[list(ids)])
+        assert store.verify(tmp_path / "in", ids) == []
+    with (tmp_path / "in").open("rb+") as file:  # the last byte of the last tensor is of the last block
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    for ids in (range(7), [6, 0, 3, 4, 1], [1, 6, 2]):
+        assert [one.block for one in store.verify(tmp_path / "in", ids)] == [6]
+        for layout in (name, "universal"):
+            with pytest.raises(kvbm.DigestError, match="in: block 6: "):
+                store.load(tmp_path / "in", ids, layout=layout)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvbm file")]
+
+
+def test_no_thread_reads_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's memory is its own again, also where its own function raises, and the traceback keeps all alive."""
+    from kvbm.store import blocks
+
+    monkeypatch.setattr(blocks, "_READ_BYTES", 1)
+    store.save(tmp_path / "in", noise("nhd", FEW, 7))
+
+    def stop(*_: int) -> None:
+        raise ZeroDivisionError
+
+    for call in (store.load, store.verify, store.digest):
+        with pytest.raises(ZeroDivisionError) as kept:
+            call(tmp_path / "in", progress=stop)
+        assert kept.tb and not [thread for thread in threading.enumerate() if thread.name.startswith("kvbm file")]
 
 
 # ---- arguments of other types ------------------------------------------------------------------------------------------

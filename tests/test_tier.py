@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from kvbm import BindError, BlockShape, Pool, load, store
+from kvbm.integrations.identity import key_of
 from kvbm.integrations.vllm import tier as tiers
 from kvbm.integrations.vllm.shelf import Shelf, Shelved
-from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier, Part, key_of_files
+from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier, Part
 
 #: A unit of the whole model: 4 heads, 4 tokens.
 UNIT = BlockShape(nl=3, no=2, nh=4, nt=4, hd=8, dtype="float32")
@@ -550,21 +551,32 @@ def test_cover() -> None:
     assert tiers.cover(parts, 0, 5) is None and tiers.cover([], 0, 1) is None
 
 
-def test_keys_of_models(tmp_path: Path) -> None:
-    """The key depends on all bytes of the weights, in any files, and on the other arguments."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model-1.safetensors").write_bytes(bytes(1000))
-        (tmp_path / name / "model-2.bin").write_bytes(bytes(10))
-    key = key_of_files(tmp_path / "a", "config")
-    assert key_of_files(tmp_path / "b", "config") == key != key_of_files(tmp_path / "b", "other")
-    (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    assert key_of_files(tmp_path / "b", "config") == key
-    (tmp_path / "b" / "model-1.safetensors").write_bytes(bytes(999) + b"\1")
-    assert key_of_files(tmp_path / "b", "config") != key
-    (tmp_path / "none").mkdir()
-    with pytest.raises(BindError, match=r"model_key: .*none holds no weights"):
-        key_of_files(tmp_path / "none", "config")
+def test_a_folder_names_what_differs_in_another_one(tmp_path: Path) -> None:
+    """The units of other weights, or of another configuration, have a folder of their own; only of the same title it is said."""
+    models = [{"weights": weights, "config": {"rope": rope}} for weights, rope in (("a", 1), ("a", 2), ("b", 1))]
+    tiers_of = [KvbmTier(tmp_path, replace(CONTENT, model=key_of(model)), 1 << 30) for model in models]
+    said = [tier.make(model) for tier, model in zip(tiers_of, models, strict=True)]
+    assert said[0] == [] and said[1] == [f"{tiers_of[0].root.name}: config.rope: '2' here and '1' on the other side"]
+    assert sorted(line.split(": ", 1)[1] for line in said[2]) == [
+        "config.rope: '1' here and '2' on the other side; weights: 'b' here and 'a' on the other side",
+        "weights: 'b' here and 'a' on the other side",
+    ]
+    other = KvbmTier(tmp_path, replace(CONTENT, model="x", title="another"), 1 << 30)
+    assert other.make({"weights": "c"}) == []
+    assert len({tier.root for tier in tiers_of}) == 3
+
+
+@pytest.mark.parametrize("told", [b"", b"{", b"[]", b"null", b'{"title": 7}', b"[" * 100_000, b"\xff" * 9, bytes(1 << 20)])
+def test_what_another_folder_says_is_not_trusted(tmp_path: Path, told: bytes) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "content.json").write_bytes(told)
+    os.mkfifo(tmp_path / "fifo")
+    assert KvbmTier(tmp_path, CONTENT, 1 << 30).make({"weights": "a"}) == []
+    (tmp_path / "other" / "content.json").write_text(
+        json.dumps({"title": CONTENT.title, "model_fields": {"weights": "\x1b[2Jx"}})
+    )
+    [line] = KvbmTier(tmp_path, CONTENT, 1 << 30).make({"weights": "a"})
+    assert "\x1b" not in line
 
 
 @pytest.mark.gpu

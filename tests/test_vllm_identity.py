@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvbm import BindError
-from kvbm.integrations.vllm import identity
+from kvbm.integrations.identity import key_of_files, longest_counts
 from kvbm.integrations.vllm.identity import inputs_of, model_of
 from kvbm.reshard.model import differences, named
 
@@ -42,7 +42,6 @@ def engine(tmp_path: Path) -> Any:
 
 
 def engine_at(folder: Path, **held: Any) -> Any:
-    identity._weights.cache_clear()
     model = SimpleNamespace(
         hf_config=Config({**copy.deepcopy(HELD), **held}), model=str(folder), revision=None, dtype="torch.float32",
         quantization=None, quantization_config=None, disable_sliding_window=False, max_model_len=1024, multimodal_config=None,
@@ -135,7 +134,7 @@ def test_the_longest_sequence_counts_where_it_chooses_the_factors(tmp_path: Path
     short, long, longer = (engine_at(tmp_path, rope_parameters=rope) for _ in range(3))
     short.model_config.max_model_len, long.model_config.max_model_len, longer.model_config.max_model_len = 512, 513, 2048
     assert "long factors: 'false' here and 'true'" in told(short, long) and not told(long, longer)
-    assert [identity.long_factors(one.model_config) for one in (short, long)] == [False, True]
+    assert [longest_counts({"rope_parameters": rope}, most) for most in (512, 513)] == [False, True]
 
 
 def test_dynamic_angles_depend_on_the_longest_position(tmp_path: Path) -> None:
@@ -227,3 +226,20 @@ def test_what_the_caches_of_a_request_depend_on(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"b")  # the same name, trained again
     found.append(inputs_of(SimpleNamespace(lora_request=adapter), 4))
     assert len({*found}) == len(found) and all(found)
+
+
+def test_keys_of_models(tmp_path: Path) -> None:
+    """The key depends on all bytes of the weights, in any files, and on the other arguments."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-1.safetensors").write_bytes(bytes(1000))
+        (tmp_path / name / "model-2.bin").write_bytes(bytes(10))
+    key = key_of_files(tmp_path / "a", "config")
+    assert key_of_files(tmp_path / "b", "config") == key != key_of_files(tmp_path / "b", "other")
+    (tmp_path / "b" / "tokenizer.json").write_text("{}")
+    assert key_of_files(tmp_path / "b", "config") == key
+    (tmp_path / "b" / "model-1.safetensors").write_bytes(bytes(999) + b"\1")
+    assert key_of_files(tmp_path / "b", "config") != key
+    (tmp_path / "none").mkdir()
+    with pytest.raises(BindError, match=r"none holds no weights"):
+        key_of_files(tmp_path / "none", "config")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -291,6 +292,45 @@ def test_vllm_with_lmcache(models: Callable[[str], Path], path: str) -> None:
     assert found["ops"] == "KvbmCpuOps" and [name for name, _ in found["calls"]] == ["D2H"] * 3 + ["H2D"] * 6
     assert tokens[3:6] == tokens[:3] and cached[:3] == (0, 0, 0) and cached[3:6] == (256, 256, 319)
     assert cached[6:] == cached[3:6] and not set(map(tuple, tokens[6:])) & set(map(tuple, tokens[:3]))  # the control
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_keys_of_engines_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache gets another name of the model for other weights or angles, and another salt for an adapter; vLLM's is unchanged."""
+    connector = importlib.import_module("kvbm.integrations.lmcache.connector")
+    stock, made = connector.LMCacheMPConnector, []
+    monkeypatch.setattr(stock, "__init__", lambda _, config, *__: made.append(config.model_config.model))
+    monkeypatch.setattr(
+        stock, "_get_or_create_request_tracker", lambda _, request: SimpleNamespace(cache_salt=request.cache_salt or "")
+    )
+
+    def engine(theta: float = 1e4, given: str | None = None) -> Any:
+        model = SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_theta": theta}}), model=str(tmp_path),
+            revision=None, dtype="torch.float32", max_model_len=64,
+        )  # fmt: skip
+        transfer = SimpleNamespace(get_from_extra_config=lambda name, usual: given if name == "model" else usual)
+        config = SimpleNamespace(
+            model_config=model, load_config=SimpleNamespace(load_format="auto", download_dir=None), kv_transfer_config=transfer
+        )
+        found = connector.KvbmLMCacheConnector(config, None)
+        assert found._vllm_config is config and config.model_config.model == str(tmp_path)
+        return found
+
+    with pytest.raises(kvbm.BindError, match="holds no weights"):
+        engine()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    one = engine()
+    engine()
+    engine(5e5)
+    engine(given="mine")
+    (tmp_path / "model.safetensors").write_bytes(b"weightz")
+    engine()
+    assert made[0] == made[1] and len(set(made)) == 4 and all(name.startswith(f"{tmp_path}@") for name in made)
+    plain = SimpleNamespace(cache_salt=None, lora_request=None)
+    adapted = SimpleNamespace(cache_salt=None, lora_request=SimpleNamespace(lora_name="a", lora_path="/none"))
+    salts = [one._get_or_create_request_tracker(request).cache_salt for request in (plain, adapted)]
+    assert salts[0] == "" and len(salts[1]) == 32
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:

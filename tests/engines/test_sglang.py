@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -110,7 +112,7 @@ def test_files_of_two_ranks_in_another_engine(models: Callable[[str], Path], tmp
         "hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_backend_extra_config": json.dumps(extra),
     }  # fmt: skip
     first = serve(models("llama"), tmp_path, TURN, None, tp_size=2, **cache)
-    files = sorted(store.glob("*/*"))
+    files = sorted(store.glob("*/*.safetensors"))
     assert len(files) == 2 * (12 + 19 + 19) and {path.name.split(".", 1)[1] for path in files} == {
         "l0-4.h0-2.safetensors", "l0-4.h2-4.safetensors",
     }  # fmt: skip
@@ -118,6 +120,11 @@ def test_files_of_two_ranks_in_another_engine(models: Callable[[str], Path], tmp
     again = serve(models("llama"), tmp_path, TURN, None, **cache)
     assert [one["tokens"] for (one,) in again["runs"]] == tokens
     assert [one["cached"] for (one,) in again["runs"]] == [192, 288, 304]
+    theta = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    other = serve(models("llama"), tmp_path, TURN, None, json_model_override_args=theta, **cache)
+    assert [one["cached"] for (one,) in other["runs"]] == [0, 0, 0]  # same weights and name, other angles
+    assert [one["tokens"] for (one,) in other["runs"]] != tokens
+    assert len({path.parent for path in store.glob("*/*.safetensors")}) == 2
     for path in files:
         path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     wrong = serve(models("llama"), tmp_path, TURN, None, **cache)
@@ -394,6 +401,16 @@ def latent_pool(layout: str) -> Any:
     return made
 
 
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[dict[str, Any]]:
+    """The fields of the engine of a test without one."""
+    fields: dict[str, Any] = {"config": {"rope": {"theta": 1e4}}, "weights": "sha256:1"}
+    storage = importlib.import_module("kvbm.integrations.sglang.storage")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "model_of", lambda given: {**fields, **({"weights": f"named {given}"} if given else {})})
+        yield fields
+
+
 def backend(folder: Path, host: Any, rank: int = 0, ranks: int = 1, model: str = "org/model", **extra: Any) -> Any:
     settings = {
         "backend_name": "kvbm", "module_path": "kvbm.integrations.sglang", "class_name": "KvbmStorage", "interface_v1": 1,
@@ -458,7 +475,7 @@ def test_stored_by_two_ranks_loaded_by_one(tmp_path: Path, source: str, target: 
     assert found.batch_get_v1(["k1", "k0", "k2"], slots([4, 2, 0])) == [True, True, False]
     assert holds(one, 4, 0, 1) and holds(one, 2, 0, 0)
     assert not one.kv_buffer[PLACES[target](0, 0, 0, 0)].any()
-    assert len(list(tmp_path.glob("*/*"))) == 4 and found.stats == {"stored": 0, "loaded": 4, "wrong": 0}
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 4 and found.stats == {"stored": 0, "loaded": 4, "wrong": 0}
     store.close()
 
 
@@ -482,7 +499,7 @@ def stored_page(folder: Path) -> tuple[Any, Path]:
     write(host, 1, 0, 0)
     store = backend(folder, host)
     assert store.batch_set_v1(["k"], slots([1])) == [True]
-    [path] = folder.glob("*/*")
+    [path] = folder.glob("*/*.safetensors")
     return store, path
 
 
@@ -500,7 +517,7 @@ def test_a_wrong_file_is_a_miss(tmp_path: Path) -> None:
         assert store.stats["wrong"] == count + 1 and store.batch_exists(["k"]) == 0
         assert store.batch_set_v1(["k"], slots([1])) == [True] and path.exists()
         assert store.batch_get_v1(["k"], slots([2])) == [True] and holds(store.mem_pool_host, 2, 0, 0)
-    assert [one.name for one in path.parent.iterdir()] == [path.name]  # nothing temporary stays
+    assert sorted(one.name for one in path.parent.iterdir()) == ["content.json", path.name]  # nothing temporary stays
     store.clear()
     assert not store.exists("k")
 
@@ -512,7 +529,7 @@ def test_a_file_of_another_page_or_of_other_heads_is_a_miss(tmp_path: Path) -> N
     for page in range(2):
         write(host, page, 0, page)
     assert store.batch_set_v1(["a", "b"], slots([0, 1])) == [True] * 2
-    first, second, other, _ = sorted(tmp_path.glob("*/*"))
+    first, second, other, _ = sorted(tmp_path.glob("*/*.safetensors"))
     kept = first.read_bytes()
     for wrong in (second, other):
         first.write_bytes(wrong.read_bytes())
@@ -561,7 +578,7 @@ def test_slots_of_host_pages_that_are_none(tmp_path: Path) -> None:
         for call in (store.batch_set_v1, store.batch_get_v1):
             with pytest.raises(kvbm.BindError, match="expected the slots of 1 pages of 4 tokens"):
                 call(["other"], torch.tensor(wrong))
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert sorted(one.name for one in path.parent.iterdir()) == ["content.json", path.name]
 
 
 def test_names_tell_what_is_not_the_same(tmp_path: Path) -> None:
@@ -580,6 +597,76 @@ def test_names_tell_what_is_not_the_same(tmp_path: Path) -> None:
         assert not other.exists("k")
     assert path.parent.name.startswith("org-model-universal-") and path.name == "k.l0-3.h0-4.safetensors"
     assert backend(tmp_path, host)._path("a/../b", store._gets.pieces[0]).parent == path.parent
+
+
+def test_pages_of_other_weights_or_another_configuration_are_misses(
+    tmp_path: Path, identity: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under one name of the model.  The log says which field differs; a file that is copied there is a miss."""
+    store, path = stored_page(tmp_path)
+    host = store.mem_pool_host
+    for field, value, said in (
+        ("weights", "sha256:2", "weights: 'sha256:2' here and 'sha256:1' on the other side"),
+        ("config", {"rope": {"theta": 5e5}}, "config.rope.theta: '500000' here and '10000' on the other side"),
+    ):
+        kept, identity[field] = identity[field], value
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            other = backend(tmp_path, host)
+        assert said in caplog.text and other.folder != store.folder and not other.exists("k")
+        copied = other.folder / path.name
+        copied.write_bytes(path.read_bytes())
+        assert other.batch_get_v1(["k"], slots([2])) == [False] and not copied.exists() and path.exists()
+        identity[field] = kept
+    with caplog.at_level("WARNING"):
+        caplog.clear()
+        assert backend(tmp_path, host_pool("layer_first")).exists("k")
+
+
+def arguments(model: Path, **more: Any) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(
+        **{"model_path": str(model), "device": "cpu", "skip_tokenizer_init": True, "dtype": "float32", **more}
+    )
+
+
+def test_fields_of_an_engine(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """What SGLang itself makes of its arguments: each that changes K and V is named, and no other."""
+    from kvbm.integrations.sglang.identity import model_of
+    from kvbm.reshard.model import differences, named
+
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    shutil.copytree(models("llama"), model)
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"one")
+    lora = {"enable_lora": True, "lora_paths": [f"a={adapter}"]}
+
+    def told(given: str = "", **more: Any) -> dict[str, str]:
+        return named(model_of(given, arguments(model, **more)))
+
+    usual, adapted = told(), told(**lora)
+    assert usual["weights"].startswith("sha256:")
+    theta = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    for more, field in (
+        ({"json_model_override_args": theta}, "config.rope_parameters.rope_theta: '10000' here and '500000'"),
+        ({"dtype": "bfloat16"}, "dtype: 'float32' here and 'bfloat16'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'float32' here and 'fp8_e5m2'"),
+        ({"weight_version": "7"}, "weight_version: 'default' here and '7'"),
+        (lora, "adapters.a: nothing here and"),
+    ):
+        assert field in differences(usual, told(**more)), more
+    for more in ({"context_length": 99}, {"page_size": 64}, {"random_seed": 7}, {"mem_fraction_static": 0.1}):
+        assert not differences(usual, told(**more)), more
+    (adapter / "adapter_model.safetensors").write_bytes(b"two")
+    assert differences(adapted, told(**lora)).startswith("adapters.a: ")
+    [weights] = model.glob("*.safetensors")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert differences(usual, told()).startswith("weights: 'sha256:")
+    assert not differences(told("mine"), told("mine")) and "weights" in differences(told("mine"), told("yours"))
+    with pytest.raises(kvbm.BindError, match=r"load_format: dummy weights have no files .* expected model_id in"):
+        told(load_format="dummy")
 
 
 def test_storage_refuses(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from ..reshard.local import Local
 from ..reshard.messages import plan
 from ..reshard.model import differences, named
 from ..reshard.sequence import Span
+from .identity import of_config
 from .transformers_cache import VERSIONS, Group, Held, Host, away, groups_of, require
-from .vllm.identity import of_config
 
 try:
     from transformers.generation.continuous_batching import continuous_api

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["add_digests", "convert", "digest", "layout_of", "load", "save", "verify"]
 
 _STEP_BYTES = 64 << 20  # between two reports of progress
+
+#: Bytes of a file that are read at a time on the CPU: they are still in its cache when they are converted and digested.
+_READ_BYTES = 8 << 20
 
 _Path = str | os.PathLike[str]
 
@@ -79,26 +83,37 @@ def layout_of(stored: Stored) -> Layout:
 
 def _open(
     given: _File, src_layout: _Layout | None, shape: BlockShape | str | None = None, num_blocks: int | None = None,
-    name: str = "path",
+    name: str = "path", device: str = "cpu",
 ) -> tuple[Stored, _Reader]:  # fmt: skip
     layout = None if src_layout is None else given_layout("src_layout", src_layout)
     stored = given if isinstance(given, Stored) else read(path_of(name, given))
-    return stored, _Reader(stored.source(layout or layout_of(stored), shape, num_blocks), stored.formats)
+    most = _READ_BYTES if str(device) == "cpu" else _STEP_BYTES  # a GPU waits for each step
+    return stored, _Reader(stored.source(layout or layout_of(stored), shape, num_blocks), stored.formats, most)
 
 
 class _Reader:
     """Some blocks of a file in memory, in the file's layout.
 
+    Parameters
+    ----------
+    source : Source
+        The file.
+    formats : dict of str to str
+        As `Stored.formats`.
+    most : int
+        Bytes to read at a time.
+
     Attributes
     ----------
     pool : Pool
-        The memory.
+        The memory: for two times as many blocks, so that some are read while others are used.
     """
 
-    def __init__(self, source: Source, formats: dict[str, str]) -> None:
+    def __init__(self, source: Source, formats: dict[str, str], most: int = _READ_BYTES) -> None:
         self.source, self._formats = source, formats
-        self.step = max(1, min(_STEP_BYTES // source.resolved.block_bytes, source.num_blocks))
-        is_alike = source.same_inside(source.layout.resolve(source.shape, self.step))
+        self.step = max(1, min(most // source.resolved.block_bytes, source.num_blocks))
+        self._slots = min(2 * self.step, source.num_blocks)
+        is_alike = source.same_inside(source.layout.resolve(source.shape, self._slots))
         self._all = not is_alike  # else block ids are those of the file; memory that is not touched costs nothing
         self._pool: Pool | None = None
 
@@ -106,16 +121,46 @@ class _Reader:
     def pool(self) -> Pool:
         if self._pool is None:
             self._pool = Pool.allocate(
-                self.source.layout, self.source.shape, self.source.num_blocks if self._all else self.step
+                self.source.layout, self.source.shape, self.source.num_blocks if self._all else self._slots
             )
             self._pool.formats = self._formats
         return self._pool
 
     def read(self, ids: Sequence[int]) -> Sequence[int]:
-        """Read at most `step` blocks; return their ids in `pool`."""
+        """Read at most `step` blocks; return their ids in `pool`.  What `steps` has read is lost."""
         rows = ids if self._all else range(len(ids))
         self.source.fill(self.pool, ids, rows)
         return list(rows)
+
+    def steps(
+        self, names: Sequence[int], progress: Progress | None, into: Pool | None = None
+    ) -> Generator[tuple[range, Sequence[int]], None, None]:
+        """Read blocks in steps, each while the caller uses those of the step before.
+
+        Yields the rows of a step, and the ids of its blocks in `pool`, until the next step; or in `into`, where they are the rows.
+        No thread reads any more when the iterator ends or is closed: close it before the memory is used for something else.
+        """
+        each = self.source.resolved.block_bytes
+
+        def places(at: range) -> Sequence[int]:
+            if into is not None:
+                return at
+            if self._all:
+                return [names[row] for row in at]
+            first = at.start // self.step % 2 * self.step
+            return range(first, first + len(at))
+
+        with self.source.reading(self.pool if into is None else into) as begin:
+
+            def begun(at: range, *, now: bool = False) -> Callable[[], None]:
+                return begin([names[row] for row in at], places(at), now=now)
+
+            wait = begun(range(min(self.step, len(names))), now=True)
+            for at in _steps(each, len(names), progress, self.step):
+                wait()
+                if after := range(at.stop, min(at.stop + self.step, len(names))):
+                    wait = begun(after)
+                yield at, list(places(at))
 
     def reads_into(self, pool: Pool) -> bool:
         """True if the file's blocks are those of a pool byte by byte."""
@@ -135,9 +180,9 @@ def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Seq
     return found
 
 
-def _steps(each: int, count: int, progress: Progress | None) -> Iterator[range]:
+def _steps(each: int, count: int, progress: Progress | None, step: int | None = None) -> Iterator[range]:
     """Rows of `count` blocks of `each` bytes in steps.  `progress` is called after each step."""
-    step = _step(each, count)
+    step = _step(each, count) if step is None else step
     for first in range(0, count, step):
         rows = range(first, min(first + step, count))
         yield rows
@@ -165,6 +210,14 @@ class _Side(NamedTuple):
     def blocks(self, names: Sequence[int]) -> Sequence[int]:
         """Ids of some blocks in the pool; of a file, they are read first."""
         return names if self.reader is None else self.reader.read(names)
+
+    def steps(self, progress: Progress | None, into: Pool | None = None) -> Generator[tuple[range, Sequence[int]], None, None]:
+        """Rows of blocks in steps, and their ids in the pool; of a file, they are read, as `_Reader.steps` does."""
+        if self.reader is not None:
+            yield from self.reader.steps(self.names, progress, into)
+            return
+        for at in _steps(self.pool.resolved.block_bytes, len(self.names), progress):
+            yield at, [self.names[row] for row in at]
 
     def stream(self, given: Any = None) -> Any:
         """The stream for work on this side; None on the CPU, where a given stream raises `BindError`."""
@@ -224,27 +277,27 @@ def _copy(
     """
     # The source is digested if the destination's layout has no digests.
     judged = next((side for side in (dst, src) if Kinds.of(side.pool.resolved).blocks), None)
-    for at in _steps(src.pool.resolved.block_bytes, len(src.names), progress):
-        names = [src.names[row] for row in at]
-        is_direct = src.direct and (src.known is not None or rows is None)
-        ids = names if is_direct else src.blocks(names)
-        known = None
-        if src.known is not None:
-            known = src.known.take(at)
-        elif rows is not None:
-            known = Digests.of(src.pool, ids, kinds=rows.kinds, stream=src.stream(stream))
-            rows.put(at, known)
-        if is_direct and src.reader is not None:
-            src.reader.source.fill(dst.pool, names, at)
+    is_direct = src.direct and (src.known is not None or rows is None)
+    with contextlib.closing(src.steps(progress, dst.pool if is_direct else None)) as steps:
+        for at, ids in steps:
+            known = None
+            if src.known is not None:
+                known = src.known.take(at)
+            elif rows is not None:
+                known = Digests.of(src.pool, ids, kinds=rows.kinds, stream=src.stream(stream))
+                rows.put(at, known)
+            if not is_direct:
+                move(ids, list(at))
+            if not verify or known is None or judged is None:
+                continue
+            there = (ids, src.stream(stream)) if judged is src else (list(at), dst.stream())
+            wrong = judged.pool.digest(there[0], stream=there[1]) != known.blocks
+            bad = np.flatnonzero(wrong | known.torn())
+            if bad.size:
+                break
         else:
-            move(ids, list(at))
-        if not verify or known is None or judged is None:
-            continue
-        there = (ids, src.stream(stream)) if judged is src else (list(at), dst.stream())
-        wrong = judged.pool.digest(there[0], stream=there[1]) != known.blocks
-        bad = np.flatnonzero(wrong | known.torn())
-        if bad.size:
-            _refuse(src, dst, known.take(bad.tolist()), [at[row] for row in bad], stream)
+            return
+    _refuse(src, dst, known.take(bad.tolist()), [at[row] for row in bad], stream)
 
 
 def _refuse(src: _Side, dst: _Side, known: Digests, rows: Sequence[int], stream: Any) -> None:
@@ -393,14 +446,14 @@ def load(
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
     wanted = None if layout is None else given_layout("layout", layout)
-    stored, reader = _open(path, src_layout, shape, num_blocks)
+    stored, reader = _open(path, src_layout, shape, num_blocks, device=device)
     source = reader.source
     names = _chosen(stored.path, ids, source.num_blocks)
     pool = Pool.allocate(wanted or source.layout, source.shape, len(names), device)
     known = _digests_of(stored, names) if verify else None
     src = _Side(reader.pool, str(stored.path), names, known, reader, reader.reads_into(pool))
     dst = _Side(pool, repr(pool), range(len(names)))
-    move = _mover(reader.pool, pool, _step(source.resolved.block_bytes, len(names)), dst.stream())
+    move = _mover(reader.pool, pool, min(reader.step, len(names)), dst.stream())
     _copy(src, dst, move, verify=verify, progress=progress)
     pool.formats = stored.formats
     return pool
@@ -460,7 +513,7 @@ def convert(
     layout = given_layout("layout", layout)
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
-    stored, reader = _open(src, src_layout, shape, num_blocks, "src")
+    stored, reader = _open(src, src_layout, shape, num_blocks, "src", device)
     source, is_in_place = reader.source, stored.file.is_at(dst)
     names = _chosen(stored.path, ids, source.num_blocks)
     known = _digests_of(stored, names) if verify or stored.metadata.get("kvbm.digest") == DIGEST else None
@@ -468,7 +521,7 @@ def convert(
     rows = Digests.zeros(source.shape, len(names), kinds) if verify and known is None and kinds.blocks else None
     has_digests = Kinds.of(layout.resolve(source.shape, len(names))).blocks
     write = (has_digests and (known or rows)) or False
-    step = _step(source.resolved.block_bytes, len(names))
+    step = min(reader.step, len(names))
     with made(dst, layout, source.shape, len(names), digests=write, metadata=stored.metadata, force=force) as (into, file):
         sides = _Side(reader.pool, str(stored.path), names, known, reader), _Side(into, str(dst), range(len(names)))
         on_gpu = str(device) != "cpu"
@@ -528,13 +581,14 @@ def verify(
     _, reader = _open(stored, given)
     names = _chosen(stored.path, ids, reader.source.num_blocks)
     found = []
-    for at in _steps(reader.source.resolved.block_bytes, len(names), progress):
-        some = [names[row] for row in at]
-        known, there = stored.digests.take(some), reader.read(some)
-        bad = np.flatnonzero((reader.pool.digest(there) != known.blocks) | known.torn()).tolist()
-        if bad:
-            wrong = [there[row] for row in bad], [some[row] for row in bad]
-            found += damages(known.take(bad), reader.pool, *wrong)
+    with contextlib.closing(reader.steps(names, progress)) as steps:
+        for at, there in steps:
+            some = [names[row] for row in at]
+            known = stored.digests.take(some)
+            bad = np.flatnonzero((reader.pool.digest(there) != known.blocks) | known.torn()).tolist()
+            if bad:
+                wrong = [there[row] for row in bad], [some[row] for row in bad]
+                found += damages(known.take(bad), reader.pool, *wrong)
     return found
 
 
@@ -569,8 +623,9 @@ def digest(
     names = _chosen(stored.path, ids, reader.source.num_blocks)
     kinds = _require(reader)
     found = Digests.zeros(reader.source.shape, len(names), kinds)
-    for at in _steps(reader.source.resolved.block_bytes, len(names), progress):
-        found.put(at, Digests.of(reader.pool, reader.read([names[row] for row in at]), kinds=kinds))
+    with contextlib.closing(reader.steps(names, progress)) as steps:
+        for at, there in steps:
+            found.put(at, Digests.of(reader.pool, there, kinds=kinds))
     return found
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..resolved import Piece, Resolved
 from ..spans import reach
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Source"]
 
 #: Threads that read at the same time, and the bytes that one of them reads at a time.
-_THREADS, _PIECE_BYTES = 4, 4 << 20
+_THREADS, _PIECE_BYTES = 4, 2 << 20
 
 
 class _Read(NamedTuple):
@@ -30,6 +31,12 @@ class _Read(NamedTuple):
     entry: int
     begin: int
     size: int
+
+
+class Begin(Protocol):
+    """Begins to read blocks `ids` into blocks `rows` of a pool; the result waits until they are there."""
+
+    def __call__(self, ids: Sequence[int], rows: Sequence[int], *, now: bool = False) -> Callable[[], None]: ...
 
 
 class Source:
@@ -61,26 +68,48 @@ class Source:
         OSError
             The disk does not return the blocks.
         """
+        with self.reading(pool) as begin:
+            begin(ids, rows, now=True)()
+
+    @contextlib.contextmanager
+    def reading(self, pool: Pool) -> Iterator[Begin]:
+        """A function that begins a `fill`, and returns one that waits for it and raises its errors.
+
+        ``now=True``: the caller waits at once, so a few reads are done by the function itself.  At the end no thread reads.
+        """
         pool.require_open()
-        wanted = {read for run in _joined(ids, rows) for read in self._reads(pool.resolved, *run)}
         views: dict[int, memoryview] = {}
-        for read in wanted:
-            if read.entry not in views:
-                size = pool.resolved.kinds[pool.resolved.kind_of_entry[read.entry]].extent
-                whole = (ctypes.c_uint8 * size).from_address(int(pool.addresses[read.entry]))
-                views[read.entry] = memoryview(whole)
+
+        def view(entry: int) -> memoryview:
+            if entry not in views:
+                size = pool.resolved.kinds[pool.resolved.kind_of_entry[entry]].extent
+                views[entry] = memoryview((ctypes.c_uint8 * size).from_address(int(pool.addresses[entry])))
+            return views[entry]
 
         def act(reads: Iterable[_Read]) -> None:
-            for at, entry, begin, size in reads:
-                self._file.fill(views[entry][begin : begin + size], at)
+            for at, entry, first, size in reads:
+                self._file.fill(view(entry)[first : first + size], at)
 
-        pieces = list(_pieces(wanted))
-        if len(pieces) < 3:
-            act(itertools.chain.from_iterable(pieces))
-            return
-        with ThreadPoolExecutor(_THREADS, "kvbm file") as threads:
-            for _ in threads.map(act, pieces):
-                pass
+        threads = ThreadPoolExecutor(_THREADS, "kvbm file")  # threads start when they are needed
+
+        def begin(ids: Sequence[int], rows: Sequence[int], *, now: bool = False) -> Callable[[], None]:
+            wanted = {read for run in _joined(ids, rows) for read in self._reads(pool.resolved, *run)}
+            pieces = list(_pieces(wanted))
+            if now and len(pieces) < 3:
+                act(itertools.chain.from_iterable(pieces))
+                return lambda: None
+            waited = [threads.submit(act, piece) for piece in pieces]
+
+            def wait() -> None:
+                for one in waited:
+                    one.result()
+
+            return wait
+
+        try:
+            yield begin
+        finally:
+            threads.shutdown(cancel_futures=True)
 
     def same_inside(self, resolved: Resolved) -> bool:
         """True if a block is arranged there as it is here, so that `fill` fits: a pitch may depend on the number of blocks."""

@@ -86,7 +86,7 @@ def main(model: str) -> None:
 
     process, port = server()
     transfer = {
-        "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+        "kv_connector": "KvbmLMCacheConnector", "kv_connector_module_path": "kvbm.integrations.lmcache", "kv_role": "kv_both",
         "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
     }  # fmt: skip
     calls: list[list[Any]] = []

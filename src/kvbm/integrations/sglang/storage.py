@@ -25,14 +25,16 @@ from ...store import save
 from ...store.file import opened
 from ...store.opened import Opened
 from ...transfer import Transfer
+from ..identity import key_of, neighbours, tell
 from ..settings import unknown
+from .identity import model_of
 
 __all__ = ["KvbmStorage", "pool_of"]
 
 logger = logging.getLogger(__name__)
 
-#: Key in a file's metadata for its name, which contains the page, its layers and its heads.
-_NAME = "sglang.page"
+#: Keys in a file's metadata: its name, which contains the page, its layers and its heads; and the name of its folder.
+_NAME, _CONTENT = "sglang.page", "sglang.content"
 
 #: Names in ``--hicache-storage-backend-extra-config``: kvbm's, and those that SGLang reads itself.
 _SETTINGS = (
@@ -113,16 +115,18 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
     heads_per_file : int
         A divisor of the number of heads per rank in every deployment.  Default: the number of heads of this rank.
     model_id : str
-        A text that identifies the model.  Default: SGLang's model name.
+        A name that no other weights have: then they are not read.  Default: SGLang's model name, and a hash of the weights.
 
     Raises
     ------
     BindError
-        The version of SGLang is not supported, or a setting, a pool or the parallelism is not known.
+        The version of SGLang is not supported, a setting, a pool or the parallelism is not known, or the weights are not here.
 
     Notes
     -----
-    The name of the files' folder contains the model, the layout, and a hash that also covers the dtype and the sizes of a page.
+    The name of the files' folder contains the model, the layout, and a hash of all that K and V depend on (`model_of`), the dtype
+    and the sizes of a page.  ``content.json`` in it says what that is.  The log names the fields that differ in other folders of
+    the same model's name: their pages are not used.
     The name of a file contains the page's key, its layers and its heads.  A file appears only when it is complete.  A file whose
     contents have changed is a miss, and is removed.
     """
@@ -163,8 +167,13 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         model = self.model or config.model_name
         if not model:
             raise BindError("model_id: SGLang does not name its model: expected one")
-        self.folder = self.root / _folder(model, pool, total, self.layout)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        fields = model_of(self.model)
+        tag = getattr(mem_pool_host, "storage_format_tag", None)
+        told = _told(key_of(fields), None if tag is None else str(tag), model, pool, total, self.layout)
+        self.folder = self.root / _folder(model, self.layout, told)
+        tell(self.folder, model, fields, told)
+        for line in neighbours(self.folder, model, fields):
+            logger.warning("kvbm: pages of another model of this name are not used: %s", line)
         layers = f"l{mem_pool_host.start_layer}-{mem_pool_host.end_layer}"
         self._puts, self._gets = (
             _Copies(list(_pieces(pool, self.layout, first, each, layers, is_mla))) for _ in range(2)
@@ -237,7 +246,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             if path.exists():
                 return True
             piece.put.copy([page], [0]).synchronize()
-            save(path, piece.near, metadata={_NAME: path.name})
+            save(path, piece.near, metadata=_said(path))
         except FileExistsError:  # another rank or engine has written it meanwhile
             return True
         except (KvbmError, OSError) as error:
@@ -252,8 +261,9 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             file = Opened(path)
             stored = opened(file)
             source = stored.source(self.layout, piece.near.shape, 1)
-            if stored.metadata.get(_NAME) != path.name:
-                raise BindError(f"{path}: {_NAME}: expected the file's name, got {stored.metadata.get(_NAME)!r:.300}")
+            for name, expected in _said(path).items():
+                if (got := stored.metadata.get(name)) != expected:
+                    raise BindError(f"{path}: {name}: expected {expected!r}, got {got!r:.300}")
             if stored.digests is None:
                 raise BindError(f"{path}: expected a file with digests")
             source.fill(piece.near, [0], [0])
@@ -287,14 +297,22 @@ def _text(given: dict[str, Any], name: str, usual: str | None) -> str:
     return found
 
 
-def _folder(model: str, pool: Pool, heads: int, layout: Layout) -> str:
-    """The name of the folder.  It is equal for deployments that can read each other's files."""
+def _said(path: Path) -> dict[str, str]:
+    """What a file says that it is: a file that was moved or copied is none of its new place."""
+    return {_NAME: path.name, _CONTENT: path.parent.name}
+
+
+def _told(key: str, tag: str | None, model: str, pool: Pool, heads: int, layout: Layout) -> dict[str, Any]:
+    """What a page depends on beside its tokens.  It is equal for deployments that can read each other's files."""
     shape = pool.shape
-    said = {
-        "format": 1, "model": model, "dtype": shape.dtype, "tokens": shape.nt, "planes": shape.no, "heads": heads,
-        "head_size": shape.hd, "layout": layout.order_text, "fingerprint": layout.fingerprint,
+    return {
+        "format": 2, "key": key, "tag": tag, "model": model, "dtype": shape.dtype, "tokens": shape.nt, "planes": shape.no,
+        "heads": heads, "head_size": shape.hd, "layout": layout.order_text, "fingerprint": layout.fingerprint,
     }  # fmt: skip
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _folder(model: str, layout: Layout, told: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', model)[-64:]}-{layout.name.replace('/', '-')}-{digest[:16]}"
 
 

@@ -16,8 +16,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +31,9 @@ from ...shapes import BlockShape
 from ...store import Digests, Stored
 from ...store.file import framed, opened
 from ...store.opened import Opened
+from ..identity import neighbours, tell
 
-__all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "key_of_files", "touch"]
+__all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "touch"]
 
 #: Part of names and of the metadata of files.  It changes if files of one version must not be found by another.
 VERSION = "1"
@@ -41,11 +41,11 @@ VERSION = "1"
 #: Order of elements in the files.
 LAYOUT = "universal"
 
-#: Patterns of a model's files of weights.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
-
 #: A temporary file that was not changed for so many seconds belongs to a process that has ended.
 _LOST_SECONDS = 3600.0
+
+#: The fields of a model of which only the key is known.
+_NO_FIELDS: Mapping[str, Any] = {}
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -59,7 +59,7 @@ class Content:
     Attributes
     ----------
     model : str
-        Key of the weights and the configuration: `key_of_files`, or the operator's name.
+        Key of the weights and the configuration: `kvbm.integrations.identity.key_of`.
     title : str
         Name of the model for readers; it is not part of the key.
     layers : tuple of int
@@ -190,20 +190,29 @@ class KvbmTier:
         self._written = most_bytes  # others may have written before: check on the first write
         self._guard = threading.Lock()
 
-    def make(self) -> None:
+    def make(self, model: Mapping[str, Any] = _NO_FIELDS) -> list[str]:
         """Create the folder, with a file that describes its content.
+
+        Parameters
+        ----------
+        model : mapping
+            The fields of which `Content.model` is the key.
+
+        Returns
+        -------
+        list of str
+            Other folders with units of a model of this title that are not used, and the fields that differ.
 
         Raises
         ------
         BindError
             The folder cannot be created or written.
         """
-        told = {"title": self.content.title, **self.content.told}
         try:
-            with replacing(self.root / "content.json") as part:
-                part.write_text(json.dumps(told, indent=1) + "\n")
+            tell(self.root, self.content.title, model, self.content.told)
         except OSError as error:
             raise BindError(f"folder: expected a writable folder, got {self.folder} ({error})") from None
+        return neighbours(self.root, self.content.title, model)
 
     def home(self, name: str) -> Path:
         """The folder of a unit."""
@@ -415,37 +424,3 @@ def _units(folder: Path) -> Iterator[tuple[float, int, str]]:
             if not files and _is_lost(home):
                 with contextlib.suppress(OSError):  # another process writes to it again
                     Path(home.path).rmdir()
-
-
-def key_of_files(folder: Path, more: str) -> str:
-    """A key of a model: SHA-256 of all bytes of its files of weights and of a text, in hexadecimal digits.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder of the model, or a file of weights.
-    more : str
-        A text of everything else that influences the computation.
-
-    Raises
-    ------
-    BindError
-        There are no weights.
-    """
-    files = (
-        [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.suffix in _WEIGHTS and p.is_file())
-    )
-    if not files:
-        raise BindError(
-            f"model_key: {folder} holds no weights to tell models apart by; expected a name of your own for it"
-        )
-
-    def digest(path: Path) -> bytes:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-
-    whole = hashlib.sha256(more.encode())
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        for one in threads.map(digest, files):
-            whole.update(one)
-    return whole.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -23,11 +22,12 @@ from ...errors import BindError
 from ...reshard.presets import of_vllm
 from ...shapes import BlockShape
 from ...vllm_groups import groups, number_of_layer
+from ..identity import key_of
 from .copier import Copier
-from .identity import folder_of, long_factors
+from .identity import model_of
 from .log import logger
 from .shelf import Shelf, Shelved
-from .tier import Chain, Content, KvbmTier, key_of_files
+from .tier import Chain, Content, KvbmTier
 
 __all__ = ["LOST", "READ", "WRITTEN", "Settings", "TierIndex", "TierSpec", "TierWorker", "Tiered", "Units"]
 
@@ -184,33 +184,21 @@ def _cached(kv_cache_config: Any) -> list[Any]:
     return [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
 
 
-def key_of_model(vllm_config: Any, settings: Settings) -> str:
-    """A key of the weights and the configuration that compute the blocks.
+def fields_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
+    """The fields of the model that computes the blocks: those that engines compare, and vLLM's version.
 
     Raises
     ------
     BindError
         There are no files of weights on this machine.
     """
-    model = vllm_config.model_config
-    told = model.hf_config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):
-        told.pop(name, None)
-    version = ".".join(vllm.__version__.split(".")[:2])
-    more = [told, str(model.dtype), str(model.quantization), bool(model.disable_sliding_window), f"vLLM {version}"]
-    for extra in (long_factors(model), getattr(model, "quantization_config", None)):
-        more += [] if extra is None else [extra]  # most models have none of them, and keep their folders
-    text = json.dumps(more, sort_keys=True, default=str)
-    if settings.model_key:
-        return f"{settings.model_key} {text}"
-    advice = "expected model_key in kv_connector_extra_config, a name that no other weights have"
-    if vllm_config.load_config.load_format == "dummy":
-        raise BindError(f"folder: load_format: dummy weights have no files to tell models apart by; {advice}")
     try:
-        path = folder_of(str(model.model), model.revision, vllm_config.load_config.download_dir)
-    except Exception as error:
-        raise BindError(f"folder: the files of {model.model!r} are not found here ({error}); {advice}") from None
-    return key_of_files(path, text)
+        found = model_of(vllm_config, settings.model_key or None, must=True)
+    except BindError as error:
+        raise BindError(
+            f"folder: {error}; expected model_key in kv_connector_extra_config, a name that no other weights have"
+        ) from None
+    return {**found, "vLLM": ".".join(vllm.__version__.split(".")[:2])}
 
 
 class Search:
@@ -280,16 +268,16 @@ class TierIndex:
         self, vllm_config: Any, kv_cache_config: Any, settings: Settings, chunk_tokens: dict[int, int]
     ) -> None:
         contents_of(vllm_config, kv_cache_config, settings, "")  # raise errors before the weights are read
-        key = key_of_model(vllm_config, settings)
+        model = fields_of(vllm_config, settings)
         self._settings = settings
-        self._contents = contents_of(vllm_config, kv_cache_config, settings, key)
+        self._contents = contents_of(vllm_config, kv_cache_config, settings, key_of(model))
         if len(self._contents) != len(chunk_tokens):
             raise BindError(
                 f"folder: expected {len(self._contents)} groups of layers, got {len(chunk_tokens)} that are offloaded"
             )
         self._tiers = [KvbmTier(settings.folder, content, settings.most_bytes) for content in self._contents]
-        for tier in self._tiers:
-            tier.make()
+        for line in {line: None for tier in self._tiers for line in tier.make(model)}:
+            logger.info("kvbm: blocks of another model beside these are not used: %s", line)
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
         self._windows = [
             isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in _cached(kv_cache_config)

@@ -1,0 +1,89 @@
+"""What K and V of an SGLang engine depend on: its weights, its configuration, and its adapters."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.runtime_context import get_server_args
+from sglang.version import __version__
+
+from ...errors import BindError
+from ..identity import key_of_adapter, key_of_files, of_model, weights
+
+__all__ = ["model_of"]
+
+#: Arguments of the server that change K and V, beside those in the model's configuration.
+_ARGUMENTS = (
+    "custom_weight_loader", "dllm_algorithm", "enable_multimodal", "enable_precise_embedding_interpolation", "forward_hooks",
+    "is_embedding", "mm_process_config", "model_impl", "modelopt_quant", "prefill_kv_cache_dequant_dtype", "quantize_and_serve",
+    "rl_quant_profile", "torchao_config", "weight_version",
+)  # fmt: skip
+
+_ADVICE = "expected model_id in --hicache-storage-backend-extra-config, a name that no other weights have"
+
+
+def model_of(given: str, arguments: Any = None) -> dict[str, Any]:
+    """The fields of this process's engine.
+
+    Parameters
+    ----------
+    given : str
+        The operator's name of the weights: they are not read.  The configuration is compared all the same.  Empty: none.
+    arguments : ServerArgs, optional
+        Default: those with which this process was started.
+
+    Raises
+    ------
+    BindError
+        The weights are not on this machine.
+    """
+    arguments = get_server_args() if arguments is None else arguments
+    if arguments is None:
+        raise BindError("SGLang: its arguments are not known in this process, and they say which model computes the pages")
+    model, arguments = ModelConfig.from_server_args(arguments), resolving_view(arguments)
+    held = model.hf_config.to_dict()
+    cache = _get(arguments, "kv_cache_dtype")
+    quantised = held.get("quantization_config")
+    found: dict[str, Any] = {
+        **of_model(held, model.dtype, model.quantization, quantised, _weights(model, arguments, given), model.context_len),
+        "kv_cache_dtype": str(model.dtype).removeprefix("torch.") if cache in (None, "auto") else str(cache),
+        "SGLang": ".".join(__version__.split(".")[:2]),
+    }
+    found |= {name: _get(arguments, name) for name in _ARGUMENTS}
+    if scales := _get(arguments, "quantization_param_path"):
+        found["quantization_param_path"] = key_of_files(Path(scales), "")
+    if path := _get(arguments, "uno_lora_path"):
+        found["uno_lora_path"] = key_of_adapter(str(path))
+    if adapters := _get(arguments, "lora_paths"):
+        found["adapters"] = dict(map(_adapter, adapters))
+    return found
+
+
+def _weights(model: Any, arguments: Any, given: str) -> str:
+    if given:
+        return f"named {given}"
+    name = os.fspath(model.model_path)
+    try:
+        return weights(name, model.revision, str(_get(arguments, "load_format")), _get(arguments, "download_dir"))
+    except BindError as error:
+        raise BindError(f"SGLang: {error}; {_ADVICE}") from None
+
+
+def _adapter(given: Any) -> tuple[str, str]:
+    """Name and hash of an adapter.  SGLang's keys of pages have its name and path, and not what is there."""
+    if isinstance(given, str):  # NAME=PATH, or a path
+        name, _, path = given.rpartition("=")
+    else:
+        name, path = (
+            str((given.get(key) if isinstance(given, dict) else _get(given, key)) or "") for key in ("lora_name", "lora_path")
+        )
+    return name or path, key_of_adapter(path)
+
+
+def _get(held: Any, name: str) -> Any:
+    """A part of SGLang's objects; None if this version has none of this name: then both engines have None."""
+    return getattr(held, name, None)
