@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
+from kvbm import BindError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
 from kvbm.integrations.vllm import meetings
 from kvbm.integrations.vllm.holding import Holds
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
@@ -194,7 +194,8 @@ def test_one_link_for_both_ways(engines: Any) -> None:
     left(first)
     first.doors[0]._part(first.doors[0]._guests["b", "1"])  # as if it had gone long ago
     assert not link.is_closed
-    first.links[0].part(link)
+    first.links[0].part(link)  # it does not wait for the endpoint's thread
+    first.ends[0].call(int)
     assert link.is_closed and not first.links[0]._made
 
 
@@ -501,11 +502,11 @@ def test_nothing_of_others_is_computed_under_a_lock(engines: Any, monkeypatch: p
     port, began, goes_on = prefill.listen(), threading.Event(), threading.Event()
     meet = prefill.ends[0].meet
 
-    def stopped(cards: Any) -> Link:
+    def stopped(cards: Any, timeout: float) -> Link:
         if any(b'"slow"' in card for card in cards):
             began.set()
             assert goes_on.wait(LIMIT)
-        return meet(cards)
+        return meet(cards, timeout=timeout)
 
     monkeypatch.setattr(prefill.ends[0], "meet", stopped)
     waits = threading.Thread(target=slow.visit(0, port, 1).link, daemon=True)
@@ -516,6 +517,38 @@ def test_nothing_of_others_is_computed_under_a_lock(engines: Any, monkeypatch: p
     goes_on.set()
     waits.join(LIMIT)
     assert not waits.is_alive()
+
+
+def test_a_lock_that_is_held_ends_with_the_callers_limit(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same engine is met by another caller, which may take for ever.  Who has more time gets the link in the end."""
+    prefill, decode = engines("p"), engines("d")
+    port, began, goes_on = prefill.listen(), threading.Event(), threading.Event()
+    links, end = decode.links[0], decode.ends[0]
+    meet, cards = end.meet, [one.card() for one in prefill.ends]
+
+    def stopped(cards: Any, timeout: float) -> Link:
+        began.set()
+        assert goes_on.wait(LIMIT)
+        return meet(cards, timeout=timeout)
+
+    monkeypatch.setattr(end, "meet", stopped)
+    found: list[Link] = []
+    first = threading.Thread(target=lambda: found.append(links.meet(cards, time.monotonic() + LIMIT)), daemon=True)
+    first.start()
+    assert began.wait(LIMIT)
+    with pytest.raises(TransferTimeoutError, match="another call for it has not ended"):
+        links.meet(cards, time.monotonic() + 0.01)
+    visit = decode.visit(0, port, 1)
+    with visit._lock:
+        for call in (visit.link, partial(visit.want, Want("one"))):
+            with pytest.raises(TransferTimeoutError, match="in time"):
+                call(end=time.monotonic() + 0.01)
+    goes_on.set()
+    first.join(LIMIT)
+    assert links.meet(cards, time.monotonic() + LIMIT) is found[0] and not links._made[frozenset(cards)].error
+    for _ in range(2):
+        links.part(found[0])
+    assert not links._made
 
 
 def test_names_are_compared_before_placements_are_read(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

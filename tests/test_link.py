@@ -729,37 +729,82 @@ def test_launches_are_kept_by_slot(monkeypatch: pytest.MonkeyPatch, most: int) -
 
 
 class Undroppable:
-    """A wire whose `drop` takes a while and then raises `TransferTimeoutError`."""
+    """A wire with peers that do not answer: `drop` waits as long as it may, and then raises `TransferTimeoutError`."""
 
     def __init__(self, below: Any) -> None:
-        self.below, self.drops = below, 0
+        self.below, self.go_on, self.drops = below, threading.Event(), []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.below, name)
 
-    def drop(self, peer: str) -> None:
-        self.drops += 1
-        time.sleep(0.2)
+    def drop(self, peer: str, seconds: float | None = None) -> None:
+        self.drops.append(peer)
+        self.go_on.wait(LIMIT if seconds is None else seconds)
         raise TransferTimeoutError(peer)
 
 
 def test_who_cannot_be_dropped_holds_up_nobody() -> None:
-    with Two() as two:
-        wires = [Undroppable(wire.faulty(wire.memory("d/1", two.hub), ()))]
-        place = reshard.vllm(MODEL, name="decode")
-        with reshard.Endpoint(
-            "decode", place, 0, two.pool, wire=wires[0], chunk_bytes=1 << 14, ring_bytes=1 << 18
-        ) as end:
+    """While a peer that does not answer is dropped, again and again, the endpoint does everything else."""
+    place = reshard.vllm(MODEL, name="decode")
+    with Two() as two, Two() as other:
+        below = Undroppable(wire.memory("d/1", two.hub))
+        given: dict[str, Any] = {"chunk_bytes": 1 << 14, "ring_bytes": 1 << 18}
+        with reshard.Endpoint("decode", place, 0, two.pool, wire=below, **given) as end:
             link = end.meet([one.card() for one in two.ranks])
-            others = [one.meet([end.card()]) for one in two.ranks]
+            assert [one.meet([end.card()]) for one in two.ranks]
             two.ranks[1].close()
             [error] = ended([link.receive("k", Span(TABLE, ALL), timeout=60)])
             assert isinstance(error, PeerLostError)
-            until(lambda: wires[0].drops, "it is dropped")
-            for _ in range(50):
-                end.call(lambda: None)
-                time.sleep(0.01)
-            assert wires[0].drops == 1 and others
+            until(lambda: below.drops, "it is dropped")
+            healthy = reshard.vllm(MODEL, name="healthy")
+            with reshard.Endpoint("healthy", healthy, 0, other.pool, wire=wire.memory("h", two.hub), **given) as third:
+                mine, theirs = end.meet([third.card()]), third.meet([end.card()])
+                for number in range(5):
+                    came = mine.receive(f"{number}", Span(TABLE, ALL), timeout=LIMIT / 2)
+                    sent = theirs.send(f"{number}", Span(TABLE, ALL), timeout=LIMIT / 2)
+                    assert ended([came, sent]) == [None, None]
+                assert not below.go_on.is_set()
+            until(lambda: len(below.drops) > 3, "it is asked again")
+            assert end.dropping.keys() == set(below.drops)
+            below.go_on.set()
+
+
+def test_every_call_ends_with_the_callers_limit() -> None:
+    """The endpoint's thread does not answer.  A call that had not begun is not made; a link of one that had is the next call's."""
+    with Two() as two:
+        end, cards = two.end, [one.card() for one in two.ranks]
+        with held(end):
+            made: list[int] = []
+            with pytest.raises(TransferTimeoutError, match=r"the endpoint.s thread has not answered within 0\.01 s"):
+                end.call(lambda: made.append(1), 0.01)
+            for call in (
+                lambda: end.join([end.card()], timeout=0.01),
+                lambda: end.meet(cards, timeout=0.01),
+                lambda: end.meet(cards, timeout=0),
+            ):
+                with pytest.raises(TransferTimeoutError):
+                    call()
+        link = end.meet(cards)
+        assert not made and end.links == (link,) and end.siblings is None
+        with held(end), pytest.raises(TransferTimeoutError):
+            link.close(timeout=0.01)
+        link.close()
+    with Two() as two:
+        end, cards = two.end, [one.card() for one in two.ranks]
+        connect, is_connecting, go_on = end.wire.connect, threading.Event(), threading.Event()
+
+        def slow(card: bytes) -> str:
+            is_connecting.set()
+            assert go_on.wait(LIMIT)
+            return connect(card)
+
+        end.wire.connect = slow  # type: ignore[method-assign]
+        with pytest.raises(TransferTimeoutError):
+            end.meet(cards, timeout=0.05)
+        assert is_connecting.is_set()
+        go_on.set()
+        link = end.meet(cards)
+        assert end.links == (link,) and len(link.peers) == 2
 
 
 class Endless:
@@ -1351,10 +1396,10 @@ def test_an_endpoint_whose_wire_drops_a_peer_is_not_released(monkeypatch: pytest
         end = found.ends[1][0]
         drop, release, is_dropping, go_on, released = end.wire.drop, end.ring.close, threading.Event(), threading.Event(), []
 
-        def slow(peer: str) -> None:
+        def slow(peer: str, seconds: float | None) -> None:
             is_dropping.set()
             assert go_on.wait(LIMIT)
-            drop(peer)
+            drop(peer, seconds)
 
         monkeypatch.setattr(end.wire, "drop", slow)
         monkeypatch.setattr(end.ring, "close", lambda: (released.append(end._thread.is_alive()), release()))

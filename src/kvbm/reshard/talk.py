@@ -123,13 +123,13 @@ class Talk:
         """
         side, end = Handshake(secret, is_server=is_server), time.monotonic() + self.timeout
         self._is_refused = True  # until it has proved it
-        self._send(side.begins, self.timeout)
+        self._send(side.begins, end - time.monotonic())
         try:
             while side.wants:
                 if len(self._data) >= side.wants:
                     part = bytes(self._data[: side.wants])
                     del self._data[: len(part)]
-                    self._send(side.take(part), self.timeout)
+                    self._send(side.take(part), max(end - time.monotonic(), 0.0))
                 elif not self._wait_for(select.POLLIN, end):
                     raise TransferTimeoutError(f"{self.peer}: no proof of its secret within {self.timeout:g} s")
                 else:

@@ -174,7 +174,7 @@ class End:
             if not isinstance(told[name], str):
                 raise BindError(f"{name}: expected a card, got {told[name]!r:.60}")
         self.peer = self.raw.connect(told["raw"].encode())
-        return self.endpoint.meet([told["card"].encode()])
+        return self.endpoint.meet([told["card"].encode()], timeout=self.terms.timeout)
 
     def copy(self, nbytes: int) -> float:
         """Seconds of a memcpy on this side."""
