@@ -18,8 +18,8 @@ import pytest
 
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
-from kvbm.integrations.vllm import meetings
-from kvbm.integrations.vllm.holding import Holds
+from kvbm.integrations.vllm import holding, meetings
+from kvbm.integrations.vllm.holding import Hold, Holds
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link, notes
@@ -635,8 +635,78 @@ def test_names_that_one_engine_wants_refuse_no_other() -> None:
 class Hashable:
     """In place of a link."""
 
+    is_closed = False
+
     def __init__(self, name: str) -> None:
         self.name = name
+
+
+def holds_that_tell(told: list[Any], wait_seconds: float = LIMIT) -> Holds:
+    return Holds(
+        lambda *_: {}, whole=("0",), layers={}, count=1, each=0, seconds=1.0, wait_seconds=wait_seconds, queued=lambda: None,
+        tell=lambda *what: told.append(what),
+    )  # fmt: skip
+
+
+def test_what_one_engine_asked_for_in_vain_is_remembered_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for thousands of names.  What is remembered of others stays, and others may still ask for these names."""
+    hostile, other = (cast(Link, Hashable(name)) for name in "ab")
+    told: list[Any] = []
+    holds = holds_that_tell(told)
+    holds.told("1", {}, (), {"push/lost": "why"})
+    holds._gone.add("1/0/sent", other, "")
+    for turn in range(10):
+        for number in range(1000):
+            holds.asked(Want(f"push/{turn}-{number}"), hostile)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: 1e9)
+            holds.ended()
+        assert len(told) == 1000 * (turn + 1) and not holds._wanted and not holds._waits
+    assert len(holds._gone) == holding._MOST_GONE
+    holds.asked(Want("1/0/sent"), other)  # it has been sent: asked twice
+    for name, link, why in (
+        ("1/0/sent", hostile, "another engine"), ("push/lost", other, "why"), ("push/9-999", hostile, "in time"),
+    ):  # fmt: skip
+        with pytest.raises(TransferError, match=why):
+            holds.asked(Want(name), link)
+    holds.asked(Want("push/9-999"), other)  # which may have been right, and too early
+    assert set(holds._wanted) == {"push/9-999"}
+    cast(Any, hostile).is_closed = True
+    holds._gone.add("push/last", other, "why")
+    assert len(holds._gone) == 3 and hostile not in holds._gone._by_link
+
+
+def test_engines_that_want_much_leave_room_for_others() -> None:
+    """Another engine is waited for all the same.  Who wants most loses its newest request, and is told."""
+    many = [cast(Link, Hashable(str(number))) for number in range(12)]
+    told: list[Any] = []
+    holds = holds_that_tell(told)
+    for number in range(holding._SHARE):
+        for link in many:
+            with contextlib.suppress(TransferError):
+                holds.asked(Want(f"push/{link!r}-{number}"), link)
+    assert len(holds._wanted) == holding._MOST_WANTED and not told
+    late = cast(Link, Hashable("late"))
+    for number in range(100):
+        holds.asked(Want(f"push/late-{number}"), late)
+    assert len(holds._wanted) == holding._MOST_WANTED and len(told) == 100 and late not in {link for link, _, _ in told}
+    assert sum(holds._waits.values()) == holding._MOST_WANTED and holds._waits[late] == 100
+    with pytest.raises(TransferError, match="others are waited for"):
+        holds.asked(Want("push/more"), max(many, key=lambda link: holds._waits[link]))
+
+
+def test_nobody_is_told_while_a_lock_is_held() -> None:
+    """Telling may wait for a peer that does not read."""
+    first, second = (cast(Link, Hashable(name)) for name in "ab")
+    found: list[tuple[bool, str]] = []
+    holds = holds_that_tell([])
+    holds._tell = lambda *what: found.append((holds._lock.locked(), what[-1]))
+    holds.told("1", {}, (), {})
+    holds.asked(Want("1/0/r"), first)
+    holds.asked(Want("push/x"), second)
+    holds.told("1", {"r": Hold(([],), 0, LIMIT, 0, "push/x")}, (), {})
+    holds.told("1", {}, (), {"push/y": "why"})
+    assert [is_locked for is_locked, _ in found] == [False] and "another engine" in found[0][1]
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])

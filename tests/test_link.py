@@ -548,6 +548,95 @@ def test_a_peer_that_keeps_its_slots_leaves_one_to_others() -> None:
         made.close()
 
 
+def test_any_number_of_stopped_peers_leaves_a_slot_to_each_other_peer() -> None:
+    """Peers take and give in any order, and some stop and keep what they have: a live one that has no slot gets one, always."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        peers = [f"{number}" for number in range(rng.randint(1, 9))]
+        each = len(peers) + rng.choice((0, 0, 1, 5))
+        made = ring.Ring("cpu", 256, each, each)
+        kept: dict[tuple[str, bool], list[int]] = {(peer, sends): [] for peer in peers for sends in (True, False)}
+        made.meet(peers[: len(peers) // 2])
+        made.meet(peers)  # again: each counts once
+        live = set(peers)
+        for _ in range(200):
+            peer, sends = rng.choice(peers), rng.random() < 0.5
+            mine = kept[peer, sends]
+            if peer in live and mine and rng.random() < 0.4:
+                made.give(mine.pop(rng.randrange(len(mine))))
+            elif (slot := made.take(peer, sends=sends)) is not None:  # also who has stopped may have asked before
+                mine.append(slot)
+            else:
+                assert mine, f"seed {seed}: {peer} has none and gets none: {kept}"
+            if rng.random() < 0.02 and len(live) > 1:
+                live.discard(rng.choice(peers))
+            without = sum(not kept[one, sends] for one in peers)
+            assert made.free(sends=sends) >= without
+        for peer in peers[1:]:
+            made.part(peer)
+            made.part(peer)
+        for slots in kept.values():
+            for slot in slots:
+                made.give(slot)
+        alone = [made.take(peers[0], sends=True) for _ in range(each)]
+        assert alone.count(None) == (each >= 4)  # for who comes later
+        made.close()
+
+
+class Ending:
+    """A wire whose puts to some peers never end, as those to a process that has stopped."""
+
+    def __init__(self, below: Any, stopped: set[str]) -> None:
+        self.below, self.stopped = below, stopped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def put(self, peer: str, *given: Any) -> Any:
+        return self if peer in self.stopped else self.below.put(peer, *given)
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_peers_that_stop_in_the_middle_keep_no_other_from_progress(count: int) -> None:
+    """All but one of the peers stop behind their offers and grants.  The ring has as many slots as peers."""
+    place, layout, hub = reshard.vllm(MODEL, name="e"), kvbm.load("vllm/flash_attn_nhd"), wire.Hub()
+    stopped: set[str] = set()
+    given: dict[str, Any] = {"chunk_bytes": 1 << 14, "slots": count + 1}
+
+    def engine(name: str, of: Any) -> reshard.Endpoint:
+        pool = Pool.allocate(layout, place.shape(0), 16)
+        for array in pool.arrays:
+            array[:] = 0
+        return reshard.Endpoint(name, place, 0, pool, wire=of, **given)
+
+    with contextlib.ExitStack() as stack:
+        me = stack.enter_context(engine("me", Ending(wire.memory("me", hub), stopped)))
+        deaf = [Deaf(wire.memory(f"stopped {number}".replace(" ", "-"), hub)) for number in range(count)]
+        others = [stack.enter_context(engine(f"stopped {number}", one)) for number, one in enumerate(deaf)]
+        healthy = stack.enter_context(engine("healthy", wire.memory("healthy", hub)))
+        for one in deaf:
+            one.listens = True
+        pairs = [(me.meet([one.card()]), one.meet([me.card()])) for one in (*others, healthy)]
+        span, lost = Span(TABLE, ALL), []
+        for number, (mine, theirs) in enumerate(pairs[:-1]):
+            stopped.update(mine.peers)
+            lost += [mine.receive(f"from {number}", span, timeout=60), theirs.send(f"from {number}", span, timeout=60)]
+            lost += [mine.send(f"to {number}", span, timeout=60), theirs.receive(f"to {number}", span, timeout=60)]
+            deaf[number].listens = False
+        until(lambda: sum(me.ring._taken.values()) >= count, "they have slots")
+        mine, theirs = pairs[-1]
+        for number in range(10):
+            handles = [
+                mine.receive(f"in {number}", span, timeout=LIMIT), theirs.send(f"in {number}", span, timeout=LIMIT),
+                mine.send(f"out {number}", span, timeout=LIMIT), theirs.receive(f"out {number}", span, timeout=LIMIT),
+            ]  # fmt: skip
+            assert ended(handles) == [None] * 4
+        assert not any(one.has_ended for one in lost[::4])
+
+
 def test_few_slots() -> None:
     """A ring of one slot per direction: slower, and right."""
     with on_faulty({}, slots=1) as found:

@@ -104,7 +104,8 @@ class Endpoint:
     ring_bytes : int
         Bytes of registered memory on the device of the pools: half to send, half to receive.
     slots : int, optional
-        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.
+        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With as many slots as peers, a peer
+        that stops keeps no other from a slot.
     max_sms : int, optional
         Multiprocessors that kernels may use.
     secret_file : path, optional
@@ -389,6 +390,7 @@ class Endpoint:
                     nonces = self._nonce, card.nonce
                     self._codes[peer] = Notes.between(self.secret, *nonces), Notes.between(self.secret, *nonces[::-1])
         self._by_peer.update(dict.fromkeys(link.peers, link))
+        self.ring.meet(link.peers)
         self._links.append(link)
         return link
 

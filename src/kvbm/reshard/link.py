@@ -493,6 +493,7 @@ class Link:
         if peer in self.lost:
             return
         self.lost[peer] = error
+        self.ring.part(peer)
         for flow in self._all_flows():
             if flow.peer == peer and not flow.is_over:
                 _handle_of(flow).fail(error)
