@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -707,6 +708,51 @@ def test_nobody_is_told_while_a_lock_is_held() -> None:
     holds.told("1", {"r": Hold(([],), 0, LIMIT, 0, "push/x")}, (), {})
     holds.told("1", {}, (), {"push/y": "why"})
     assert [is_locked for is_locked, _ in found] == [False] and "another engine" in found[0][1]
+
+
+def test_who_is_refused_is_in_the_log_once_a_minute(
+    engines: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its address and why, without control characters.  Who comes and goes, or is welcome, is not."""
+    prefill, decode = engines("p"), engines("d")
+    port = prefill.listen()
+    decode.load(decode.visit(0, port, 1), "one")
+    socket.create_connection(("127.0.0.1", port), LIMIT).close()
+    for _ in range(3):
+        with connect("127.0.0.1", port, LIMIT) as talk:
+            talk.say(engine="e\x1b[31m", start="\n", rank=7, world=2, card="")
+            with pytest.raises(BindError):
+                talk.hear("card")
+    until_left(prefill, 1)
+    [line] = [record.getMessage() for record in caplog.records if record.name == talk_module.__name__]
+    assert line.startswith("kvbm door: refused 127.0.0.1:") and "expected a rank of a world, got 7 of 2" in line
+    monkeypatch.setattr(talk_module, "_LOGGED", 0.0)
+    caplog.clear()
+    with connect("127.0.0.1", port, LIMIT) as talk:
+        talk.say(engine="e", start="1", rank=0, world=1, card="\x1b[31m\n")
+        with pytest.raises(BindError):
+            talk.hear("card")
+    until_left(prefill, 1)
+    [line] = [record.getMessage() for record in caplog.records if record.name == talk_module.__name__]
+    assert line.isprintable() and "x1b" in line and "(2 more times since its last line here)" in line
+
+
+def until_left(engine: Engine, count: int) -> None:
+    """Wait until a door has only so many conversations."""
+    reception, end = engine.doors[0]._reception, time.monotonic() + LIMIT
+    while len(reception._talks) > count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_many_hosts_fill_neither_the_log_nor_the_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = talk_module.Refusals("door")
+    for number in range(3 * talk_module._MOST_HOSTS):
+        refusals.tell(cast(Talk, SimpleNamespace(host=f"h{number}", peer=f"h{number}:1")), "why")
+    assert len(caplog.records) == len(refusals._hosts) == talk_module._MOST_HOSTS
+    monkeypatch.setattr(talk_module, "_LOGGED", 0.0)
+    refusals.tell(cast(Talk, SimpleNamespace(host="later", peer="later:1")), "why")
+    assert len(refusals._hosts) == 1
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])
