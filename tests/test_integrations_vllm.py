@@ -21,6 +21,7 @@ import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
 from kvbm.integrations.vllm import holding, meetings
 from kvbm.integrations.vllm.holding import Hold, Holds
+from kvbm.integrations.vllm.identity import push_name
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link, notes
@@ -708,6 +709,36 @@ def test_nobody_is_told_while_a_lock_is_held() -> None:
     holds.told("1", {"r": Hold(([],), 0, LIMIT, 0, "push/x")}, (), {})
     holds.told("1", {}, (), {"push/y": "why"})
     assert [is_locked for is_locked, _ in found] == [False] and "another engine" in found[0][1]
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_other_inputs_are_refused_at_once_by_their_names(asks_first: bool) -> None:
+    """Both engines know a request by the router's name, with another adapter.  Nobody waits for what cannot come."""
+    link, other = (cast(Link, Hashable(name)) for name in "ab")
+    told: list[Any] = []
+    holds = holds_that_tell(told)
+    holds.told("1", {}, (), {})
+    ours = {"r": Hold(([],), 0, LIMIT, 0, push_name("x", "adapter=1,image=2"))}
+    wanted, plain = push_name("x", "adapter=3,image=2"), push_name("x", "")
+    why = "adapter: that of the request here is another"
+    if asks_first:
+        holds.asked(Want(wanted), link)
+        holds.asked(Want(plain), other)
+        holds.told("1", ours, (), {})
+        assert {(of, name): why for of, name, why in told}.keys() == {(link, wanted), (other, plain)}
+        assert any(text.startswith(why) for *_, text in told) and any(text.startswith("adapter, image: ") for *_, text in told)
+    else:
+        holds.told("1", ours, (), {})
+        for name, said in ((wanted, why), (plain, "adapter, image: that")):
+            with pytest.raises(TransferError, match=said):
+                holds.asked(Want(name), link)
+    assert not holds._wanted and not holds._waits and holds._held["r"].link is None
+    holds.asked(Want(push_name("x", "adapter=1,image=2")), link)
+    holds.asked(Want(push_name("x#y", "")), link)  # another request
+    assert set(holds._named) == {"push/x", "push/x%23y"}
+    holds.told("1", {}, (), {push_name("x#y", ""): "why"})
+    holds.ended()
+    assert not holds._named
 
 
 def test_who_is_refused_is_in_the_log_once_a_minute(

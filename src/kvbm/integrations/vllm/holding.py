@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import BindError, KvbmError, TransferError, printable
 from ...reshard import Link, Span
+from .identity import differing
 from .meetings import Want
 
 __all__ = ["Hold", "Holds", "Push"]
@@ -188,6 +189,7 @@ class Holds:
         self._names: dict[str, str] = {}  # the name by which it is wanted → vLLM's name
         self._wanted: OrderedDict[str, tuple[Want, Link, float]] = OrderedDict()  # not held yet
         self._waits: Counter[Link] = Counter()  # the number of these of each link
+        self._named: dict[str, set[str]] = {}  # names of the router, without inputs → these names of what is held or wanted
         self._gone = _Gone()
         self._untold: deque[tuple[Link, str, str]] = deque()
         self._start, self._latest = "", -1
@@ -253,8 +255,23 @@ class Holds:
         else:
             if self._waits[link] >= _SHARE or not self._has_room(link):
                 raise TransferError(f"request {name}: {self._waits[link]} others are waited for")
+            if start == "push":
+                self._require_inputs(want.name)
+                self._named.setdefault(_plain(want.name), set()).add(want.name)
             self._waits[link] += 1
         self._wanted[want.name] = want, link, time.monotonic() + seconds
+
+    def _require_inputs(self, name: str) -> None:
+        """Raise `TransferError` if a request of this name is held, and has another adapter or other pictures."""
+        for other in self._named.get(_plain(name), ()):
+            if other in self._names:
+                raise TransferError(f"request {printable(name)}: {_other_inputs(other, name)}")
+
+    def _unname(self, name: str) -> None:
+        if name not in self._names and name not in self._wanted and (names := self._named.get(_plain(name))):
+            names.discard(name)
+            if not names:
+                del self._named[_plain(name)]
 
     def _has_room(self, link: Link) -> bool:
         """True if one more request can be waited for: else the link with most of them loses one, if it is another link."""
@@ -273,6 +290,7 @@ class Holds:
         if (waiting := self._wanted.pop(name, None)) is None:
             return None
         want, link, _ = waiting
+        self._unname(name)
         self._waits[link] -= 1
         if not self._waits[link]:
             del self._waits[link]
@@ -384,6 +402,12 @@ class Holds:
         for name in held.names:
             self._gone.discard(name)
             self._names[name] = request
+            if name.startswith("push/"):
+                names = self._named.setdefault(_plain(name), set())
+                names.add(name)
+                for other in names - self._names.keys():  # wanted with another adapter, or with other pictures
+                    if waiting := self._take_wanted(other):
+                        self._untold.append((waiting[1], other, _other_inputs(name, other)))
             if waiting := self._take_wanted(name):
                 want, link = waiting
                 if held.link is None:
@@ -439,6 +463,7 @@ class Holds:
         held = self._held.pop(request)
         for name in held.names:
             self._names.pop(name, None)
+            self._unname(name)
             self._gone.add(name, held.link, why)
 
     def stop(self, requests: Iterable[str]) -> None:
@@ -479,6 +504,16 @@ class Holds:
         for name, link in late:
             self._tell(link, name, why)
         return over
+
+
+def _plain(name: str) -> str:
+    """The name of the router in a name that two engines know (`push_name`)."""
+    return name.partition("#")[0]
+
+
+def _other_inputs(held: str, wanted: str) -> str:
+    differ = differing(held.partition("#")[2], wanted.partition("#")[2])
+    return f"{differ}: that of the request here is another; expected the same on both engines"
 
 
 def _text(error: BaseException) -> str:

@@ -11,15 +11,16 @@ import hashlib
 import importlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import BindError
+from ...errors import BindError, printable
 from .tier import key_of_files
 
-__all__ = ["folder_of", "inputs_of", "long_factors", "model_of", "of_config"]
+__all__ = ["differing", "folder_of", "inputs_of", "long_factors", "model_of", "of_config", "push_name"]
 
 logger = logging.getLogger("vllm.kvbm")
 
@@ -193,21 +194,36 @@ def _weights(name: str, revision: str | None, load_format: str, downloads: str |
 
 
 def inputs_of(request: Any) -> str:
-    """A hash of what the K and V of a request depend on beside its tokens and the model: adapter, pictures, sound, embeddings.
+    """Hashes of what the K and V of a request depend on beside its tokens and the model, each with its name.
 
-    Empty if there is none of it.
+    They are of the adapter, of each kind of input (``image``, ``audio``) and of embeddings: ``adapter=3f…,image=a0…``.  Empty if
+    there is none of it.
     """
-    found: list[Any] = []
+    found: dict[str, list[Any]] = {}
     if (adapter := getattr(request, "lora_request", None)) is not None:
-        found.append(["adapter", str(adapter.lora_name), _adapter(str(adapter.lora_path))])
+        found["adapter"] = [str(adapter.lora_name), _adapter(str(adapter.lora_path))]
     for feature in getattr(request, "mm_features", None) or ():
         place = feature.mm_position
-        found.append([str(feature.modality), str(feature.identifier), int(place.offset), int(place.length)])
+        of_kind = found.setdefault(re.sub(r"\W", "_", str(feature.modality), flags=re.ASCII), [])
+        of_kind.append([str(feature.modality), str(feature.identifier), int(place.offset), int(place.length)])
     if (embeds := getattr(request, "prompt_embeds", None)) is not None:
         data = embeds.detach().cpu().contiguous()
         bits = data.flatten().view(sys.modules["torch"].uint8).numpy().tobytes()
-        found.append(["embeddings", list(data.shape), str(data.dtype), hashlib.sha256(bits).hexdigest()])
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32] if found else ""
+        found["embeddings"] = [list(data.shape), str(data.dtype), hashlib.sha256(bits).hexdigest()]
+    hashes = {name: hashlib.sha256(json.dumps(held).encode()).hexdigest()[:32] for name, held in sorted(found.items())}
+    return ",".join(f"{name}={found}" for name, found in hashes.items())
+
+
+def differing(ours: str, theirs: str) -> str:
+    """The names of what differs between two results of `inputs_of`, of which the second one may be anything."""
+    here, there = ({part.partition("=")[::2] for part in text.split(",") if part} for text in (ours, theirs))
+    return printable(", ".join(sorted({name for name, _ in here ^ there})))
+
+
+def push_name(given: str, inputs: str) -> str:
+    """The name by which both engines know a request that the router has named, with what `inputs_of` says of it."""
+    plain = given.replace("%", "%25").replace("#", "%23")
+    return f"push/{plain}{inputs and f'#{inputs}'}"
 
 
 def _adapter(path: str) -> str:

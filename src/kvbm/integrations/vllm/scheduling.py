@@ -17,7 +17,7 @@ from ...errors import BindError, printable
 from .caches import window_of
 from .failures import FailedLoads
 from .holding import Hold, Push
-from .identity import inputs_of
+from .identity import differing, inputs_of, push_name
 from .log import logger
 
 __all__ = ["HOLD_SECONDS", "Load", "Scheduler", "Source", "Told", "count_of", "host_of", "port_of", "seconds_of"]
@@ -75,10 +75,7 @@ class Source:
         firsts = given.get("remote_first_tokens", [])
         if not isinstance(firsts, list) or any(type(one) is not int or one < 0 for one in firsts):
             raise BindError(f"kv_transfer_params: remote_first_tokens: expected numbers, got {firsts!r:.100}")
-        source = cls(*found, dict(enumerate(firsts)), is_early)  # type: ignore[arg-type, call-arg]
-        if is_early:
-            source.request = f"push/{source.request}"
-        return source
+        return cls(*found, dict(enumerate(firsts)), is_early)  # type: ignore[arg-type, call-arg]
 
 
 @dataclass
@@ -191,12 +188,10 @@ class Scheduler:
         try:
             source = Source.of(params)
             if source.is_early:
-                source.request += inputs and f"#{inputs}"
+                source.request = push_name(source.request, inputs)
             elif (theirs := params.get("remote_inputs", "")) != inputs:
-                raise BindError(
-                    "remote_inputs: expected the adapter, pictures, sound and embeddings of this request, "
-                    f"{inputs or 'none'}, got those of another, {theirs or 'none'!r:.100}"
-                )
+                differ = differing(inputs, str(theirs)[:_MOST_NAME])
+                raise BindError(f"remote_inputs: {differ}: expected that of this request, got that of another")
             if params.get("remote_engine_id") == self._engine:  # use the prefix cache, and copy nothing
                 _, _, name = (*source.request.split("/", 2), "", "")[:3]
                 self._told.unheld += [name] if name and not source.is_early else []
@@ -239,7 +234,7 @@ class Scheduler:
     def _name(self, request: Any) -> str:
         """The name under which a request may be sent while it is computed; empty if another request has this name."""
         given, inputs = request.kv_transfer_params.get("transfer_id"), inputs_of(request)
-        name = f"push/{given}{inputs and f'#{inputs}'}" if isinstance(given, str) and 0 < len(given) <= _MOST_NAME else ""
+        name = push_name(given, inputs) if isinstance(given, str) and 0 < len(given) <= _MOST_NAME else ""
         return "" if any(one.name == name for one in self._pushes.values()) else name
 
     def _begins(self, request: str, source: Source, tables: tuple[list[int], ...], first: int, last: int) -> dict[int, int]:
