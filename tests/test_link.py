@@ -54,9 +54,11 @@ from linking import (
     held,
     in_bursts,
     plain_case,
+    require_nothing_left,
     right_cases,
     sender_of,
     until,
+    written,
 )
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, on_wire, span
 
@@ -73,6 +75,11 @@ def test_every_byte(first: int) -> None:
 def test_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
     """Pools and rings on the fake driver."""
     fake_gpu("reshards.linked", 500, 20)
+
+
+def test_a_failed_receive_leaves_zeros_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
+    """The launches that write them are those that unpack."""
+    fake_gpu("reshards.zeroed")
 
 
 @pytest.mark.gpu
@@ -321,28 +328,6 @@ def test_a_lost_peer_is_no_wrong_chunk(side: int, pulls: bool) -> None:
     assert killed > 2
 
 
-def written(found: Linked) -> list[Any]:
-    """For each receiving rank, the bytes that a transfer of the case writes: those that it makes equal whatever they were."""
-    after = []
-    for number, fill in enumerate((0x55, 0xAA)):
-        for buffer in found.run.buffers[1]:
-            buffer[:] = fill
-        assert not any(ended(found.begin(name=f"written {number}")))
-        after.append([np.array(buffer) for buffer in found.run.buffers[1]])
-    return [one == two for one, two in zip(*after, strict=True)]
-
-
-def require_nothing_left(found: Linked, masks: list[Any], errors: list[Any]) -> int:
-    """After failed receives into memory of 0x55: all their tokens are zero or none is, and no other byte has changed."""
-    cleared = 0
-    for buffer, mask, error in zip(found.run.buffers[1], masks, errors, strict=True):
-        assert (buffer[~mask] == 0x55).all()
-        if error is not None and not (buffer[mask] == 0x55).all():
-            assert (buffer[mask] == 0).all(), error
-            cleared += 1
-    return cleared
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("verify", ["after", "before"])
 def test_a_failed_receive_leaves_zeros_in_its_tokens_and_no_other_byte(
@@ -374,7 +359,7 @@ def test_a_failed_receive_leaves_zeros_in_its_tokens_and_no_other_byte(
                     for end in found.ends[1]:
                         end.close()
                 errors = ended(came)
-                cleared[what] += require_nothing_left(found, masks, errors)
+                cleared[what] += require_nothing_left(found.run.buffers[1], masks, errors)
     assert all(cleared.values()), cleared
 
 
