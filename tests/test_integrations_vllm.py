@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -739,6 +740,121 @@ def test_other_inputs_are_refused_at_once_by_their_names(asks_first: bool) -> No
     holds.told("1", {}, (), {push_name("x#y", ""): "why"})
     holds.ended()
     assert not holds._named
+
+
+class Work:
+    """What the threads of a door do while it is entered: calls of functions, bytes that are read and parsed, memory at its peak."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def __enter__(self) -> Work:
+        self.calls = self.received = self.parsed = self.peak = 0
+        receive, loads = Talk._receive, json.loads
+
+        def received(talk: Talk) -> None:
+            before = len(talk._data)
+            receive(talk)
+            self.received += len(talk._data) - before if _is_door() else 0
+
+        def parsed(text: str | bytes, **more: Any) -> Any:
+            self.parsed += len(text) if _is_door() else 0
+            return loads(text, **more)
+
+        self._patch.setattr(Talk, "_receive", received)
+        self._patch.setattr(json, "loads", parsed)
+        threading.setprofile(self._count)
+        tracemalloc.start()
+        return self
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:  # noqa: ARG002
+        self.calls += event in ("call", "c_call") and _is_door()
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        threading.setprofile(None)  # type: ignore[arg-type]
+        self._patch.undo()
+
+
+def _is_door() -> bool:
+    return threading.current_thread().name.startswith("kvbm door ")
+
+
+def first_messages(end: Endpoint) -> dict[str, list[bytes]]:
+    """What a stranger may begin with, as data to send one after the other."""
+    most, card = talk_module.MOST, json.loads(end.card())
+    group = card["groups"][""]
+
+    def framed(text: bytes) -> bytes:
+        return struct.pack(">4sI", b"kvb1", len(text)) + text
+
+    def hello(**change: Any) -> bytes:
+        of_card = json.dumps({**card, **change}).encode()
+        told = {"engine": "e", "start": "1", "rank": 0, "world": 1, "card": base64.b64encode(of_card).decode()}
+        return framed(json.dumps(told).encode())
+
+    good = hello()
+    found = {
+        "nothing": [], "one byte": [b"k"], "half a frame": [good[: len(good) // 2]], "a length and silence": [good[:8]],
+        "a length of 4 GiB": [b"kvb1\xff\xff\xff\xff"], "another program": [b"GET / HTTP/1.1\r\n\r\n" * 1000],
+        "deep nesting": [framed(b"[" * most)], "deep objects": [framed(b'{"a":' * (most // 6))],
+        "huge numbers": [framed(b'{"rank":' + b"9" * (most - 9) + b"}")],
+        "many large numbers": [framed(b"[" + b",".join([b"9" * 4299] * (most // 4301)) + b"]")],
+        "a long string": [framed(b'{"engine":"' + b"x" * (most - 13) + b'"}')],
+        "escapes": [framed(b'{"engine":"' + b"\\u1234" * (most // 6 - 9) + b'"}')],
+        "repeated keys": [framed(b"{" + b",".join([b'"engine":1'] * 2000) + b"}")],
+        "4,096 names": [framed(b"{" + b",".join(b'"%x":1' % n for n in range(2000)) + b"}"), framed(
+            json.dumps({"want": {"name": "r", "groups": [f"{n:x}" for n in range(4000)]}}).encode())],
+        "busy for ever": [framed(b'{"busy":true}') * 200] * 20,
+        "600 groups": [hello(groups={f"{n}": {} for n in range(600)})],
+        "600 groups that are large": [hello(groups={f"{n}": {"placement": "x" * 90} for n in range(600)})],
+        "a card that is deep": [framed(json.dumps({"engine": "e", "start": "1", "rank": 0, "world": 1, "card": base64.b64encode(
+            b"[" * 60_000).decode()}).encode())],
+        "a model with many fields": [hello(model={f"field {n}": "x" for n in range(2000)})],
+        "a wire that is none": [hello(model="other", wire="x" * 40_000)],
+        "other groups": [hello(groups={"other": group})],
+        "numbers in the card": [hello(sends=10**4000, takes=10**4000, world=10**4000)],
+        "a world that is none": [framed(json.dumps({"engine": "e", "start": "1", "rank": 0, "world": 10**4000}).encode())],
+        "an error of its own": [framed(json.dumps({"error": "BindError", "message": "\x1b" * 20_000}).encode())],
+    }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("is_secret", [False, True])
+def test_a_stranger_costs_little_before_it_is_refused(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, is_secret: bool
+) -> None:
+    """Whatever it says first: at most 1 MiB, and so few calls and bytes that they take no 10 ms of a processor.
+
+    With a secret also what a member has said before.  Work is counted, and no time.  A call of Python takes about 0.1 µs, and
+    parsing JSON about 10 ns a byte.
+    """
+    prefill = engines("p", secret=Secret(b"0123456789abcdef") if is_secret else None)
+    port, end = prefill.listen(), prefill.ends[0]
+    told = first_messages(engines("plain").ends[0])
+    if is_secret:
+        said: list[bytes] = []
+        send = Talk._send
+        monkeypatch.setattr(Talk, "_send", lambda talk, data, seconds: (said.append(data), send(talk, data, seconds)))
+        connect("127.0.0.1", port, LIMIT, end.secret).close()
+        until_left(prefill, 0)
+        monkeypatch.undo()
+        told["a recorded hello"], told["a recorded conversation"] = said[:1], [*said, *said]
+    for name, data in told.items():
+        with Work(monkeypatch) as work, socket.create_connection(("127.0.0.1", port), LIMIT) as stranger:
+            with contextlib.suppress(OSError):  # it was refused before the end
+                for part in data:
+                    stranger.sendall(part)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1 << 16):
+                    pass  # until the door has closed it
+            until_left(prefill, 0)
+        assert work.peak < 1 << 20, (name, work.peak)
+        assert work.received <= 3 * talk_module.MOST and work.parsed <= 2 * talk_module.MOST, (name, work.received, work.parsed)
+        assert work.calls < 4000, (name, work.calls)
+        assert not is_secret or not work.parsed, name
+    assert not prefill.doors[0]._guests and not end.links
 
 
 def test_who_is_refused_is_in_the_log_once_a_minute(
