@@ -143,6 +143,28 @@ class Linked:
         until(lambda: not held(), lambda: f"all slots are free: {held()}", limit)
 
 
+def written(found: Linked) -> list[Any]:
+    """For each receiving rank, the bytes that a transfer of the case writes: those that it makes equal whatever they were."""
+    after = []
+    for number, fill in enumerate((0x55, 0xAA)):
+        for buffer in found.run.buffers[1]:
+            buffer[:] = fill
+        assert not any(ended(found.begin(name=f"written {number}")))
+        after.append([np.array(buffer) for buffer in found.run.buffers[1]])
+    return [one == two for one, two in zip(*after, strict=True)]
+
+
+def require_nothing_left(buffers: Iterable[Any], masks: list[Any], errors: list[Any]) -> int:
+    """After failed receives into memory of 0x55: all their tokens are zero or none is, and no other byte has changed."""
+    cleared = 0
+    for buffer, mask, error in zip(buffers, masks, errors, strict=True):
+        assert (buffer[~mask] == 0x55).all()
+        if error is not None and not (buffer[mask] == 0x55).all():
+            assert (buffer[mask] == 0).all(), error
+            cleared += 1
+    return cleared
+
+
 class Deaf:
     """A wire that drops received notes until it listens."""
 

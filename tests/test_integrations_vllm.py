@@ -9,17 +9,20 @@ import socket
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 import kvbm
-from kvbm import BindError, KvbmError, Pool, Span, TransferError, reshard, wire
-from kvbm.integrations.vllm import meetings
-from kvbm.integrations.vllm.holding import Holds, Push
+from kvbm import BindError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
+from kvbm.integrations.vllm import holding, meetings
+from kvbm.integrations.vllm.holding import Hold, Holds, Push
+from kvbm.integrations.vllm.identity import push_name
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
 from kvbm.reshard import Endpoint, Link, notes
@@ -194,7 +197,8 @@ def test_one_link_for_both_ways(engines: Any) -> None:
     left(first)
     first.doors[0]._part(first.doors[0]._guests["b", "1"])  # as if it had gone long ago
     assert not link.is_closed
-    first.links[0].part(link)
+    first.links[0].part(link)  # it does not wait for the endpoint's thread
+    first.ends[0].call(int)
     assert link.is_closed and not first.links[0]._made
 
 
@@ -501,11 +505,11 @@ def test_nothing_of_others_is_computed_under_a_lock(engines: Any, monkeypatch: p
     port, began, goes_on = prefill.listen(), threading.Event(), threading.Event()
     meet = prefill.ends[0].meet
 
-    def stopped(cards: Any) -> Link:
+    def stopped(cards: Any, timeout: float) -> Link:
         if any(b'"slow"' in card for card in cards):
             began.set()
             assert goes_on.wait(LIMIT)
-        return meet(cards)
+        return meet(cards, timeout=timeout)
 
     monkeypatch.setattr(prefill.ends[0], "meet", stopped)
     waits = threading.Thread(target=slow.visit(0, port, 1).link, daemon=True)
@@ -516,6 +520,38 @@ def test_nothing_of_others_is_computed_under_a_lock(engines: Any, monkeypatch: p
     goes_on.set()
     waits.join(LIMIT)
     assert not waits.is_alive()
+
+
+def test_a_lock_that_is_held_ends_with_the_callers_limit(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same engine is met by another caller, which may take for ever.  Who has more time gets the link in the end."""
+    prefill, decode = engines("p"), engines("d")
+    port, began, goes_on = prefill.listen(), threading.Event(), threading.Event()
+    links, end = decode.links[0], decode.ends[0]
+    meet, cards = end.meet, [one.card() for one in prefill.ends]
+
+    def stopped(cards: Any, timeout: float) -> Link:
+        began.set()
+        assert goes_on.wait(LIMIT)
+        return meet(cards, timeout=timeout)
+
+    monkeypatch.setattr(end, "meet", stopped)
+    found: list[Link] = []
+    first = threading.Thread(target=lambda: found.append(links.meet(cards, time.monotonic() + LIMIT)), daemon=True)
+    first.start()
+    assert began.wait(LIMIT)
+    with pytest.raises(TransferTimeoutError, match="another call for it has not ended"):
+        links.meet(cards, time.monotonic() + 0.01)
+    visit = decode.visit(0, port, 1)
+    with visit._lock:
+        for call in (visit.link, partial(visit.want, Want("one"))):
+            with pytest.raises(TransferTimeoutError, match="in time"):
+                call(end=time.monotonic() + 0.01)
+    goes_on.set()
+    first.join(LIMIT)
+    assert links.meet(cards, time.monotonic() + LIMIT) is found[0] and not links._made[frozenset(cards)].error
+    for _ in range(2):
+        links.part(found[0])
+    assert not links._made
 
 
 def test_names_are_compared_before_placements_are_read(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,29 +643,289 @@ def test_another_prompt_of_the_routers_name_is_refused_at_once(is_first: bool) -
         lambda *_: {}, whole=("0",), layers={}, count=1, each=0, seconds=1.0, wait_seconds=LIMIT, queued=lambda: None,
         tell=lambda *what: told.append(what),
     )  # fmt: skip
-    wanted = [Want(f"push/x#{number:032x}") for number in range(3)]
+    wanted = [Want(f"push/x#tokens={number:032x}") for number in range(3)]
     if is_first:
-        for want in (*wanted, Want("push/xx#0")):
+        for want in (*wanted, Want("push/xx#tokens=0")):
             holds.asked(want, link)
     holds.begin_step({"r": Push(wanted[1].name, ([1],), 0, 4)})
     if is_first:
-        assert sorted(name for _, name, why in told if "another prompt" in why) == [wanted[0].name, wanted[2].name]
-        assert holds._held["r"].link is link and list(holds._wanted) == ["push/xx#0"]
+        assert sorted(name for _, name, why in told if "tokens" in why) == [wanted[0].name, wanted[2].name]
+        assert holds._held["r"].link is link and list(holds._wanted) == ["push/xx#tokens=0"]
     else:
         for want in (wanted[0], wanted[2]):
-            with pytest.raises(TransferError, match="another prompt of this name"):
+            with pytest.raises(TransferError, match="tokens"):
                 holds.asked(want, link)
         holds.asked(wanted[1], link)
-    holds.told("1", {}, (), {wanted[1].name: "it was aborted", "push/xx#0": "it was aborted"})
-    assert not holds._prompts and not holds._waiting and not holds._waits
+    holds.told("1", {}, (), {wanted[1].name: "it was aborted", "push/xx#tokens=0": "it was aborted"})
+    assert not holds._named and not holds._waits
     holds.asked(wanted[0], link)  # the name may come again
 
 
 class Hashable:
     """In place of a link."""
 
+    is_closed = False
+
     def __init__(self, name: str) -> None:
         self.name = name
+
+
+def holds_that_tell(told: list[Any], wait_seconds: float = LIMIT) -> Holds:
+    return Holds(
+        lambda *_: {}, whole=("0",), layers={}, count=1, each=0, seconds=1.0, wait_seconds=wait_seconds, queued=lambda: None,
+        tell=lambda *what: told.append(what),
+    )  # fmt: skip
+
+
+def test_what_one_engine_asked_for_in_vain_is_remembered_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for thousands of names.  What is remembered of others stays, and others may still ask for these names."""
+    hostile, other = (cast(Link, Hashable(name)) for name in "ab")
+    told: list[Any] = []
+    holds = holds_that_tell(told)
+    holds.told("1", {}, (), {"push/lost": "why"})
+    holds._gone.add("1/0/sent", other, "")
+    for turn in range(10):
+        for number in range(1000):
+            holds.asked(Want(f"push/{turn}-{number}"), hostile)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: 1e9)
+            holds.ended()
+        assert len(told) == 1000 * (turn + 1) and not holds._wanted and not holds._waits
+    assert len(holds._gone) == holding._MOST_GONE
+    holds.asked(Want("1/0/sent"), other)  # it has been sent: asked twice
+    for name, link, why in (
+        ("1/0/sent", hostile, "another engine"), ("push/lost", other, "why"), ("push/9-999", hostile, "in time"),
+    ):  # fmt: skip
+        with pytest.raises(TransferError, match=why):
+            holds.asked(Want(name), link)
+    holds.asked(Want("push/9-999"), other)  # which may have been right, and too early
+    assert set(holds._wanted) == {"push/9-999"}
+    cast(Any, hostile).is_closed = True
+    holds._gone.add("push/last", other, "why")
+    assert len(holds._gone) == 3 and hostile not in holds._gone._by_link
+
+
+def test_engines_that_want_much_leave_room_for_others() -> None:
+    """Another engine is waited for all the same.  Who wants most loses its newest request, and is told."""
+    many = [cast(Link, Hashable(str(number))) for number in range(12)]
+    told: list[Any] = []
+    holds = holds_that_tell(told)
+    for number in range(holding._SHARE):
+        for link in many:
+            with contextlib.suppress(TransferError):
+                holds.asked(Want(f"push/{link!r}-{number}"), link)
+    assert len(holds._wanted) == holding._MOST_WANTED and not told
+    late = cast(Link, Hashable("late"))
+    for number in range(100):
+        holds.asked(Want(f"push/late-{number}"), late)
+    assert len(holds._wanted) == holding._MOST_WANTED and len(told) == 100 and late not in {link for link, _, _ in told}
+    assert sum(holds._waits.values()) == holding._MOST_WANTED and holds._waits[late] == 100
+    with pytest.raises(TransferError, match="others are waited for"):
+        holds.asked(Want("push/more"), max(many, key=lambda link: holds._waits[link]))
+
+
+def test_nobody_is_told_while_a_lock_is_held() -> None:
+    """Telling may wait for a peer that does not read."""
+    first, second = (cast(Link, Hashable(name)) for name in "ab")
+    found: list[tuple[bool, str]] = []
+    holds = holds_that_tell([])
+    holds._tell = lambda *what: found.append((holds._lock.locked(), what[-1]))
+    holds.told("1", {}, (), {})
+    holds.asked(Want("1/0/r"), first)
+    holds.asked(Want("push/x"), second)
+    holds.told("1", {"r": Hold(([],), 0, LIMIT, 0, "push/x")}, (), {})
+    holds.told("1", {}, (), {"push/y": "why"})
+    assert [is_locked for is_locked, _ in found] == [False] and "another engine" in found[0][1]
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_other_inputs_are_refused_at_once_by_their_names(asks_first: bool) -> None:
+    """Both engines know a request by the router's name, with another adapter.  Nobody waits for what cannot come."""
+    link, other = (cast(Link, Hashable(name)) for name in "ab")
+    told: list[Any] = []
+    holds = holds_that_tell(told)
+    holds.told("1", {}, (), {})
+    ours = {"r": Hold(([],), 0, LIMIT, 0, push_name("x", "adapter=1,image=2"))}
+    wanted, plain = push_name("x", "adapter=3,image=2"), push_name("x", "")
+    why = "adapter: that of the request here is another"
+    if asks_first:
+        holds.asked(Want(wanted), link)
+        holds.asked(Want(plain), other)
+        holds.told("1", ours, (), {})
+        assert {(of, name): why for of, name, why in told}.keys() == {(link, wanted), (other, plain)}
+        assert any(text.startswith(why) for *_, text in told) and any(text.startswith("adapter, image: ") for *_, text in told)
+    else:
+        holds.told("1", ours, (), {})
+        for name, said in ((wanted, why), (plain, "adapter, image: that")):
+            with pytest.raises(TransferError, match=said):
+                holds.asked(Want(name), link)
+    assert not holds._wanted and not holds._waits and holds._held["r"].link is None
+    holds.asked(Want(push_name("x", "adapter=1,image=2")), link)
+    holds.asked(Want(push_name("x#y", "")), link)  # another request
+    assert set(holds._named) == {"push/x", "push/x%23y"}
+    holds.told("1", {}, (), {push_name("x#y", ""): "why"})
+    holds.ended()
+    assert not holds._named
+
+
+class Work:
+    """What the threads of a door do while it is entered: calls of functions, bytes that are read and parsed, memory at its peak."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def __enter__(self) -> Work:
+        self.calls = self.received = self.parsed = self.peak = 0
+        receive, loads = Talk._receive, json.loads
+
+        def received(talk: Talk) -> None:
+            before = len(talk._data)
+            receive(talk)
+            self.received += len(talk._data) - before if _is_door() else 0
+
+        def parsed(text: str | bytes, **more: Any) -> Any:
+            self.parsed += len(text) if _is_door() else 0
+            return loads(text, **more)
+
+        self._patch.setattr(Talk, "_receive", received)
+        self._patch.setattr(json, "loads", parsed)
+        threading.setprofile(self._count)
+        tracemalloc.start()
+        return self
+
+    def _count(self, frame: Any, event: str, argument: Any) -> None:  # noqa: ARG002
+        self.calls += event in ("call", "c_call") and _is_door()
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        threading.setprofile(None)  # type: ignore[arg-type]
+        self._patch.undo()
+
+
+def _is_door() -> bool:
+    return threading.current_thread().name.startswith("kvbm door ")
+
+
+def first_messages(end: Endpoint) -> dict[str, list[bytes]]:
+    """What a stranger may begin with, as data to send one after the other."""
+    most, card = talk_module.MOST, json.loads(end.card())
+    group = card["groups"][""]
+
+    def framed(text: bytes) -> bytes:
+        return struct.pack(">4sI", b"kvb1", len(text)) + text
+
+    def hello(**change: Any) -> bytes:
+        of_card = json.dumps({**card, **change}).encode()
+        told = {"engine": "e", "start": "1", "rank": 0, "world": 1, "card": base64.b64encode(of_card).decode()}
+        return framed(json.dumps(told).encode())
+
+    good = hello()
+    found = {
+        "nothing": [], "one byte": [b"k"], "half a frame": [good[: len(good) // 2]], "a length and silence": [good[:8]],
+        "a length of 4 GiB": [b"kvb1\xff\xff\xff\xff"], "another program": [b"GET / HTTP/1.1\r\n\r\n" * 1000],
+        "deep nesting": [framed(b"[" * most)], "deep objects": [framed(b'{"a":' * (most // 6))],
+        "huge numbers": [framed(b'{"rank":' + b"9" * (most - 9) + b"}")],
+        "many large numbers": [framed(b"[" + b",".join([b"9" * 4299] * (most // 4301)) + b"]")],
+        "a long string": [framed(b'{"engine":"' + b"x" * (most - 13) + b'"}')],
+        "escapes": [framed(b'{"engine":"' + b"\\u1234" * (most // 6 - 9) + b'"}')],
+        "repeated keys": [framed(b"{" + b",".join([b'"engine":1'] * 2000) + b"}")],
+        "4,096 names": [framed(b"{" + b",".join(b'"%x":1' % n for n in range(2000)) + b"}"), framed(
+            json.dumps({"want": {"name": "r", "groups": [f"{n:x}" for n in range(4000)]}}).encode())],
+        "busy for ever": [framed(b'{"busy":true}') * 200] * 20,
+        "600 groups": [hello(groups={f"{n}": {} for n in range(600)})],
+        "600 groups that are large": [hello(groups={f"{n}": {"placement": "x" * 90} for n in range(600)})],
+        "a card that is deep": [framed(json.dumps({"engine": "e", "start": "1", "rank": 0, "world": 1, "card": base64.b64encode(
+            b"[" * 60_000).decode()}).encode())],
+        "a model with many fields": [hello(model={f"field {n}": "x" for n in range(2000)})],
+        "a wire that is none": [hello(model="other", wire="x" * 40_000)],
+        "other groups": [hello(groups={"other": group})],
+        "numbers in the card": [hello(sends=10**4000, takes=10**4000, world=10**4000)],
+        "a world that is none": [framed(json.dumps({"engine": "e", "start": "1", "rank": 0, "world": 10**4000}).encode())],
+        "an error of its own": [framed(json.dumps({"error": "BindError", "message": "\x1b" * 20_000}).encode())],
+    }  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("is_secret", [False, True])
+def test_a_stranger_costs_little_before_it_is_refused(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, is_secret: bool
+) -> None:
+    """Whatever it says first: at most 1 MiB, and so few calls and bytes that they take no 10 ms of a processor.
+
+    With a secret also what a member has said before.  Work is counted, and no time.  A call of Python takes about 0.1 µs, and
+    parsing JSON about 10 ns a byte.
+    """
+    prefill = engines("p", secret=Secret(b"0123456789abcdef") if is_secret else None)
+    port, end = prefill.listen(), prefill.ends[0]
+    told = first_messages(engines("plain").ends[0])
+    if is_secret:
+        said: list[bytes] = []
+        send = Talk._send
+        monkeypatch.setattr(Talk, "_send", lambda talk, data, seconds: (said.append(data), send(talk, data, seconds)))
+        connect("127.0.0.1", port, LIMIT, end.secret).close()
+        until_left(prefill, 0)
+        monkeypatch.undo()
+        told["a recorded hello"], told["a recorded conversation"] = said[:1], [*said, *said]
+    for name, data in told.items():
+        with Work(monkeypatch) as work, socket.create_connection(("127.0.0.1", port), LIMIT) as stranger:
+            with contextlib.suppress(OSError):  # it was refused before the end
+                for part in data:
+                    stranger.sendall(part)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1 << 16):
+                    pass  # until the door has closed it
+            until_left(prefill, 0)
+        assert work.peak < 1 << 20, (name, work.peak)
+        assert work.received <= 3 * talk_module.MOST and work.parsed <= 2 * talk_module.MOST, (name, work.received, work.parsed)
+        assert work.calls < 4000, (name, work.calls)
+        assert not is_secret or not work.parsed, name
+    assert not prefill.doors[0]._guests and not end.links
+
+
+def test_who_is_refused_is_in_the_log_once_a_minute(
+    engines: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its address and why, without control characters.  Who comes and goes, or is welcome, is not."""
+    prefill, decode = engines("p"), engines("d")
+    port = prefill.listen()
+    decode.load(decode.visit(0, port, 1), "one")
+    socket.create_connection(("127.0.0.1", port), LIMIT).close()
+    for _ in range(3):
+        with connect("127.0.0.1", port, LIMIT) as talk:
+            talk.say(engine="e\x1b[31m", start="\n", rank=7, world=2, card="")
+            with pytest.raises(BindError):
+                talk.hear("card")
+    until_left(prefill, 1)
+    [line] = [record.getMessage() for record in caplog.records if record.name == talk_module.__name__]
+    assert line.startswith("kvbm door: refused 127.0.0.1:") and "expected a rank of a world, got 7 of 2" in line
+    monkeypatch.setattr(talk_module, "_LOGGED", 0.0)
+    caplog.clear()
+    with connect("127.0.0.1", port, LIMIT) as talk:
+        talk.say(engine="e", start="1", rank=0, world=1, card="\x1b[31m\n")
+        with pytest.raises(BindError):
+            talk.hear("card")
+    until_left(prefill, 1)
+    [line] = [record.getMessage() for record in caplog.records if record.name == talk_module.__name__]
+    assert line.isprintable() and "x1b" in line and "(2 more times since its last line here)" in line
+
+
+def until_left(engine: Engine, count: int) -> None:
+    """Wait until a door has only so many conversations."""
+    reception, end = engine.doors[0]._reception, time.monotonic() + LIMIT
+    while len(reception._talks) > count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_many_hosts_fill_neither_the_log_nor_the_memory(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = talk_module.Refusals("door")
+    for number in range(3 * talk_module._MOST_HOSTS):
+        refusals.tell(cast(Talk, SimpleNamespace(host=f"h{number}", peer=f"h{number}:1")), "why")
+    assert len(caplog.records) == len(refusals._hosts) == talk_module._MOST_HOSTS
+    monkeypatch.setattr(talk_module, "_LOGGED", 0.0)
+    refusals.tell(cast(Talk, SimpleNamespace(host="later", peer="later:1")), "why")
+    assert len(refusals._hosts) == 1
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])

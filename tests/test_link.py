@@ -54,9 +54,11 @@ from linking import (
     held,
     in_bursts,
     plain_case,
+    require_nothing_left,
     right_cases,
     sender_of,
     until,
+    written,
 )
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, on_wire, span
 
@@ -73,6 +75,11 @@ def test_every_byte(first: int) -> None:
 def test_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
     """Pools and rings on the fake driver."""
     fake_gpu("reshards.linked", 500, 20)
+
+
+def test_a_failed_receive_leaves_zeros_on_a_gpu_that_is_not_one(fake_gpu: Any) -> None:
+    """The launches that write them are those that unpack."""
+    fake_gpu("reshards.zeroed")
 
 
 @pytest.mark.gpu
@@ -321,28 +328,6 @@ def test_a_lost_peer_is_no_wrong_chunk(side: int, pulls: bool) -> None:
     assert killed > 2
 
 
-def written(found: Linked) -> list[Any]:
-    """For each receiving rank, the bytes that a transfer of the case writes: those that it makes equal whatever they were."""
-    after = []
-    for number, fill in enumerate((0x55, 0xAA)):
-        for buffer in found.run.buffers[1]:
-            buffer[:] = fill
-        assert not any(ended(found.begin(name=f"written {number}")))
-        after.append([np.array(buffer) for buffer in found.run.buffers[1]])
-    return [one == two for one, two in zip(*after, strict=True)]
-
-
-def require_nothing_left(found: Linked, masks: list[Any], errors: list[Any]) -> int:
-    """After failed receives into memory of 0x55: all their tokens are zero or none is, and no other byte has changed."""
-    cleared = 0
-    for buffer, mask, error in zip(found.run.buffers[1], masks, errors, strict=True):
-        assert (buffer[~mask] == 0x55).all()
-        if error is not None and not (buffer[mask] == 0x55).all():
-            assert (buffer[mask] == 0).all(), error
-            cleared += 1
-    return cleared
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("verify", ["after", "before"])
 def test_a_failed_receive_leaves_zeros_in_its_tokens_and_no_other_byte(
@@ -374,7 +359,7 @@ def test_a_failed_receive_leaves_zeros_in_its_tokens_and_no_other_byte(
                     for end in found.ends[1]:
                         end.close()
                 errors = ended(came)
-                cleared[what] += require_nothing_left(found, masks, errors)
+                cleared[what] += require_nothing_left(found.run.buffers[1], masks, errors)
     assert all(cleared.values()), cleared
 
 
@@ -546,6 +531,95 @@ def test_a_peer_that_keeps_its_slots_leaves_one_to_others() -> None:
         with pytest.raises(KeyError):  # given twice, two chunks would share it
             made.give(kept[0])
         made.close()
+
+
+def test_any_number_of_stopped_peers_leaves_a_slot_to_each_other_peer() -> None:
+    """Peers take and give in any order, and some stop and keep what they have: a live one that has no slot gets one, always."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        peers = [f"{number}" for number in range(rng.randint(1, 9))]
+        each = len(peers) + rng.choice((0, 0, 1, 5))
+        made = ring.Ring("cpu", 256, each, each)
+        kept: dict[tuple[str, bool], list[int]] = {(peer, sends): [] for peer in peers for sends in (True, False)}
+        made.meet(peers[: len(peers) // 2])
+        made.meet(peers)  # again: each counts once
+        live = set(peers)
+        for _ in range(200):
+            peer, sends = rng.choice(peers), rng.random() < 0.5
+            mine = kept[peer, sends]
+            if peer in live and mine and rng.random() < 0.4:
+                made.give(mine.pop(rng.randrange(len(mine))))
+            elif (slot := made.take(peer, sends=sends)) is not None:  # also who has stopped may have asked before
+                mine.append(slot)
+            else:
+                assert mine, f"seed {seed}: {peer} has none and gets none: {kept}"
+            if rng.random() < 0.02 and len(live) > 1:
+                live.discard(rng.choice(peers))
+            without = sum(not kept[one, sends] for one in peers)
+            assert made.free(sends=sends) >= without
+        for peer in peers[1:]:
+            made.part(peer)
+            made.part(peer)
+        for slots in kept.values():
+            for slot in slots:
+                made.give(slot)
+        alone = [made.take(peers[0], sends=True) for _ in range(each)]
+        assert alone.count(None) == (each >= 4)  # for who comes later
+        made.close()
+
+
+class Ending:
+    """A wire whose puts to some peers never end, as those to a process that has stopped."""
+
+    def __init__(self, below: Any, stopped: set[str]) -> None:
+        self.below, self.stopped = below, stopped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def put(self, peer: str, *given: Any) -> Any:
+        return self if peer in self.stopped else self.below.put(peer, *given)
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_peers_that_stop_in_the_middle_keep_no_other_from_progress(count: int) -> None:
+    """All but one of the peers stop behind their offers and grants.  The ring has as many slots as peers."""
+    place, layout, hub = reshard.vllm(MODEL, name="e"), kvbm.load("vllm/flash_attn_nhd"), wire.Hub()
+    stopped: set[str] = set()
+    given: dict[str, Any] = {"chunk_bytes": 1 << 14, "slots": count + 1}
+
+    def engine(name: str, of: Any) -> reshard.Endpoint:
+        pool = Pool.allocate(layout, place.shape(0), 16)
+        for array in pool.arrays:
+            array[:] = 0
+        return reshard.Endpoint(name, place, 0, pool, wire=of, **given)
+
+    with contextlib.ExitStack() as stack:
+        me = stack.enter_context(engine("me", Ending(wire.memory("me", hub), stopped)))
+        deaf = [Deaf(wire.memory(f"stopped {number}".replace(" ", "-"), hub)) for number in range(count)]
+        others = [stack.enter_context(engine(f"stopped {number}", one)) for number, one in enumerate(deaf)]
+        healthy = stack.enter_context(engine("healthy", wire.memory("healthy", hub)))
+        for one in deaf:
+            one.listens = True
+        pairs = [(me.meet([one.card()]), one.meet([me.card()])) for one in (*others, healthy)]
+        span, lost = Span(TABLE, ALL), []
+        for number, (mine, theirs) in enumerate(pairs[:-1]):
+            stopped.update(mine.peers)
+            lost += [mine.receive(f"from {number}", span, timeout=60), theirs.send(f"from {number}", span, timeout=60)]
+            lost += [mine.send(f"to {number}", span, timeout=60), theirs.receive(f"to {number}", span, timeout=60)]
+            deaf[number].listens = False
+        until(lambda: sum(me.ring._taken.values()) >= count, "they have slots")
+        mine, theirs = pairs[-1]
+        for number in range(10):
+            handles = [
+                mine.receive(f"in {number}", span, timeout=LIMIT), theirs.send(f"in {number}", span, timeout=LIMIT),
+                mine.send(f"out {number}", span, timeout=LIMIT), theirs.receive(f"out {number}", span, timeout=LIMIT),
+            ]  # fmt: skip
+            assert ended(handles) == [None] * 4
+        assert not any(one.has_ended for one in lost[::4])
 
 
 def test_few_slots() -> None:
@@ -729,37 +803,82 @@ def test_launches_are_kept_by_slot(monkeypatch: pytest.MonkeyPatch, most: int) -
 
 
 class Undroppable:
-    """A wire whose `drop` takes a while and then raises `TransferTimeoutError`."""
+    """A wire with peers that do not answer: `drop` waits as long as it may, and then raises `TransferTimeoutError`."""
 
     def __init__(self, below: Any) -> None:
-        self.below, self.drops = below, 0
+        self.below, self.go_on, self.drops = below, threading.Event(), []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.below, name)
 
-    def drop(self, peer: str) -> None:
-        self.drops += 1
-        time.sleep(0.2)
+    def drop(self, peer: str, seconds: float | None = None) -> None:
+        self.drops.append(peer)
+        self.go_on.wait(LIMIT if seconds is None else seconds)
         raise TransferTimeoutError(peer)
 
 
 def test_who_cannot_be_dropped_holds_up_nobody() -> None:
-    with Two() as two:
-        wires = [Undroppable(wire.faulty(wire.memory("d/1", two.hub), ()))]
-        place = reshard.vllm(MODEL, name="decode")
-        with reshard.Endpoint(
-            "decode", place, 0, two.pool, wire=wires[0], chunk_bytes=1 << 14, ring_bytes=1 << 18
-        ) as end:
+    """While a peer that does not answer is dropped, again and again, the endpoint does everything else."""
+    place = reshard.vllm(MODEL, name="decode")
+    with Two() as two, Two() as other:
+        below = Undroppable(wire.memory("d/1", two.hub))
+        given: dict[str, Any] = {"chunk_bytes": 1 << 14, "ring_bytes": 1 << 18}
+        with reshard.Endpoint("decode", place, 0, two.pool, wire=below, **given) as end:
             link = end.meet([one.card() for one in two.ranks])
-            others = [one.meet([end.card()]) for one in two.ranks]
+            assert [one.meet([end.card()]) for one in two.ranks]
             two.ranks[1].close()
             [error] = ended([link.receive("k", Span(TABLE, ALL), timeout=60)])
             assert isinstance(error, PeerLostError)
-            until(lambda: wires[0].drops, "it is dropped")
-            for _ in range(50):
-                end.call(lambda: None)
-                time.sleep(0.01)
-            assert wires[0].drops == 1 and others
+            until(lambda: below.drops, "it is dropped")
+            healthy = reshard.vllm(MODEL, name="healthy")
+            with reshard.Endpoint("healthy", healthy, 0, other.pool, wire=wire.memory("h", two.hub), **given) as third:
+                mine, theirs = end.meet([third.card()]), third.meet([end.card()])
+                for number in range(5):
+                    came = mine.receive(f"{number}", Span(TABLE, ALL), timeout=LIMIT / 2)
+                    sent = theirs.send(f"{number}", Span(TABLE, ALL), timeout=LIMIT / 2)
+                    assert ended([came, sent]) == [None, None]
+                assert not below.go_on.is_set()
+            until(lambda: len(below.drops) > 3, "it is asked again")
+            assert end.dropping.keys() == set(below.drops)
+            below.go_on.set()
+
+
+def test_every_call_ends_with_the_callers_limit() -> None:
+    """The endpoint's thread does not answer.  A call that had not begun is not made; a link of one that had is the next call's."""
+    with Two() as two:
+        end, cards = two.end, [one.card() for one in two.ranks]
+        with held(end):
+            made: list[int] = []
+            with pytest.raises(TransferTimeoutError, match=r"the endpoint.s thread has not answered within 0\.01 s"):
+                end.call(lambda: made.append(1), 0.01)
+            for call in (
+                lambda: end.join([end.card()], timeout=0.01),
+                lambda: end.meet(cards, timeout=0.01),
+                lambda: end.meet(cards, timeout=0),
+            ):
+                with pytest.raises(TransferTimeoutError):
+                    call()
+        link = end.meet(cards)
+        assert not made and end.links == (link,) and end.siblings is None
+        with held(end), pytest.raises(TransferTimeoutError):
+            link.close(timeout=0.01)
+        link.close()
+    with Two() as two:
+        end, cards = two.end, [one.card() for one in two.ranks]
+        connect, is_connecting, go_on = end.wire.connect, threading.Event(), threading.Event()
+
+        def slow(card: bytes) -> str:
+            is_connecting.set()
+            assert go_on.wait(LIMIT)
+            return connect(card)
+
+        end.wire.connect = slow  # type: ignore[method-assign]
+        with pytest.raises(TransferTimeoutError):
+            end.meet(cards, timeout=0.05)
+        assert is_connecting.is_set()
+        go_on.set()
+        link = end.meet(cards)
+        assert end.links == (link,) and len(link.peers) == 2
 
 
 class Endless:
@@ -1360,10 +1479,10 @@ def test_an_endpoint_whose_wire_drops_a_peer_is_not_released(monkeypatch: pytest
         end = found.ends[1][0]
         drop, release, is_dropping, go_on, released = end.wire.drop, end.ring.close, threading.Event(), threading.Event(), []
 
-        def slow(peer: str) -> None:
+        def slow(peer: str, seconds: float | None) -> None:
             is_dropping.set()
             assert go_on.wait(LIMIT)
-            drop(peer)
+            drop(peer, seconds)
 
         monkeypatch.setattr(end.wire, "drop", slow)
         monkeypatch.setattr(end.ring, "close", lambda: (released.append(end._thread.is_alive()), release()))

@@ -14,7 +14,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class Serving:
                         self.side,
                         "127.0.0.1",
                         self.options["only"],
-                        self.options["memory"],
+                        trial.Memory(self.options["memory"]),
                         self.served[-1],
                     )
                 except KvbmError as error:
@@ -404,20 +404,59 @@ def test_a_sender_that_may_be_silent_for_an_hour_is_refused(serve: Serve) -> Non
     assert done.exit_code == BindError.exit_code and "this side waits 60 s (kvbm link serve --timeout)" in done.stderr
 
 
-def test_strangers_do_not_stand_in_the_line() -> None:
-    """Who is silent, or says a part of something, is not waited for; senders are served in the order in which they came."""
-    line = linkcli.Line()
-    reception = talk.Reception("127.0.0.1", 0, line.stand, timeout=LIMIT, name="line")
-    with contextlib.closing(reception), contextlib.ExitStack() as stack:
+#: What a sender asks for that gets it.
+ASKED = {**GOOD, "tokens": 40, "chunk_bytes": 1 << 16, "ring_bytes": 1 << 20, "timeout": 60.0}
+
+
+@contextlib.contextmanager
+def together(memory: int = 1 << 30, *, once: bool = False) -> Iterator[tuple[linkcli.Senders, int]]:
+    """`kvbm link serve` as it is, and its port."""
+    side = trial.Side("server", "cpu", HND, 64)
+    senders = linkcli.Senders(side, only=None, memory=memory, timeout=60.0, once=once, as_json=True)
+    reception = talk.Reception("127.0.0.1", 0, senders.serve, timeout=LIMIT, name="senders")
+    with contextlib.closing(reception):
+        yield senders, reception.port
+        senders.stop()
+
+
+def test_silent_senders_keep_no_other_waiting(serve: Serve) -> None:
+    """Some say nothing, or a part of something; others say what they want, and stop behind it, with all that was made for them."""
+    with together() as (senders, port), contextlib.ExitStack() as stack:
         for data in (b"", b"k", framed(b"{}", 9)):
-            one = stack.enter_context(socket.create_connection(("127.0.0.1", reception.port), LIMIT))
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT))
             one.sendall(data)
-        for number in range(3):
-            sender = stack.enter_context(talk.connect("127.0.0.1", reception.port, LIMIT))
-            sender.say(number=number)
-            heard, leave = line.next()
-            assert heard.hear("number") == {"number": number}
-            leave()
+        for _ in range(3):
+            one = stack.enter_context(talk.connect("127.0.0.1", port, LIMIT))
+            one.say(**trial._hello(device="cpu", **ASKED))
+            one.hear("card", within=LIMIT)
+        assert send(port).exit_code == 0 and senders.count == 4 and senders.ended.get(timeout=LIMIT) == 0
+        assert len(senders._running) == 3
+
+
+def test_senders_share_the_memory_and_who_gets_none_is_told_at_once(serve: Serve) -> None:
+    terms = trial.Terms(**ASKED)
+    with together(terms.memory(64) * 2 - 1) as (senders, port):
+        with talk.connect("127.0.0.1", port, LIMIT) as silent, talk.connect("127.0.0.1", port, LIMIT) as second:
+            silent.say(**trial._hello(device="cpu", **asdict(terms)))
+            silent.hear("card", within=LIMIT)
+            second.say(**trial._hello(device="cpu", **asdict(terms)))
+            with pytest.raises(BindError, match=r"of which other senders use .*: try again later"):
+                second.hear("card", within=LIMIT)
+        codes = {senders.ended.get(timeout=LIMIT) for _ in range(2)}
+        assert codes == {BindError.exit_code, PeerLostError.exit_code}
+        with talk.connect("127.0.0.1", port, LIMIT) as third:  # the memory is back
+            third.say(**trial._hello(device="cpu", **asdict(terms)))
+            third.hear("card", within=LIMIT)
+
+
+def test_a_server_of_one_sender_refuses_the_second(serve: Serve) -> None:
+    with together(once=True) as (senders, port):
+        with talk.connect("127.0.0.1", port, LIMIT) as first:
+            first.say(**trial._hello(device="cpu", **ASKED))
+            first.hear("card", within=LIMIT)
+            done = send(port)
+            assert done.exit_code == BindError.exit_code and "--once" in done.stderr
+        assert senders.ended.get(timeout=LIMIT) == PeerLostError.exit_code
 
 
 @pytest.mark.parametrize(

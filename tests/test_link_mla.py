@@ -14,7 +14,7 @@ import pytest
 import kvbm
 from kvbm import BindError, DigestError, PeerLostError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
 from kvbm.reshard.chunk import TRAILER
-from linking import LIMIT, Linked, close_all, ended, held
+from linking import LIMIT, Linked, close_all, ended, held, until, written
 from programs.links import carrier
 from reshard_oracle import Case, Engine, Told
 
@@ -201,6 +201,58 @@ def test_what_is_wrong_each_time_ends_all_ranks() -> None:
         ]
         assert len(errors) == 2 and all(isinstance(error, DigestError) for error in errors), errors
         found.require_slots()
+
+
+class Pushed(random.Random):
+    """Chooses that nothing is pulled."""
+
+    def random(self) -> float:
+        return 0.9
+
+
+class Seen(threading.Event):
+    """Set when a receive has ended.  It keeps what its blocks hold then."""
+
+    def __init__(self, buffer: Any) -> None:
+        super().__init__()
+        self.buffer, self.held = buffer, None
+
+    def set(self) -> None:
+        self.held = np.array(self.buffer)
+        super().set()
+
+
+@pytest.mark.parametrize("what", ["share", "passed on", "abort", "kill", "close"])
+def test_a_failed_receive_leaves_zeros_before_it_is_told(what: str) -> None:
+    """Of the share, and of what other ranks have passed on, nothing is left.  No other byte has changed."""
+    cleared = failed = 0
+    with on_faulty({}) as found:
+        masks = written(found)
+    for first in (0, 1, 2, 3):
+        faults = [wire.Fault("bit" if what != "kill" else "kill", at) for at in range(first, 200)]
+        where = {"share": (0, 0), "passed on": (1, 0), "kill": (0, 0)}.get(what)
+        with on_faulty({where: faults} if where else {}) as found:
+            for buffer in found.run.buffers[1]:
+                buffer[:] = 0x55
+            with held(*found.all_ends):
+                handles = found.begin(Pushed(first), timeout=60)
+                came = {one.link.endpoint.rank: one for one in handles if not isinstance(one, reshard.Sending)}
+                seen = [Seen(buffer) for buffer in found.run.buffers[1]]
+                for rank, one in came.items():
+                    one._ended = seen[rank]
+            if what in ("abort", "close"):
+                parts = [part for one in came.values() for part in one._parts[:2]]
+                until(lambda parts=parts: any(one.zero or one.has_ended for one in parts), "something was written")  # type: ignore[misc]
+                came[0].abort() if what == "abort" else found.ends[1][0].close()
+            ended(handles)
+            errors = [came[rank]._error for rank in range(len(seen))]
+            failed += sum(error is not None for error in errors)
+            for one, mask, error in zip(seen, masks, errors, strict=True):
+                assert (one.held[~mask] == 0x55).all()
+                if error is not None:
+                    assert np.isin(one.held[mask], (0, 0x55)).all(), error  # a part that was not begun is as it was
+                    cleared += not (one.held[mask] == 0x55).all()
+    assert failed > 1 and cleared > 0
 
 
 @pytest.mark.threads

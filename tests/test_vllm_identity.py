@@ -13,7 +13,7 @@ import pytest
 
 from kvbm import BindError
 from kvbm.integrations.identity import key_of_files, longest_counts
-from kvbm.integrations.vllm.identity import inputs_of, model_of
+from kvbm.integrations.vllm.identity import differing, inputs_of, model_of
 from kvbm.reshard.model import differences, named
 
 HELD = {
@@ -202,6 +202,17 @@ def test_a_draft_counts(engine: Any, tmp_path_factory: pytest.TempPathFactory) -
     assert "draft.config.rms_norm_eps" in told(one, other)
     other.speculative_config = None
     assert "draft." in told(one, other)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ("", "", ""), ("adapter=1", "adapter=1", ""), ("adapter=1", "adapter=2", "adapter"), ("", "image=1", "image"),
+        ("adapter=1,image=2", "image=3", "adapter, image"), ("adapter=1", "\x1b[31m\n", "\\x1b[31m\\n, adapter"),
+    ],
+)  # fmt: skip
+def test_what_differs_of_two_requests_is_named(ours: str, theirs: str, said: str) -> None:
+    assert differing(ours, theirs) == said
 
 
 def test_what_the_caches_of_a_request_depend_on(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import pytest
 
 import kvbm
 from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
-from kvbm.wire import groups
+from kvbm.wire import agents, groups, loans, storage
 from kvbm.wire.protocol import CARD_BYTES, Card, _sum
 from linking import LIMIT, close_all, until
 from processes import FakeDriver
@@ -632,6 +632,37 @@ def test_a_stopped_process_is_not_waited_for(kind: str, pair: Open, monkeypatch:
     finally:
         os.kill(far.process.pid, signal.SIGCONT)
     near.drop()
+
+
+def test_a_drop_that_may_not_wait_does_not(pair: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends this side at once, and says whether the peer can still write.  The same call says later that it cannot."""
+    near, far = pair()
+    near.start(0, 0, 8, b"one")
+    done(near)
+    far.wait(1)
+    pid = getattr(far.process, "pid", 0)
+    if pid:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            for module in (agents, groups, loans, storage):
+                patch.setattr(module, "deadline", lambda seconds: lambda: seconds <= 0 or pytest.fail("it waits"))
+            with contextlib.suppress(TransferTimeoutError):
+                near.drop(0.0)
+        with pytest.raises(PeerLostError):
+            near.send(b"there?")
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGCONT)
+
+    def is_dropped() -> bool:
+        with contextlib.suppress(TransferTimeoutError):
+            near.drop(0.0)
+            return True
+        near.poll()
+        return False
+
+    until(is_dropped, "it is dropped")
 
 
 @pytest.mark.slow

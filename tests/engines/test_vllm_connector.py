@@ -683,6 +683,26 @@ def test_what_is_aborted_while_it_is_computed_fails_at_once(worker: Any) -> None
     assert until(decode, "finished_recving").failed_recving == {"again"}
 
 
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_another_adapter_fails_at_once(worker: Any, asks_first: bool) -> None:
+    prefill, decode = worker("p", push_layers=1), worker("d", push_tokens=16)
+    asks = Told("2", loads={"q": early(prefill, "x#adapter=1")})
+    if asks_first:
+        decode.begin(asks)
+        sooner(lambda: prefill.holds._wanted)
+    prefill.begin_step(push(0, 16, "x#adapter=2"))
+    prefill.holds.end_step()
+    if not asks_first:
+        decode.begin(asks)
+    assert until(decode, "finished_recving").failed_recving == {"q"}
+    assert not prefill.holds._wanted and prefill.holds._held["r"].link is None
+
+
+def test_inputs_of_another_request_cost_a_prefill() -> None:
+    scheduler, one = scheduler_of("d"), request({**PARAMS, "remote_inputs": "adapter=1,image=2"})
+    assert scheduler.matched(one, 0) == (0, False) and not one.kv_transfer_params["do_remote_prefill"]
+
+
 def test_what_was_never_computed_fails_at_once(worker: Any) -> None:
     prefill, decode = both(worker)
     prefill.begin(Told("1", lost={"push/x": "it was aborted"}))

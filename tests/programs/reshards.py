@@ -17,7 +17,7 @@ from chunking import Carried, far_cells, is_sendable
 from kvbm import _core, digesting, reshard, wire
 from kvbm.reshard.ring import Ring
 from kvbm.wire import loans
-from linking import Linked, ended, in_bursts, plain_case, right_cases, sender_of
+from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
 from memory import FakeCuda
 from programs.fake_gpu import alive, count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
@@ -101,10 +101,10 @@ def linked(first: int, cases: int, wires: Any = None) -> None:
 
 
 class Flips:
-    """A wire of which one put carries a wrong bit."""
+    """A wire of which one put carries a wrong bit, or so many."""
 
-    def __init__(self, below: Any, at: int) -> None:
-        self.below, self.left = below, at
+    def __init__(self, below: Any, at: int, count: int = 1) -> None:
+        self.below, self.left, self.least = below, at, -count
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.below, name)
@@ -112,11 +112,11 @@ class Flips:
     def put(self, peer: str, local: Any, remote: Any, note: bytes = b"") -> Any:
         self.left -= 1
         byte = ctypes.c_uint8.from_address(self.below.slab.address + local[0] + 5)
-        byte.value ^= self.left == -1
+        byte.value ^= self.least <= self.left < 0
         try:
             return self.below.put(peer, local, remote, note)  # copies at once
         finally:
-            byte.value ^= self.left == -1
+            byte.value ^= self.least <= self.left < 0
 
 
 def wrong_in_calls() -> None:
@@ -145,6 +145,31 @@ def wrong_in_calls() -> None:
                 assert sum(link.stats()["chunks_wrong"] for link in found.links[1]) == 1
                 found.require_slots()
     assert max(calls) > 1
+
+
+def zeroed() -> None:
+    """A receive whose last chunks are wrong each time: all its tokens are zero when it has ended, and no other byte has changed."""
+    case, cleared = plain_case(), 0
+    sender = sender_of(case)
+    with Linked(case, memory=(on_pages, arrays), chunk_bytes=1 << 12, ring_bytes=1 << 16) as found:
+        masks = written(found)
+    for verify in ("after", "before"):
+        for first in (2, 4):
+            hub = wire.Hub()
+
+            def make(side: int, rank: int, hub: Any = hub, first: int = first) -> Any:
+                below = wire.memory(f"{side}/{rank}", hub)
+                return Flips(below, first, 1000) if (side, rank) == (0, sender) else below
+
+            with Linked(case, make, memory=(on_pages, arrays), chunk_bytes=1 << 12, ring_bytes=1 << 16) as found:
+                for buffer in found.run.buffers[1]:
+                    buffer[:] = 0x55
+                handles = in_bursts(found, verify, pump)
+                errors = ended(handles)[len(found.links[0]) :]
+                assert any(isinstance(error, kvbm.DigestError) for error in errors), errors
+                cleared += require_nothing_left([np.asarray(one) for one in found.run.buffers[1]], masks, errors)
+                found.require_slots()
+    assert cleared and count("pushes") == count("pops") and count("illegal") == 0
 
 
 def streams_of_other_gpus() -> None:

@@ -100,8 +100,8 @@ class End:
     def query(self) -> bool:
         return self.op.query()
 
-    def drop(self) -> None:
-        self.wire.drop(self.peer)
+    def drop(self, seconds: float | None = None) -> None:
+        self.wire.drop(self.peer, seconds)
 
     def poll_or_not(self, polls: bool) -> None:
         self.polls = polls

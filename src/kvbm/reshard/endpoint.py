@@ -67,8 +67,12 @@ _TOLD = 10e-3
 #: side wake the thread, and a peer's offer waits for one anyway; only the end of a connection is answered this much later.
 _IDLE = (1e-3, 0.1)
 
-#: Seconds until the thread tries again to drop a peer.  An attempt blocks the thread for as long as the wire's time limit.
-_DROPS = 30.0
+#: Seconds until the thread asks again whether a peer that it drops can no longer write: the first, doubled each time up to the
+#: last.  It does not wait for the answer.
+_DROPS = (1e-3, 1.0)
+
+#: Seconds within which the thread answers a call of another thread, if that gives no limit.
+_ANSWERS = 30.0
 
 #: Seconds that `close` waits for transfers to end, and for peers to be dropped.
 _CLOSING = 6.0
@@ -100,7 +104,8 @@ class Endpoint:
     ring_bytes : int
         Bytes of registered memory on the device of the pools: half to send, half to receive.
     slots : int, optional
-        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.
+        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With as many slots as peers, a peer
+        that stops keeps no other from a slot.
     max_sms : int, optional
         Multiprocessors that kernels may use.
     secret_file : path, optional
@@ -177,7 +182,8 @@ class Endpoint:
         self.siblings: Link | None = None
         self._by_peer: dict[str, Link | None] = {}  # None: the link is closed
         self.dropping: dict[str, Link] = {}
-        self._drop_at: dict[str, float] = {}  # peers that could not be dropped → time of the next attempt
+        self._drop_at: dict[str, tuple[float, float]] = {}  # peers that could not be dropped → time of the next attempt, pause
+        self._unclaimed: dict[tuple[object, ...], Link] = {}  # links whose callers had given up when they were made
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._is_told = hasattr(wire, "on_news")  # polling would take Python's lock from threads that work
@@ -217,13 +223,15 @@ class Endpoint:
         card = json.dumps(held).encode()
         return card if self.secret is None else self.secret.sign(card)
 
-    def join(self, cards: Iterable[bytes]) -> Link:
+    def join(self, cards: Iterable[bytes], *, timeout: float = _ANSWERS) -> Link:
         """Connect to the ranks of this engine that hold the same as this one.  Call it before `meet(…, gather=True)`.
 
         Parameters
         ----------
         cards : iterable of bytes
             The cards of all ranks of this engine, including this one.
+        timeout : float
+            Seconds that it may take.
 
         Returns
         -------
@@ -234,7 +242,10 @@ class Endpoint:
         ------
         BindError
             As `meet`; also if it was called before.
+        TransferTimeoutError
+            The endpoint's thread did not answer in time.
         """
+        end = time.monotonic() + timeout
         title = f"{self.engine} rank {self.rank}: join"
         found = self._read(cards, title)
         _require_alike(found, title)
@@ -248,10 +259,12 @@ class Endpoint:
         for name, (place, pool) in self.groups.items():
             where = cuts_of([pool])
             among[name] = in_two_steps(place, place, cuts=(where, where))[1]
-        self.siblings = self.call(lambda: self._connect(found, among, among))
+        self.siblings = self._connected(("join",), end, found, among, among)
         return self.siblings
 
-    def meet(self, cards: Iterable[bytes], *, stripe: bool = False, gather: bool = False) -> Link:
+    def meet(
+        self, cards: Iterable[bytes], *, stripe: bool = False, gather: bool = False, timeout: float = _ANSWERS
+    ) -> Link:
         """Connect to the ranks of another engine.  Compares the two engines; plans and proves the copies in both directions.
 
         Parameters
@@ -264,6 +277,8 @@ class Endpoint:
             If ranks of the receiving engine hold the same, each receives a share of the layers, and they pass it on to each other.
             So every byte is sent once between the engines.  Both sides must pass the same value; the receiving side calls `join`
             before.
+        timeout : float
+            Seconds that it may take.
 
         Returns
         -------
@@ -277,7 +292,10 @@ class Endpoint:
             differ.
         PlanError
             The two engines hold different models.
+        TransferTimeoutError
+            The endpoint's thread did not answer in time.  It may be called again with the same cards.
         """
+        end = time.monotonic() + timeout
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
@@ -310,7 +328,7 @@ class Endpoint:
                     plans[name] = error
             if isinstance(outgoing[name], KvbmError) and isinstance(incoming[name], KvbmError):
                 raise outgoing[name]  # type: ignore[misc]
-        return self.call(lambda: self._connect(found, outgoing, incoming, gathered))  # type: ignore[no-any-return]
+        return self._connected((stripe, gather), end, found, outgoing, incoming, gathered)
 
     def require_alike(self, card: bytes) -> None:
         """Raise `BindError` for a card that `meet` would refuse at once: malformed, of another model, or of other groups.
@@ -327,6 +345,16 @@ class Endpoint:
         if not found:
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got none")
         return found
+
+    def _connected(self, options: tuple[object, ...], end: float, cards: list[_Card], *plans: Any) -> Link:
+        """The link to these ranks.  One that was made when its caller had given up is kept for the next call."""
+        key = options, *sorted(card.wire for card in cards)
+
+        def connect() -> Link:
+            made = self._unclaimed.pop(key, None)
+            return self._connect(cards, *plans) if made is None or made.is_closed else made
+
+        return self.call(connect, end - time.monotonic(), lambda made: self._unclaimed.update({key: made}))  # type: ignore[no-any-return]
 
     def _connect(
         self,
@@ -360,6 +388,7 @@ class Endpoint:
                     nonces = self._nonce, card.nonce
                     self._codes[peer] = Notes.between(self.secret, *nonces), Notes.between(self.secret, *nonces[::-1])
         self._by_peer.update(dict.fromkeys(link.peers, link))
+        self.ring.meet(link.peers)
         self._links.append(link)
         return link
 
@@ -379,23 +408,53 @@ class Endpoint:
             self._commands.put(call)
         self._wake.set()
 
-    def call(self, call: Callable[[], Any]) -> Any:
-        """Make the endpoint's thread call a function; return its result, or raise its error."""
+    def call(
+        self, call: Callable[[], Any], seconds: float = _ANSWERS, late: Callable[[Any], object] | None = None
+    ) -> Any:
+        """Make the endpoint's thread call a function; return its result, or raise its error.
+
+        Parameters
+        ----------
+        call : callable
+        seconds : float
+            How long to wait.  A call that has not begun then is not made.
+        late : callable, optional
+            The thread calls it with the result if the caller has given up while the function ran.
+
+        Raises
+        ------
+        TransferTimeoutError
+            The thread did not answer in time.
+        """
         found: dict[str, Any] = {}
-        ended = threading.Event()
+        ended, lock = threading.Event(), threading.Lock()
 
         def run() -> None:
+            if "is_late" in found:
+                return
             try:
-                found["value"] = call()
+                value = call()
             except BaseException as error:
                 found["error"] = error
+            else:
+                with lock:
+                    found["value"] = value
+                if "is_late" in found and late is not None:
+                    late(value)
             finally:
                 ended.set()
 
         self.submit(run)
-        while not ended.wait(0.1):
+        end = time.monotonic() + seconds
+        while not ended.wait(max(min(0.1, end - time.monotonic()), 0.0)):
             if not self._thread.is_alive():
                 raise BindError(f"{self.engine} rank {self.rank}: the endpoint is closed: {self._broken}")
+            with lock:
+                if time.monotonic() >= end and "value" not in found:
+                    found["is_late"] = True
+                    raise TransferTimeoutError(
+                        f"{self.engine} rank {self.rank}: the endpoint's thread has not answered within {max(seconds, 0.0):g} s"
+                    )
         if "error" in found:
             raise found["error"]
         return found["value"]
@@ -474,16 +533,17 @@ class Endpoint:
         for link in self._links:
             busy |= link.tick(now)
         for peer, link in list(self.dropping.items()):
-            if now < self._drop_at.get(peer, now):
+            at, pause = self._drop_at.get(peer, (now, _DROPS[0]))
+            if now < at:
                 continue
             try:
-                self.wire.drop(peer)
+                self.wire.drop(peer, 0.0)
             except TransferTimeoutError:  # the peer may still write: only its slots stay reserved
-                self._drop_at[peer] = time.monotonic() + _DROPS
+                self._drop_at[peer] = now + pause, min(2 * pause, _DROPS[1])
             else:
                 del self.dropping[peer]
+                self._drop_at.pop(peer, None)
                 link.dropped(peer)
-            break  # it may have taken long, and nothing else was done meanwhile
         for link in [one for one in self._links if one.is_closed and one.is_idle]:
             if self.dropping.keys().isdisjoint(link.peers):
                 with self._lock:
@@ -508,7 +568,8 @@ class Endpoint:
             end = time.monotonic() + _CLOSING
             links = [] if self._broken or self._is_closed else list(self._links)
             for link in links:
-                link.close()
+                with contextlib.suppress(TransferTimeoutError):  # the thread is asked below whether it has ended
+                    link.close(timeout=end - time.monotonic())
             while (
                 links
                 and not self._broken

@@ -226,9 +226,16 @@ class Link:
         )  # fmt: skip
         return {name: self._counts[name] for name in names}
 
-    def close(self) -> None:
-        """End the running transfers and the connections."""
-        self.endpoint.call(lambda: self._close("it was closed"))
+    def close(self, *, timeout: float = 30.0) -> None:
+        """End the running transfers and the connections.
+
+        Raises `TransferTimeoutError` if the endpoint's thread has not done so within `timeout` seconds; then call it again.
+        """
+        self.endpoint.call(lambda: self._close("it was closed"), timeout)
+
+    def leave(self) -> None:
+        """As `close`, without waiting for the endpoint's thread."""
+        self.endpoint.submit(lambda: self._close("it was closed"))
 
     # ---- beginning -------------------------------------------------------------------------------------------------
 
@@ -486,6 +493,7 @@ class Link:
         if peer in self.lost:
             return
         self.lost[peer] = error
+        self.ring.part(peer)
         for flow in self._all_flows():
             if flow.peer == peer and not flow.is_over:
                 _handle_of(flow).fail(error)

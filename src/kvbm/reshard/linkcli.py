@@ -32,16 +32,20 @@ from ..commands import (
     size_option,
     terminal,
 )
-from ..errors import KvbmError
+from ..errors import BindError, KvbmError
 from ..shapes import load_shape
 
 if TYPE_CHECKING:
     from .secret import Secret
     from .talk import Talk
-    from .trial import Row, Sender, Side
+    from .trial import Memory, Row, Sender, Side
 
 #: The default port of `serve` and `send`.
 PORT = 29555
+
+#: Most seconds that senders have to end after Ctrl-C.
+_STOPS = 6.0
+
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
     return () if value is None else tuple(dict.fromkeys(map(size_of, value.split(","))))
@@ -117,7 +121,7 @@ def link() -> None:
 @click.option("--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in.")
 @click.option("--wire", "only", type=_WIRES, help="Accept only this wire.  [default: any]")
 @_side_options("vllm/flash_attn_hnd", 64)
-@size_option("--memory", default="16GiB", help="The most memory that a sender may request.")
+@size_option("--memory", default="16GiB", help="The most memory that senders may request, together.")
 @click.option("--timeout", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True, metavar="S",
               help="The most seconds that a sender may be waited for at a time.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Serve one sender, then exit with its code.")
@@ -135,24 +139,24 @@ def serve(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Receive from `kvbm link send`, one sender after the other, until Ctrl-C.
+    """Receive from `kvbm link send` until Ctrl-C.
 
     Who has the secret, or without one who reaches the port, can use memory of this machine and write to what this command
-    allocates. Wires use further ports, which no secret protects: use it only on a network that you trust. While one sender is
-    served, the next ones wait.
+    allocates. Wires use further ports, which no secret protects: use it only on a network that you trust. Senders that come at
+    the same time share the memory, and make each other slower.
     """
     from .. import spec
     from .talk import Reception
-    from .trial import Served, Side
+    from .trial import Side
 
     spec.load(layout)  # report an error before a sender connects
     secret = _secret(secret_file)
     if address is None:
         address = "127.0.0.1" if secret is None else "0.0.0.0", PORT  # noqa: S104  (who comes in must know the secret)
-    side, count = Side("server", device, layout, nt), 0
-    line = Line()
+    side = Side("server", device, layout, nt)
+    senders = Senders(side, only=only, memory=memory, timeout=timeout, once=once, as_json=as_json)
     opened = Reception(
-        *address, line.stand, timeout=timeout, name="kvbm link serve", secret=secret, is_insecure=insecure
+        *address, senders.serve, timeout=timeout, name="kvbm link serve", secret=secret, is_insecure=insecure
     )
     with contextlib.closing(opened) as reception:
         where = "{}:{}".format(*reception.address)
@@ -160,55 +164,82 @@ def serve(
         told = {"listening": where, "secret": secret is not None}
         click.echo(json.dumps(told) if as_json else f"listening on {where}, {who}: {side}")
         sys.stdout.flush()
-        while True:
-            try:
-                talk, leave = line.next()
-            except KeyboardInterrupt:
-                if not as_json:
-                    click.echo(f"\n{count} sender{'' if count == 1 else 's'} served")
-                return
-            count += 1
-            served, code = Served(""), 0
-            try:
-                _serve(talk, side, talk.here, only, memory, served, timeout)
-            except (KvbmError, OSError) as error:
-                print_error(error)
-                served.error, code = str(error), getattr(error, "exit_code", 1)
-            finally:
-                leave()
-            click.echo(json.dumps(served.as_json(), ensure_ascii=False) if as_json else str(served))
-            sys.stdout.flush()
-            if once:
-                sys.exit(code)
+        try:
+            while True:
+                code = senders.ended.get()
+                if once:
+                    sys.exit(code)
+        except KeyboardInterrupt:
+            if senders.stop():
+                raise
+            if not as_json:
+                click.echo(f"\n{senders.count} sender{'' if senders.count == 1 else 's'} served")
 
 
-class Line:
-    """Senders that have said what they want, in the order in which they came.  Who says nothing is not in the line."""
+class Senders:
+    """Serves senders, each on the thread of its conversation, so none waits for another.  All of them share the memory.
 
-    def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Talk, threading.Event]] = SimpleQueue()
+    Attributes
+    ----------
+    count : int
+        Number of senders that said what they want.
+    ended : SimpleQueue of int
+        Exit codes of the senders that have ended.
+    """
 
-    def stand(self, talk: Talk) -> None:
-        """On the thread of a conversation: stand in the line until the trial is over."""
-        talk.wait()
-        talk.is_known, over = True, threading.Event()
-        self._waiting.put((talk, over))
-        over.wait()
+    def __init__(self, side: Side, *, only: str | None, memory: int, timeout: float, once: bool, as_json: bool) -> None:
+        from .trial import Memory
 
-    def next(self) -> tuple[Talk, Callable[[], None]]:
-        """The next sender that is still there, and the function that sends it away."""
-        while True:
-            talk, over = self._waiting.get()
-            try:
-                talk.look()
-            except KvbmError:
-                over.set()
-                continue
-            return talk, over.set
+        self._side, self._only, self._memory, self._timeout = side, only, Memory(memory), timeout
+        self._once, self._as_json = once, as_json
+        self._lock = threading.Condition()
+        self._running: set[Talk] = set()
+        self.count = 0
+        self.ended: SimpleQueue[int] = SimpleQueue()
+
+    def serve(self, talk: Talk) -> None:
+        """Serve a sender, on the thread of its conversation."""
+        from .trial import Served
+
+        talk.wait()  # who says nothing is no sender
+        with self._lock:
+            if self._once and self.count:
+                raise BindError("this side serves one sender (kvbm link serve --once), and it has come")
+            talk.is_known = True
+            self.count += 1
+            self._running.add(talk)
+        served, failed = Served(talk.peer), None
+        try:
+            _serve(talk, self._side, talk.here, self._only, self._memory, served, self._timeout)
+        except (KvbmError, OSError) as error:
+            failed = error
+        except Exception as error:  # for any error, so that the command goes on
+            failed = KvbmError(f"{talk.peer}: {type(error).__name__}: {error}")
+            talk.fail(failed)
+        finally:
+            served.error = str(failed or "")
+            with self._lock:
+                self._running.remove(talk)
+                self._lock.notify_all()
+                if failed is not None:
+                    print_error(failed)
+                click.echo(json.dumps(served.as_json(), ensure_ascii=False) if self._as_json else str(served))
+                sys.stdout.flush()
+            self.ended.put(0 if failed is None else getattr(failed, "exit_code", 1))
+
+    def stop(self) -> bool:
+        """Tell the senders that this side has been stopped, and wait until their memory is free.  True if there was one."""
+        with self._lock:
+            running = list(self._running)
+            for talk in running:
+                talk.fail(KeyboardInterrupt())
+                talk.close()
+            self._lock.wait_for(lambda: not self._running, _STOPS)
+        return bool(running)
 
 
 def _serve(
-    talk: Any, side: Side, host: str, only: str | None, memory: int, served: Any, timeout: float = 60.0
+    talk: Any, side: Side, host: str, only: str | None, memory: Memory, served: Any, timeout: float = 60.0
 ) -> None:
     from . import trial
 

@@ -6,7 +6,7 @@ import mmap
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..wire.loans import memory_file
 
 __all__ = ["Ring"]
 
-#: Slots each way from which on the last free one is kept for peers that have none.
+#: Slots each way from which on the last free one is kept for peers that are not connected yet.
 _SHARED = 4
 
 #: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
@@ -78,6 +78,8 @@ class Ring:
         self._free = deque(range(sends)), deque(range(sends, sends + takes))
         self._peer_of: dict[int, str] = {}  # taken slots
         self._taken: Counter[tuple[str, bool]] = Counter()  # by peer and way
+        self._peers: set[str] = set()
+        self._with: Counter[bool] = Counter()  # connected peers that have a slot, by way
         self.quarantined: set[tuple[str, int]] = set()
 
     @staticmethod
@@ -85,26 +87,44 @@ class Ring:
         """Bytes of a slot for chunks of `chunk_bytes` bytes, including the trailer: a multiple of 256."""
         return round_up(chunk_bytes, 256)
 
+    def meet(self, peers: Iterable[str]) -> None:
+        """Keep a slot each way free for each of these peers, from now on until `part`."""
+        for peer in set(peers) - self._peers:
+            self._peers.add(peer)
+            self._with.update(sends for sends in (False, True) if (peer, sends) in self._taken)
+
+    def part(self, peer: str) -> None:
+        """A peer is lost: no slot is kept free for it.  Those that it has stay taken."""
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._with.subtract(sends for sends in (False, True) if (peer, sends) in self._taken)
+
     def take(self, peer: str = "", *, sends: bool) -> int | None:
         """Take a free slot for chunks of a peer; None if the peer must wait.
 
-        The last free slot is only for a peer that has none, so a peer that has stopped and keeps its slots stops no other.
+        A peer that has a slot gets one more only if as many stay free as other connected peers have none.  So if there are as many
+        slots as peers, each of them gets one at once, whatever slots the others keep because they have stopped.
         """
-        free = self._free[not sends]
-        is_last = len(free) == 1 and (self.sends if sends else self.takes) >= _SHARED
-        if not free or (is_last and self._taken[peer, sends]):
+        free, held = self._free[not sends], self._taken.get((peer, sends), 0)
+        if not free or (held and len(free) <= self._reserved(sends=sends)):
             return None
         slot = free.popleft()
         self._peer_of[slot] = peer
         self._taken[peer, sends] += 1
+        self._with[sends] += not held and peer in self._peers
         return slot
+
+    def _reserved(self, *, sends: bool) -> int:
+        """Number of free slots that are for peers without one."""
+        return max(len(self._peers) - self._with[sends], (self.sends if sends else self.takes) >= _SHARED)
 
     def give(self, slot: int) -> None:
         """Free a slot.  No peer may write to it any more."""
-        key = self._peer_of.pop(slot), slot < self.sends
+        key = peer, sends = self._peer_of.pop(slot), slot < self.sends
         self._taken[key] -= 1
         if not self._taken[key]:
             del self._taken[key]
+            self._with[sends] -= peer in self._peers
         self._free[slot >= self.sends].appendleft(slot)
 
     def free(self, *, sends: bool) -> int:

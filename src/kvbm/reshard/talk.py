@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import select
 import socket
 import struct
@@ -33,6 +34,8 @@ from ..errors import (
 from .secret import MAGIC, PLAIN, TAG, Handshake, Secret, Session, open_to_all
 
 __all__ = ["Reception", "Talk", "connect", "listen"]
+
+_log = logging.getLogger(__name__)
 
 #: Most bytes and values of a message.  The largest ones have a card.  What a message of this size can make Python allocate is
 #: below 1 MiB.
@@ -66,6 +69,9 @@ HELLO = 10.0
 
 #: Most conversations of a reception: in all, with one host, and with strangers of one host.
 _MOST_TALKS, _SHARE, _STRANGERS = 4096, 512, 64
+
+#: Seconds between two lines of the log about refusals of one host, most hosts within this time, and most characters of a line.
+_LOGGED, _MOST_HOSTS, _MOST_LINE = 60.0, 256, 400
 
 
 class Talk:
@@ -123,13 +129,13 @@ class Talk:
         """
         side, end = Handshake(secret, is_server=is_server), time.monotonic() + self.timeout
         self._is_refused = True  # until it has proved it
-        self._send(side.begins, self.timeout)
+        self._send(side.begins, end - time.monotonic())
         try:
             while side.wants:
                 if len(self._data) >= side.wants:
                     part = bytes(self._data[: side.wants])
                     del self._data[: len(part)]
-                    self._send(side.take(part), self.timeout)
+                    self._send(side.take(part), max(end - time.monotonic(), 0.0))
                 elif not self._wait_for(select.POLLIN, end):
                     raise TransferTimeoutError(f"{self.peer}: no proof of its secret within {self.timeout:g} s")
                 else:
@@ -378,8 +384,33 @@ class Talk:
         self.close()
 
 
+class Refusals:
+    """Says in the log who was refused, and why: each host once a minute, with the number of its refusals since then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._hosts: dict[str, tuple[float, int]] = {}  # host → when it was in the log, and its refusals since then
+
+    def tell(self, talk: Talk, why: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            at, count = self._hosts.get(talk.host, (now - _LOGGED, 0))
+            if talk.host not in self._hosts and len(self._hosts) >= _MOST_HOSTS:
+                self._hosts = {host: held for host, held in self._hosts.items() if held[0] > now - _LOGGED}
+                if len(self._hosts) >= _MOST_HOSTS:
+                    return
+            is_told = at <= now - _LOGGED
+            self._hosts[talk.host] = (now, 0) if is_told else (at, count + 1)
+        if is_told:
+            more = f" ({count} more times since its last line here)" if count else ""
+            _log.warning("%s: refused %s: %s%s", self._name, printable(talk.peer), printable(why, _MOST_LINE), more)
+
+
 class Reception:
     """A port where others begin conversations.  Each has its own thread, and none waits for another.
+
+    Who is refused is in the log of ``kvbm.reshard.talk``, each host once a minute.
 
     Somebody is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if it
     is less.  If a host has too many of them, the one
@@ -420,7 +451,7 @@ class Reception:
         is_insecure: bool = False,
     ) -> None:
         self._welcome, self._seconds, self._name, self._secret = welcome, min(timeout, HELLO), name, secret
-        self._lock = threading.Lock()
+        self._lock, self._refusals = threading.Lock(), Refusals(name)
         self._talks: dict[Talk, None] = {}  # in the order in which they came
         self._is_closed = False
         self._socket = listen(host, port, is_open=is_insecure or secret is not None)
@@ -464,6 +495,8 @@ class Reception:
                 one.close()
             if is_welcome:
                 self._talks[talk] = None
+        for one in sent_away if is_welcome else () if self._is_closed else [talk]:
+            self._refusals.tell(one, "there are too many conversations that have not said who they are, or too many in all")
         return is_welcome
 
     def _serve(self, talk: Talk) -> None:
@@ -471,14 +504,21 @@ class Reception:
             if self._secret is not None:
                 talk.shake(self._secret, is_server=True)
             self._welcome(talk)
+        except PeerLostError:
+            pass  # it has gone, or was sent away
         except KvbmError as error:
-            talk.fail(error)
+            self._refuse(talk, error)
         except Exception as error:  # for any message
-            talk.fail(BindError(f"{type(error).__name__}: {error}"))
+            self._refuse(talk, BindError(f"{type(error).__name__}: {error}"))
         finally:
             talk.close()
             with self._lock:
                 self._talks.pop(talk, None)
+
+    def _refuse(self, talk: Talk, error: KvbmError) -> None:
+        talk.fail(error)
+        if not self._is_closed:
+            self._refusals.tell(talk, str(error))
 
     def close(self) -> None:
         """End all conversations; the port is free afterwards."""

@@ -11,8 +11,9 @@ import os
 import re
 import socket
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -174,7 +175,7 @@ class End:
             if not isinstance(told[name], str):
                 raise BindError(f"{name}: expected a card, got {told[name]!r:.60}")
         self.peer = self.raw.connect(told["raw"].encode())
-        return self.endpoint.meet([told["card"].encode()])
+        return self.endpoint.meet([told["card"].encode()], timeout=self.terms.timeout)
 
     def copy(self, nbytes: int) -> float:
         """Seconds of a memcpy on this side."""
@@ -280,6 +281,31 @@ def _require_version(told: dict[str, Any], where: str) -> None:
 # ---- the side that receives ------------------------------------------------------------------------------------------
 
 
+class Memory:
+    """The memory that senders may make this side allocate, all together."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes, self._used = nbytes, 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def lent(self, terms: Terms, nbytes: int) -> Iterator[None]:
+        """Lend memory to a trial.  Raises `BindError` if there is not enough."""
+        with self._lock:
+            if self._used + nbytes > self._nbytes:
+                others = f", of which other senders use {self._used:,}: try again later" if self._used else ""
+                raise BindError(
+                    f"{nbytes:,} bytes were asked for; this side gives {self._nbytes:,} (kvbm link serve --memory){others}"
+                )
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            if not any(end.terms is terms for end in _kept):  # else a peer may still write to it
+                with self._lock:
+                    self._used -= nbytes
+
+
 @dataclass
 class Served:
     """The record of one trial on the receiving side.
@@ -314,7 +340,7 @@ class Served:
 
 
 def serve(
-    talk: Talk, side: Side, host: str, *, only: str | None, memory: int, served: Served, timeout: float = 60.0
+    talk: Talk, side: Side, host: str, *, only: str | None, memory: Memory, served: Served, timeout: float = 60.0
 ) -> None:
     """Receive sequences from one sender until it ends the trial.
 
@@ -326,8 +352,8 @@ def serve(
         The address to listen on.
     only : str, optional
         The only allowed wire.  Default: all are allowed.
-    memory : int
-        Most bytes that the sender may make this side allocate.
+    memory : Memory
+        What senders may make this side allocate.
     timeout : float
         Most seconds that the sender may be waited for at a time.
     served : Served
@@ -347,16 +373,14 @@ def serve(
         raise BindError(
             f"wire: torch carries host to host, or GPU to GPU; the sender has {device} and this side {side.device}: use --wire nixl"
         )
-    needed = terms.memory(side.nt)
-    if needed > memory:
-        raise BindError(f"{needed:,} bytes were asked for; this side gives {memory:,} (kvbm link serve --memory)")
     if terms.timeout > timeout:
         raise BindError(
             f"a timeout of {terms.timeout:g} s was asked for; this side waits {timeout:g} s (kvbm link serve --timeout)"
         )
     talk.timeout = terms.timeout
-    talk.say(busy=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(memory.lent(terms, terms.memory(side.nt)))
+        talk.say(busy=True)
         store = _store(host, None, terms.timeout) if terms.wire == "torch" else None
         end = stack.enter_context(End(side, terms, store, talk.busy, talk.secret))
         try:

@@ -303,9 +303,9 @@ class _Nixl(Transfers[_Far]):
         ready, self._ready = self._ready, []
         return [note for note in ready if not self._peers[note[0]].lost]
 
-    def drop(self, peer: str) -> None:
+    def drop(self, peer: str, seconds: float | None = None) -> None:
         if peer in self._peers:
-            self._fence({peer: self._peers[peer]}, "it was dropped")
+            self._fence({peer: self._peers[peer]}, "it was dropped", seconds)
 
     def close(self) -> None:
         if self._unsure:
@@ -374,12 +374,13 @@ class _Nixl(Transfers[_Far]):
             with contextlib.suppress(PeerLostError):
                 self._send(far, _HEAD.pack(_GONE, 0))
 
-    def _fence(self, peers: dict[str, _Far], why: str) -> None:
+    def _fence(self, peers: dict[str, _Far], why: str, seconds: float | None = None) -> None:
         """End connections from this side.  Returns when these peers can no longer write."""
+        seconds = self._drop_seconds if seconds is None else seconds
         for far in peers.values():
             far.lost = far.lost or why
         open_ = dict(peers)
-        late, turns = deadline(self._drop_seconds), 0
+        late, turns = deadline(seconds), 0
         while True:
             for name, far in list(open_.items()):
                 if self._settled(far):
@@ -395,7 +396,7 @@ class _Nixl(Transfers[_Far]):
                 return
             if late():
                 raise TransferTimeoutError(
-                    f"{self.name}: no answer of {', '.join(open_)} within {self._drop_seconds} s; they may still write to the "
+                    f"{self.name}: no answer of {', '.join(open_)} within {seconds} s; they may still write to the "
                     "memory that they were granted: do not reuse it, and call drop again"
                 )
             turns += 1

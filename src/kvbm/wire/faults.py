@@ -145,8 +145,8 @@ class Faulty:
         self._held = [(when, note) for when, note in self._held if when > self._polls]
         return [note for note in ready if note[0] not in self._killed]
 
-    def drop(self, peer: str) -> None:
-        self._wire.drop(peer)
+    def drop(self, peer: str, seconds: float | None = None) -> None:
+        self._wire.drop(peer, seconds)
         self._held = [(when, note) for when, note in self._held if note[0] != peer]
         self._swapped = [note for note in self._swapped if note[0] != peer]
 

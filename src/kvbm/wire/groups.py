@@ -145,9 +145,9 @@ class _Torch(Ends["_Far"]):
     def on_news(self, call: Callable[[], object]) -> None:
         self.news = call
 
-    def drop(self, peer: str) -> None:
+    def drop(self, peer: str, seconds: float | None = None) -> None:
         if peer in self._peers:
-            self._end([self._peers[peer]], "it was dropped")
+            self._end([self._peers[peer]], "it was dropped", seconds)
 
     def close(self) -> None:
         self.is_closed = True
@@ -157,13 +157,14 @@ class _Torch(Ends["_Far"]):
         while any(thread.is_alive() for far in self._peers.values() for thread in far.threads) and not late():
             time.sleep(0.001)
 
-    def _end(self, peers: list[_Far], why: str) -> None:
+    def _end(self, peers: list[_Far], why: str, seconds: float | None = None) -> None:
+        seconds = self._drop_seconds if seconds is None else seconds
         for far in peers:
             far.lose(why)
         for far in peers:
-            if not far.writing.acquire(timeout=self._drop_seconds):
+            if not far.writing.acquire(timeout=seconds):
                 raise TransferTimeoutError(
-                    f"{self.name}: a receive from {far.card.name} still runs after {self._drop_seconds} s; it may still write "
+                    f"{self.name}: a receive from {far.card.name} still runs after {seconds} s; it may still write "
                     "to the memory that the peer was granted: do not reuse this memory, and call drop again"
                 )
             far.writing.release()

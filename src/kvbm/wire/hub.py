@@ -115,7 +115,7 @@ class _Memory(Ends[Peer]):
             self._inbox = deque(note for note in self._inbox if note[0] not in self._peers)
         return [note for note in came if not self._peers[note[0]].lost]
 
-    def drop(self, peer: str) -> None:
+    def drop(self, peer: str, seconds: float | None = None) -> None:  # noqa: ARG002
         with self._lock:
             if peer in self._peers:
                 self._peers[peer].lost = self._peers[peer].lost or "it was dropped"

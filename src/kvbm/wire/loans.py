@@ -224,25 +224,26 @@ class Mapped:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def drop(self, peer: str) -> None:
+    def drop(self, peer: str, seconds: float | None = None) -> None:
         known = self._peers.get(peer)
         if known is not None and self._page is not None:
             known.lost = known.lost or "it was dropped"
             self._page.drop(peer)
-        self._wire.drop(peer)
+        self._wire.drop(peer, seconds)
         if known is not None:
-            self._await_loans([peer])
+            self._await_loans([peer], seconds)
 
-    def _await_loans(self, peers: list[str]) -> None:
+    def _await_loans(self, peers: list[str], seconds: float | None = None) -> None:
         """Wait until these peers have returned their loans or their processes have ended."""
         _core.fence()
-        late = deadline(self._drop_seconds)
+        seconds = self._drop_seconds if seconds is None else seconds
+        late = deadline(seconds)
         for peer in peers:
             known = self._peers[peer]
             while known.has_loans() and not known.process.is_over():
                 if late():
                     raise TransferTimeoutError(
-                        f"{peer}: it still writes to what it was lent after {self._drop_seconds} s: do not use it for something "
+                        f"{peer}: it still writes to what it was lent after {seconds} s: do not use it for something "
                         "else, and drop again"
                     )
                 time.sleep(0.0002)

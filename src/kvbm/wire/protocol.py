@@ -121,7 +121,7 @@ class Wire(Protocol):
     """Puts, gets and notes between this process and its peers.
 
     Each side registers one slab, sends its card to the other side (kvbm does not do this), and connects.  Only one thread at a
-    time may use a wire.  No call waits for the peer, except `drop`.
+    time may use a wire.  No call waits for the peer, except `drop` and `close`, and `drop` no longer than its caller says.
 
     **Laws.**  The code above wires relies on them; ``tests/test_wire.py`` tests them for every wire.
 
@@ -153,7 +153,7 @@ class Wire(Protocol):
         """
 
     def connect(self, card: bytes) -> str:
-        """Connect to the peer of a card, and return the peer's unique name.
+        """Connect to the peer of a card, and return the peer's unique name.  It does not wait for the peer.
 
         Raises
         ------
@@ -173,13 +173,19 @@ class Wire(Protocol):
     def poll(self) -> list[tuple[str, bytes]]:
         """Return the notes that arrived since the last call, with their senders.  It also drives the transport: call it often."""
 
-    def drop(self, peer: str) -> None:
+    def drop(self, peer: str, seconds: float | None = None) -> None:
         """End a connection from this side.  For an unknown peer, or one that was dropped before, it does nothing.
+
+        Parameters
+        ----------
+        peer : str
+        seconds : float, optional
+            How long to wait until the peer can no longer write; 0: not at all.  Default: the wire's own limit.
 
         Raises
         ------
         TransferTimeoutError
-            See the fourth law.
+            See the fourth law.  From the first call on this side sends nothing to the peer, and delivers none of its notes.
         """
 
     def close(self) -> None:

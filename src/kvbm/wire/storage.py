@@ -115,9 +115,9 @@ class _Storage(Transfers[_Stored]):
             self._settled(far)
         return []
 
-    def drop(self, peer: str) -> None:
+    def drop(self, peer: str, seconds: float | None = None) -> None:
         if peer in self._peers:
-            self._end([self._peers[peer]], "it was dropped")
+            self._end([self._peers[peer]], "it was dropped", seconds)
 
     def close(self) -> None:
         self.is_closed = True
@@ -128,12 +128,13 @@ class _Storage(Transfers[_Stored]):
             self._agent.deregister(self._memory)
             self._memory = None
 
-    def _end(self, peers: list[_Stored], why: str) -> None:
+    def _end(self, peers: list[_Stored], why: str, seconds: float | None = None) -> None:
         """End these peers, each as soon as none of its transfers is running."""
+        seconds = self._drop_seconds if seconds is None else seconds
         open_ = [far for far in peers if far.number >= 0]
         for far in open_:
             far.lost = far.lost or why
-        late = deadline(self._drop_seconds)
+        late = deadline(seconds)
         while open_:
             is_late = late()
             for far in [far for far in open_ if self._settled(far)]:
@@ -144,7 +145,7 @@ class _Storage(Transfers[_Stored]):
             if open_ and is_late:
                 raise TransferTimeoutError(
                     f"{self.name}: transfers of {', '.join(far.card.name for far in open_)} still run after "
-                    f"{self._drop_seconds} s; they may still read and write the slab: do not reuse it, and call this again"
+                    f"{seconds} s; they may still read and write the slab: do not reuse it, and call this again"
                 )
             time.sleep(1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import Counter, OrderedDict, deque
@@ -12,6 +13,7 @@ from typing import Any
 
 from ...errors import BindError, KvbmError, TransferError, printable
 from ...reshard import Link, Span
+from .identity import differing
 from .meetings import Want
 
 __all__ = ["Hold", "Holds", "Push"]
@@ -22,12 +24,12 @@ _NUMBER = re.compile("[0-9]{1,18}")
 #: Seconds that a wanted request may wait until the worker is told that it is held.
 _TOLD = 20.0
 
-#: Most requests that are remembered after they were sent or released, so that late questions are answered at once.
+#: Most requests that are remembered after they were sent or released, so that late questions are answered at once.  If there are
+#: more, the link with most of them loses its oldest.
 _MOST_GONE = 4096
 
-_OTHER_PROMPT = "the engine that prefills has another prompt of this name: other tokens, adapter, pictures, sound or embeddings"
-
-#: Most requests that are wanted and not held yet: of one link, and of all.
+#: Most requests that are wanted and not held yet: of one link, and of all.  If there are more, the link with most of them loses
+#: its newest.
 _SHARE, _MOST_WANTED = 1024, 8192
 
 
@@ -87,6 +89,47 @@ class _Held:
         return all(sending.has_ended for sending in self.sendings)
 
 
+class _Gone:
+    """Requests that were sent, released or never came, by the link that they concern; None: this engine's own."""
+
+    def __init__(self) -> None:
+        self._by_link: dict[Link | None, OrderedDict[str, str]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, name: str, link: Link | None, why: str) -> None:
+        """Remember a request.  `why` is empty if it was sent over the link."""
+        self.discard(name)
+        for closed in [one for one in self._by_link if one is not None and one.is_closed and one is not link]:
+            self._count -= len(self._by_link.pop(closed))
+        self._by_link.setdefault(link, OrderedDict())[name] = why
+        self._count += 1
+        if self._count > _MOST_GONE:
+            most = max(self._by_link, key=lambda one: len(self._by_link[one]))
+            self.discard(next(iter(self._by_link[most])), most)
+
+    def discard(self, name: str, *links: Link | None) -> None:
+        """Forget a request, if it was not forgotten before."""
+        for link in links or tuple(self._by_link):
+            names = self._by_link[link]
+            self._count -= names.pop(name, None) is not None
+            if not names:
+                del self._by_link[link]
+
+    def why(self, name: str, link: Link) -> str | None:
+        """Why a link does not get a request, empty if it has been sent over it; None if the request is not remembered.
+
+        What one engine asked for in vain says nothing to another one.
+        """
+        for one in (link, None):
+            if name in (names := self._by_link.get(one, OrderedDict[str, str]())):
+                return names[name]
+        was_sent = any(names.get(name) == "" for names in self._by_link.values())
+        return "it was sent to another engine" if was_sent else None
+
+
 class Holds:
     """The requests that a prefill worker sends to other engines.
 
@@ -144,11 +187,11 @@ class Holds:
         self._lock = Lock()
         self._held: dict[str, _Held] = {}  # vLLM's name → request
         self._names: dict[str, str] = {}  # the name by which it is wanted → vLLM's name
-        self._prompts: dict[str, str] = {}  # the router's name → the name with the hash of its prompt
         self._wanted: OrderedDict[str, tuple[Want, Link, float]] = OrderedDict()  # not held yet
-        self._waiting: dict[str, set[str]] = {}  # the router's name → names of these
         self._waits: Counter[Link] = Counter()  # the number of these of each link
-        self._gone: OrderedDict[str, tuple[Link | None, str]] = OrderedDict()  # its link, or why it failed
+        self._named: dict[str, set[str]] = {}  # names of the router, without inputs → these names of what is held or wanted
+        self._gone = _Gone()
+        self._untold: deque[tuple[Link, str, str]] = deque()
         self._start, self._latest = "", -1
         self._step: list[tuple[Push, _Held]] = []
         self._left: deque[tuple[int, set[str]]] = deque()
@@ -168,12 +211,19 @@ class Holds:
         """
         if not self._whole.issuperset(want.groups):
             raise BindError(f"want: groups: expected some of {sorted(self._whole)}, got {want.groups!r:.200}")
+        try:
+            self._asked(want, link)
+        finally:
+            self._tell_all()
+
+    def _asked(self, want: Want, link: Link) -> None:
         with self._lock:
             held = self._held.get(self._names.get(want.name, ""))
             if held is None:
                 self._await(want, link)
                 return
-            self._require(want, held.link, held.failure, link)
+            if why := held.failure or ("" if held.link in (None, link) else "it was sent to another engine"):
+                raise TransferError(f"request {printable(want.name)}: {why}")
             is_first = held.link is None  # else another worker of the same engine has asked before
             if is_first or want.is_given_up:
                 self._join(held, want, link)
@@ -183,15 +233,12 @@ class Holds:
         if held.failure:
             raise TransferError(f"request {printable(want.name)}: {held.failure}")
 
-    def _require(self, want: Want, to: Link | None, why: str, link: Link) -> None:
-        if why or (to is not None and to is not link):
-            raise TransferError(f"request {printable(want.name)}: {why or 'it was sent to another engine'}")
-
     def _await(self, want: Want, link: Link) -> None:
         """Remember a wanted request that is not held yet."""
         name = printable(want.name)
-        if want.name in self._gone:
-            self._require(want, *self._gone[want.name], link)
+        if (why := self._gone.why(want.name, link)) is not None:
+            if why:
+                raise TransferError(f"request {name}: {why}")
             return
         (start, number), seconds = (*want.name.split("/"), "")[:2], self._wait_seconds
         if start != "push":
@@ -200,31 +247,53 @@ class Holds:
             if not _NUMBER.fullmatch(number) or int(number) <= self._latest:
                 raise TransferError(f"request {name}: not held here")
             seconds = _TOLD
-        elif self._prompts.get(_router_name(want.name), want.name) != want.name:
-            raise TransferError(f"request {name}: {_OTHER_PROMPT}")
         if want.name in self._wanted:
-            self._require(want, self._wanted[want.name][1], "", link)
+            if self._wanted[want.name][1] is not link:
+                raise TransferError(f"request {name}: it was sent to another engine")
             if not want.is_given_up:
                 return
         else:
-            if self._waits[link] >= _SHARE or len(self._wanted) >= _MOST_WANTED:
+            if self._waits[link] >= _SHARE or not self._has_room(link):
                 raise TransferError(f"request {name}: {self._waits[link]} others are waited for")
+            if start == "push":
+                self._require_inputs(want.name)
+                self._named.setdefault(_plain(want.name), set()).add(want.name)
             self._waits[link] += 1
-            self._waiting.setdefault(_router_name(want.name), set()).add(want.name)
         self._wanted[want.name] = want, link, time.monotonic() + seconds
+
+    def _require_inputs(self, name: str) -> None:
+        """Raise `TransferError` if a request of this name is held, and has another adapter or other pictures."""
+        for other in self._named.get(_plain(name), ()):
+            if other in self._names:
+                raise TransferError(f"request {printable(name)}: {_other_inputs(other, name)}")
+
+    def _unname(self, name: str) -> None:
+        if name not in self._names and name not in self._wanted and (names := self._named.get(_plain(name))):
+            names.discard(name)
+            if not names:
+                del self._named[_plain(name)]
+
+    def _has_room(self, link: Link) -> bool:
+        """True if one more request can be waited for: else the link with most of them loses one, if it is another link."""
+        if len(self._wanted) < _MOST_WANTED:
+            return True
+        most, count = self._waits.most_common(1)[0]
+        if count <= self._waits[link] + 1:
+            return False
+        name = next(name for name, (_, one, _) in reversed(self._wanted.items()) if one is most)
+        self._take_wanted(name)
+        self._untold.append((most, name, f"{count} others are waited for"))
+        return True
 
     def _take_wanted(self, name: str) -> tuple[Want, Link] | None:
         """A wanted request that is waited for no longer, and the link that wants it."""
         if (waiting := self._wanted.pop(name, None)) is None:
             return None
         want, link, _ = waiting
+        self._unname(name)
         self._waits[link] -= 1
         if not self._waits[link]:
             del self._waits[link]
-        names = self._waiting[of_router := _router_name(name)]
-        names.discard(name)
-        if not names:
-            del self._waiting[of_router]
         return want, link
 
     def _join(self, held: _Held, want: Want, link: Link) -> None:
@@ -244,6 +313,7 @@ class Holds:
                 if request not in self._held:
                     self._add(request, _Held((push.name,)))
                 self._step.append((push, self._held[request]))
+        self._tell_all()
         self._left = deque((behind, set(names)) for behind, names in self._stages)
         self._push(0)
 
@@ -330,25 +400,26 @@ class Holds:
         """Add a request.  If another engine already wants it, connect the two."""
         self._held[request] = held
         for name in held.names:
-            self._gone.pop(name, None)
+            self._gone.discard(name)
             self._names[name] = request
-            self._refuse_other_prompts(name)
+            if name.startswith("push/"):
+                names = self._named.setdefault(_plain(name), set())
+                names.add(name)
+                for other in names - self._names.keys():  # wanted with another adapter, or with other pictures
+                    if waiting := self._take_wanted(other):
+                        self._untold.append((waiting[1], other, _other_inputs(name, other)))
             if waiting := self._take_wanted(name):
                 want, link = waiting
                 if held.link is None:
                     self._join(held, want, link)
                 else:
-                    self._tell(link, name, "it was sent to another engine")
+                    self._untold.append((link, name, "it was sent to another engine"))
 
-    def _refuse_other_prompts(self, name: str) -> None:
-        """A request has the router's name: who waits for it with another prompt waits in vain."""
-        if not name.startswith("push/"):
-            return
-        of_router = _router_name(name)
-        self._prompts[of_router] = name
-        for other in self._waiting.get(of_router, set()) - {name}:
-            if waiting := self._take_wanted(other):
-                self._tell(waiting[1], other, _OTHER_PROMPT)
+    def _tell_all(self) -> None:
+        """Tell other engines what was found while the lock was held, under which nobody is told."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._tell(*self._untold.popleft())
 
     # ---- messages of the scheduler ---------------------------------------------------------------------------------
 
@@ -368,6 +439,7 @@ class Holds:
                 held.names = names
                 self._add(request, held)
                 is_wanted = held.link is not None
+            self._tell_all()
             if hold.failure:
                 self._fail(held, hold.failure)
             if is_wanted:
@@ -376,12 +448,13 @@ class Holds:
             self._lose(name, why)
 
     def _lose(self, name: str, why: str) -> None:
+        """Remember that a request will not come, as this engine says, and tell who wants it."""
         with self._lock:
             request = self._names.get(name)
             if request is not None and self._held[request].hold is None:
                 self._forget(request, why)
             else:
-                self._go(name, None, why)
+                self._gone.add(name, None, why)
             waiting = self._take_wanted(name)
         if waiting is not None:
             self._tell(waiting[1], name, why)
@@ -390,14 +463,8 @@ class Holds:
         held = self._held.pop(request)
         for name in held.names:
             self._names.pop(name, None)
-            if self._prompts.get(of_router := _router_name(name)) == name:
-                del self._prompts[of_router]
-            self._go(name, held.link, why)
-
-    def _go(self, name: str, to: Link | None, why: str) -> None:
-        self._gone[name] = to, why
-        if len(self._gone) > _MOST_GONE:
-            self._gone.popitem(last=False)
+            self._unname(name)
+            self._gone.add(name, held.link, why)
 
     def stop(self, requests: Iterable[str]) -> None:
         """Stop reading the blocks of these requests before a step reuses them.  When it returns, nothing reads them."""
@@ -429,15 +496,24 @@ class Holds:
                 has_gone = held.sendings and not held.failure and not any(one.has_failed for one in held.sendings)
                 self.counts["sent" if has_gone else "unsent"] += 1
                 self._forget(request, held.failure)
-            late = [name for name, (_, _, until) in self._wanted.items() if until < now]
-        for name in late:
-            self._lose(name, "nothing of this name was prefilled here in time")
+            late = [(name, link) for name, (_, link, until) in self._wanted.items() if until < now]
+            why = "nothing of this name was prefilled here in time"
+            for name, link in late:
+                self._take_wanted(name)
+                self._gone.add(name, link, why)
+        for name, link in late:
+            self._tell(link, name, why)
         return over
 
 
-def _router_name(name: str) -> str:
-    """A name without the hash of its prompt, which the scheduler adds."""
-    return name.rpartition("#")[0] or name
+def _plain(name: str) -> str:
+    """The name of the router in a name that two engines know (`push_name`)."""
+    return name.partition("#")[0]
+
+
+def _other_inputs(held: str, wanted: str) -> str:
+    differ = differing(held.partition("#")[2], wanted.partition("#")[2])
+    return f"{differ}: that of the request here is another; expected the same on both engines"
 
 
 def _text(error: BaseException) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import sys
 from typing import Any
 
 import numpy as np
 
-from ...errors import BindError
+from ...errors import BindError, printable
 from ..identity import key_of_adapter, of_model, weights
 
-__all__ = ["inputs_of", "model_of"]
+__all__ = ["differing", "inputs_of", "model_of", "push_name"]
 
 logger = logging.getLogger("vllm.kvbm")
 
@@ -93,7 +94,10 @@ def _get(held: Any, name: str) -> Any:
 
 
 def inputs_of(request: Any, tokens: int) -> str:
-    """A hash of what the K and V of a request depend on beside the model: its tokens, adapter, pictures, sound, embeddings.
+    """Hashes of what the K and V of a request depend on beside the model, each with its name.
+
+    They are of the prompt's tokens, of the adapter, of each kind of input (``image``, ``audio``) and of embeddings:
+    ``adapter=3f…,image=a0…,tokens=77…``.
 
     Parameters
     ----------
@@ -103,14 +107,28 @@ def inputs_of(request: Any, tokens: int) -> str:
         Number of the prompt's first tokens that count.
     """
     ids = np.array((getattr(request, "prompt_token_ids", None) or [])[:tokens], "<i8")  # none beside embeddings
-    found: list[Any] = [["tokens", tokens, hashlib.sha256(ids.tobytes()).hexdigest()]]
+    found: dict[str, list[Any]] = {"tokens": [tokens, hashlib.sha256(ids.tobytes()).hexdigest()]}
     if (adapter := getattr(request, "lora_request", None)) is not None:
-        found.append(["adapter", str(adapter.lora_name), key_of_adapter(str(adapter.lora_path))])
+        found["adapter"] = [str(adapter.lora_name), key_of_adapter(str(adapter.lora_path))]
     for feature in getattr(request, "mm_features", None) or ():
         place = feature.mm_position
-        found.append([str(feature.modality), str(feature.identifier), int(place.offset), int(place.length)])
+        of_kind = found.setdefault(re.sub(r"\W", "_", str(feature.modality), flags=re.ASCII), [])
+        of_kind.append([str(feature.modality), str(feature.identifier), int(place.offset), int(place.length)])
     if (embeds := getattr(request, "prompt_embeds", None)) is not None:
         data = embeds.detach().cpu().contiguous()
         bits = data.flatten().view(sys.modules["torch"].uint8).numpy().tobytes()
-        found.append(["embeddings", list(data.shape), str(data.dtype), hashlib.sha256(bits).hexdigest()])
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:32]
+        found["embeddings"] = [list(data.shape), str(data.dtype), hashlib.sha256(bits).hexdigest()]
+    hashes = {name: hashlib.sha256(json.dumps(held).encode()).hexdigest()[:32] for name, held in sorted(found.items())}
+    return ",".join(f"{name}={found}" for name, found in hashes.items())
+
+
+def differing(ours: str, theirs: str) -> str:
+    """The names of what differs between two results of `inputs_of`, of which the second one may be anything."""
+    here, there = ({part.partition("=")[::2] for part in text.split(",") if part} for text in (ours, theirs))
+    return printable(", ".join(sorted({name for name, _ in here ^ there})))
+
+
+def push_name(given: str, inputs: str) -> str:
+    """The name by which both engines know a request that the router has named, with what `inputs_of` says of it."""
+    plain = given.replace("%", "%25").replace("#", "%23")
+    return f"push/{plain}{inputs and f'#{inputs}'}"

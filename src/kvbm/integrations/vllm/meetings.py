@@ -132,29 +132,37 @@ class Links:
         self._lock = threading.Lock()
         self._made: dict[frozenset[bytes], _Made] = {}  # by the cards of all ranks
 
-    def meet(self, cards: Iterable[bytes]) -> Link:
-        """The link to the ranks of these cards.  Call `part` after use.  Raises the errors of `Endpoint.meet`."""
+    def meet(self, cards: Iterable[bytes], end: float) -> Link:
+        """The link to the ranks of these cards.  Call `part` after use.  `end` is the time (`time.monotonic`) at which the caller gives up.
+
+        Raises the errors of `Endpoint.meet`.
+        """  # noqa: E501
         at = frozenset(cards)
         with self._lock:
             made = self._made.setdefault(at, _Made())
             made.users += 1
-        with made.lock:  # others read cards and make links meanwhile
-            try:
+        try:
+            with held_until(made.lock, end, self.endpoint.engine):  # others read cards and make links meanwhile
                 if made.error is not None:
                     raise made.error.with_traceback(None)
                 if made.link is None:
-                    made.link = self.endpoint.meet(at)
+                    try:
+                        made.link = self.endpoint.meet(at, timeout=end - time.monotonic())
+                    except TransferTimeoutError:
+                        raise  # the next caller may have more time
+                    except KvbmError as error:
+                        made.error = error
+                        raise
                 return made.link
-            except BaseException as error:
-                made.error = error if isinstance(error, KvbmError) else None
-                self._leave(at, made)
-                raise
+        except BaseException:
+            self._leave(at, made)
+            raise
 
     def _leave(self, at: frozenset[bytes], made: _Made) -> bool:
         """End one use of a link.  True if it was the last one."""
         with self._lock:
             made.users -= 1
-            if (made.users == 0 or made.link is None) and self._made.get(at) is made:
+            if (made.users == 0 or made.error is not None) and self._made.get(at) is made:
                 del self._made[at]
             return made.users == 0
 
@@ -180,7 +188,7 @@ class Links:
             at, made = next((at, made) for at, made in self._made.items() if made.link is link)
         if self._leave(at, made):
             with contextlib.suppress(KvbmError):
-                link.close()
+                link.leave()
 
 
 @dataclass
@@ -330,9 +338,10 @@ class Door:
                 )
             talk.busy()
             talk.look()
-        with guest.making:  # only workers of this engine wait
+        end = time.monotonic() + self._word
+        with held_until(guest.making, end, talk.peer):  # only workers of this engine wait
             if guest.link is None:
-                guest.link = self._links.meet(guest.cards.values())
+                guest.link = self._links.meet(guest.cards.values(), end)
         talk.say(met=True)
         return guest.link
 
@@ -405,8 +414,9 @@ class Visit:
         KvbmError
             A worker cannot be reached, or does not fit.
         """
-        with self._lock:
-            return self._meet(self._end(end))
+        end = self._end(end)
+        with held_until(self._lock, end, self._where):
+            return self._meet(end)
 
     def _end(self, end: float | None) -> float:
         return time.monotonic() + self._word if end is None else end
@@ -436,13 +446,14 @@ class Visit:
                     raise BindError("this engine is shutting down")
                 here = self._links.endpoint
                 card = base64.b64encode(here.card()).decode()
+                talk.timeout = self._left(end)
                 talk.say(engine=here.engine, start=self._start, rank=here.rank, world=self._world, card=card)
                 cards.append(_card(talk.hear("card", within=self._left(end)), talk.peer))
             if self._link is None or cards != self._cards:  # a restarted engine has other cards
                 if self._link is not None:
                     link, self._link = self._link, None
                     self._links.part(link)
-                self._link, self._cards = self._links.meet(cards), cards
+                self._link, self._cards = self._links.meet(cards, end), cards
             for talk in self._talks:
                 talk.hear("met", within=self._left(end))
             return self._link
@@ -460,7 +471,7 @@ class Visit:
             A worker does not have the request and will not get it, or is gone.  The next call connects again.
         """
         end = self._end(end)
-        with self._lock:
+        with held_until(self._lock, end, self._where):
             self._meet(end)
             try:
                 for talk in self._talks:
@@ -516,6 +527,17 @@ class Visit:
         self._waiter.shutdown(wait=False, cancel_futures=True)
         for talk in list(self._talks):
             talk.close()
+
+
+@contextlib.contextmanager
+def held_until(lock: threading.Lock, end: float, what: str) -> Iterator[None]:
+    """Hold a lock.  Raises `TransferTimeoutError` if it is not free at `end`."""
+    if not lock.acquire(timeout=max(end - time.monotonic(), 0.0)):
+        raise TransferTimeoutError(f"{what}: no answer in time: another call for it has not ended")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _card(heard: dict[str, Any], peer: str) -> bytes:

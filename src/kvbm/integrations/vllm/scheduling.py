@@ -17,7 +17,7 @@ from ...errors import BindError, printable
 from .caches import window_of
 from .failures import FailedLoads
 from .holding import Hold, Push
-from .identity import inputs_of
+from .identity import differing, inputs_of, push_name
 from .log import logger
 
 __all__ = ["HOLD_SECONDS", "Load", "Scheduler", "Source", "Told", "count_of", "host_of", "port_of", "seconds_of"]
@@ -75,10 +75,7 @@ class Source:
         firsts = given.get("remote_first_tokens", [])
         if not isinstance(firsts, list) or any(type(one) is not int or one < 0 for one in firsts):
             raise BindError(f"kv_transfer_params: remote_first_tokens: expected numbers, got {firsts!r:.100}")
-        source = cls(*found, dict(enumerate(firsts)), is_early)  # type: ignore[arg-type, call-arg]
-        if is_early:
-            source.request = f"push/{source.request}"
-        return source
+        return cls(*found, dict(enumerate(firsts)), is_early)  # type: ignore[arg-type, call-arg]
 
 
 @dataclass
@@ -191,7 +188,8 @@ class Scheduler:
         try:
             source = Source.of(params)
             inputs = self._inputs_of(request, request.num_prompt_tokens if source.is_early else source.tokens)
-            source.request += f"#{inputs}" if source.is_early else ""
+            if source.is_early:
+                source.request = push_name(source.request, inputs)
             if params.get("remote_engine_id") == self._engine:  # use the prefix cache, and copy nothing
                 _, _, name = (*source.request.split("/", 2), "", "")[:3]
                 self._told.unheld += [name] if name and not source.is_early else []
@@ -201,9 +199,9 @@ class Scheduler:
             if not source.is_early and (theirs := params.get("remote_inputs")) != inputs:
                 self._ask(request, Load(source))  # the other engine can release it
                 raise BindError(
-                    f"remote_inputs: expected {inputs}, the hash of this request's first {source.tokens} tokens, adapter, "
-                    f"pictures, sound and embeddings, got {theirs!r:.100}: the other engine prefilled another prompt; do both have "
-                    "the same chat template?"
+                    f"remote_inputs: {differing(inputs, str(theirs)[:_MOST_NAME])}: expected the hash of this request's first "
+                    f"{source.tokens} tokens, and of its other inputs, got that of another: the other engine prefilled another "
+                    "prompt; do both have the same chat template?"
                 )
         except BindError as error:
             params["do_remote_prefill"] = False
@@ -251,7 +249,7 @@ class Scheduler:
         given = request.kv_transfer_params.get("transfer_id")
         if not (isinstance(given, str) and 0 < len(given) <= _MOST_NAME):
             return ""
-        name = f"push/{given}#{self._inputs_of(request, request.num_prompt_tokens)}"
+        name = push_name(given, self._inputs_of(request, request.num_prompt_tokens))
         return "" if any(one.name == name for one in self._pushes.values()) else name
 
     def _begins(self, request: str, source: Source, tables: tuple[list[int], ...], first: int, last: int) -> dict[int, int]:
