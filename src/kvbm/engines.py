@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from . import spec
 from .errors import BindError, LayoutError
+from .given import number, quoted
 from .layout import Layout
 from .shapes import PACKED, BlockShape, as_shape
 from .vllm_groups import Group, groups
@@ -161,7 +162,7 @@ class FromEngines:
         """
         tokens = page_size if page_size is not None else getattr(token_pool, "page_size", None)
         if not isinstance(tokens, int) or tokens < 1:
-            raise BindError(f"SGLang: page_size: expected the tokens of a page, got {tokens!r}; pass page_size=")
+            raise BindError(f"SGLang: page_size: expected the tokens of a page, got {quoted(tokens)}; pass page_size=")
         if getattr(token_pool, "k_scale_buffer", None) is not None:
             return cls(*_sglang_scaled(token_pool, tokens, layout))  # type: ignore[call-arg]
         if layout is not None:
@@ -210,6 +211,10 @@ class FromEngines:
         BindError
             The tensor has too few dimensions, or its last dimension is not a multiple of heads times tokens.
         """
+        num_kv_heads = number("TensorRT-LLM: num_kv_heads", num_kv_heads, 1, 1 << 31)
+        tokens_per_block = number("TensorRT-LLM: tokens_per_block", tokens_per_block, 1, 1 << 31)
+        if not isinstance(getattr(pool, "shape", None), tuple):
+            raise BindError(f"TensorRT-LLM: pool: expected the engine's tensor, got {quoted(pool)}")
         if len(pool.shape) < 4:
             raise BindError(
                 f"TensorRT-LLM: expected at least 4 dimensions (blocks, layers, K and V, the rest), got {tuple(pool.shape)}"

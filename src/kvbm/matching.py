@@ -19,6 +19,7 @@ from .advice import HOW, Steps, near_shapes, own_layout, pitches, steps_between,
 from .arrays import Array, dense, describe, span
 from .contract import block_shape, reads_as
 from .errors import BindError, LayoutError, SpecError
+from .given import quoted
 from .layout import Layout
 from .memory import Arrays
 from .naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
@@ -298,12 +299,12 @@ def parse(texts: Sequence[str], shape: BlockShape, dtype: str | None = None) -> 
     for text in texts:
         found = _TEXT.fullmatch(re.sub(r", ?", ",", text))
         if found is None:
-            raise SpecError(f"array {text!r:.200}: expected [COUNTx]SHAPE[:STRIDES], such as 32x2,1024,16,8,128")
+            raise SpecError(f"array {quoted(text)}: expected [COUNTx]SHAPE[:STRIDES], such as 32x2,1024,16,8,128")
         extents = tuple(map(int, (found[2] or found[3]).split(",")))
         steps = found[4] or found[5]
         strides = tuple(int(step) * size for step in steps.split(",")) if steps else dense(extents, size)
         if len(strides) != len(extents):
-            raise SpecError(f"array {text!r:.200}: expected as many strides as axes, got {len(strides)} and {len(extents)}")
+            raise SpecError(f"array {quoted(text)}: expected as many strides as axes, got {len(strides)} and {len(extents)}")
         for _ in range(int(found[1] or 1)):
             made.append(Array(len(made) ** 2 << 64, extents, strides, dtype, "cpu"))
     if not made:
@@ -326,7 +327,7 @@ def _layouts(engine: str | None) -> list[list[Layout]]:
         mine = [one for one in known if one.name.startswith(f"{text}/") or any(map(word.search, one.used_by))]
         if not mine or not text:
             folders = sorted({one.name.partition("/")[0] for one in known if "/" in one.name})
-            raise SpecError(f"engine: expected one of {', '.join(folders)}, got {engine!r:.200}.{suggestion(text, folders)}")
+            raise SpecError(f"engine: expected one of {', '.join(folders)}, got {quoted(engine)}.{suggestion(text, folders)}")
         known = sorted(mine, key=lambda layout: (not layout.name.startswith(f"{text}/"), layout.name))
     by_meaning: dict[str, list[Layout]] = {}
     for layout in known:

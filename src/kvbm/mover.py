@@ -16,6 +16,7 @@ from .contract import require_one_format
 from .digest import Choice, Model, alike, alone, fused, keys_of
 from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from .errors import BindError, DigestError, DTypeError, KvbmError, MissingKernelError, PlanError
+from .given import quoted
 from .layout import Layout
 from .locating import told
 from .locks import Lock
@@ -379,7 +380,7 @@ class Mover:
         except KvbmError:
             raise
         except (TypeError, ValueError):  # it has no hash
-            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
+            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {quoted(layers)}") from None
         return found.route
 
     def copy_digested(
@@ -391,7 +392,7 @@ class Mover:
         except KvbmError:
             raise
         except (TypeError, ValueError):  # it has no hash
-            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
+            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {quoted(layers)}") from None
         if verifies and self.unreached:
             raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")
         if self.on_host or stream is None:
@@ -525,7 +526,7 @@ def _max_sms(mover: Mover, asked: object) -> int:
     if asked is None:
         return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
     if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked < 1 << 31:
-        raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {asked!r}")
+        raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {quoted(asked)}")
     if mover.on_host:
         raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
     if mover.strategy == "engine":
@@ -535,8 +536,8 @@ def _max_sms(mover: Mover, asked: object) -> int:
 
 def _check_strategy(mover: Mover) -> None:
     """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
-    if mover.strategy not in (*_CHOICES, *_STRATEGIES):
-        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {mover.strategy!r}")
+    if type(mover.strategy) is not str or mover.strategy not in (*_CHOICES, *_STRATEGIES):
+        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(mover.strategy)}")
     if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
         raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
     if mover.strategy == "direct" and mover.unreached:
@@ -551,7 +552,7 @@ def _check_strategy(mover: Mover) -> None:
                 f"chunk_bytes: only staged copies use chunks, and strategy is {mover.strategy!r}; leave it out"
             )
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise BindError(f"chunk_bytes: expected a number of bytes, got {chunk!r}")
+            raise BindError(f"chunk_bytes: expected a number of bytes, got {quoted(chunk)}")
 
 
 def part_of(given: Any, what: str) -> PoolSection:

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from .access import Access, Step, refine
 from .errors import LayoutError, MissingKernelError, PlanError
+from .given import quoted, whole
 from .joining import gathered, in_step, rejoined
 from .layout import Layout
 from .lower import Launch, launches
@@ -71,7 +72,10 @@ class Plan(Shown):
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:
         """Names of the kernels, for base addresses that are multiples of `alignment` bytes."""
-        return [launch.name for launch in self.launches(alignment, alignment)]
+        found = whole(alignment)
+        if found is None or found < 1:
+            raise PlanError(f"alignment: expected bytes, a number from 1 on, got {quoted(alignment)}")
+        return [launch.name for launch in self.launches(found, found)]
 
     def fit(self) -> Plan:
         """The same copy, in parts that have no more modes than kernels support (`Part.fit`)."""

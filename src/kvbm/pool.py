@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, numbers_of_blo
 from .digest import Model
 from .engines import FromEngines, pool_hint
 from .errors import BindError, CudaError, CudaUnavailableError
+from .given import quoted, whole
 from .layout import Layout
 from .lower import Steps
 from .matching import names_of_strides
@@ -226,7 +226,7 @@ class Pool(FromEngines, Shown):
         num_blocks = _whole(layout, num_blocks)
         found = re.fullmatch(r"(cpu|pinned|cuda)(?::([0-9]+))?", str(device))
         if not found or (found[2] and found[1] != "cuda"):
-            raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {device!r}")
+            raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {quoted(device)}")
         resolved = layout.resolve(shape, num_blocks)
         what = f"{layout.name}: {num_blocks:,} blocks of {shape}"
         require_memory(10 * resolved.table_size, f"{what}: the table of addresses")
@@ -668,12 +668,9 @@ def _only(steps: npt.NDArray[np.int64]) -> int | None:
 
 def _whole(layout: Layout, num_blocks: Any) -> int:
     """The caller's number of blocks as an int."""
-    try:
-        if not isinstance(num_blocks, bool):
-            return operator.index(num_blocks)
-    except TypeError:
-        pass
-    raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r:.200}")
+    if (found := whole(num_blocks)) is not None:
+        return found
+    raise BindError(f"{layout.name}: num_blocks: expected an integer, got {quoted(num_blocks)}")
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:

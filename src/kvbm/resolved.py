@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .access import Access, Index, Step, declared
 from .errors import LayoutError
+from .given import number, quoted
 from .section import Section
 from .shapes import ITEMSIZE, BlockShape
 from .spans import meet, merge_steps, reach
@@ -29,8 +30,8 @@ __all__ = ["Allocation", "Piece", "Resolved", "resolve"]
 
 def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
     """Implements `Layout.resolve`."""
-    if num_blocks < 1:
-        raise LayoutError(f"{layout.name}: expected at least one block, got {num_blocks}")
+    if type(num_blocks) is not int or num_blocks < 1:
+        num_blocks = number(f"{layout.name}: num_blocks", num_blocks, 1, error=LayoutError)
     sizes = {"b": num_blocks, **shape.sizes}
     names = {f"n{axis}": size for axis, size in sizes.items()} | {"hd": shape.hd, "es": shape.itemsize}
     for axis, expression in layout.extra:
@@ -553,7 +554,7 @@ class Resolved:
                 _ = low < 0, high >= size
             except (TypeError, ValueError):
                 raise LayoutError(
-                    f"{name}: axis '{axis}': expected an int or a NumPy array of ints, got {index!r:.200}"
+                    f"{name}: axis '{axis}': expected an int or a NumPy array of ints, got {quoted(index)}"
                 ) from None
             if low < 0 or high >= size:
                 raise LayoutError(f"{name}: axis '{axis}': expected 0 to {size - 1}, got {low if low < 0 else high}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .access import Access, Step, refine
 from .errors import LayoutError
+from .given import quoted
 from .shapes import BlockShape, round_up
 
 if TYPE_CHECKING:
@@ -348,7 +349,7 @@ def _of_half(accesses: Sequence[Access], axis: str, coordinates: Coordinates) ->
 
 
 def _said(coordinates: Coordinates) -> str:
-    return str(coordinates) if isinstance(coordinates, range) else f"{list(coordinates)!r:.200}"
+    return str(coordinates) if isinstance(coordinates, range) else f"{quoted(list(coordinates))}"
 
 
 def _in_common_digits(accesses: Sequence[Access]) -> tuple[Access, ...]:

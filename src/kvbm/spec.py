@@ -11,6 +11,7 @@ from typing import NoReturn
 import yaml
 
 from .errors import LayoutError, SpecError
+from .given import quoted
 from .layout import Layout
 from .naming import ITEMSIZE, SPELLINGS, suggestion
 from .shapes import data_dir, is_file, load_shape
@@ -142,7 +143,7 @@ def as_layout(given: Layout | str | Path, what: str = "layout") -> Layout:
         return given
     if isinstance(given, str | Path):
         return load(given)
-    raise SpecError(f"{what}: expected a Layout, a name such as 'nhd' or the path of a .yaml file, got {given!r:.200}")
+    raise SpecError(f"{what}: expected a Layout, a name such as 'nhd' or the path of a .yaml file, got {quoted(given)}")
 
 
 def load_shipped(name: str) -> Layout | None:

@@ -28,10 +28,12 @@ from ..errors import (
     TransferTimeoutError,
     printable,
 )
+from ..given import quoted, whole
 from ..machine import sleep_exactly
 from ..pool import Pool
 from ..shapes import ITEMSIZE, BlockShape, load_shape
 from ..wire import Wire
+from ..wire.protocol import require_wire
 from .chunk import MOST, TRAILER
 from .link import Link
 from .local import cuts_of, require_pool
@@ -40,7 +42,7 @@ from .messages import gather as in_two_steps
 from .model import differences, named
 from .model import read as read_model
 from .notes import read
-from .placement import Placement, whole
+from .placement import Placement
 from .ring import Ring
 from .secret import Notes, Secret
 
@@ -136,6 +138,7 @@ class Endpoint:
         max_sms: int | None = None,
         secret_file: str | os.PathLike[str] | Secret | None = None,
     ) -> None:
+        require_wire("endpoint: wire", wire)
         if isinstance(placement, Placement):
             if not isinstance(pool, Pool):
                 raise BindError(f"endpoint {engine}: pool: expected a kvbm.Pool, got {type(pool).__name__}")
@@ -143,9 +146,9 @@ class Endpoint:
         else:
             groups = dict(placement)
         if slots is not None and (whole(slots) or 0) < 1:
-            raise BindError(f"endpoint {engine}: slots: expected a number from 1 on, got {slots!r:.40}")
+            raise BindError(f"endpoint {engine}: slots: expected a number from 1 on, got {quoted(slots, 40)}")
         if not isinstance(engine, str) or not engine or not groups:  # type: ignore[redundant-expr]
-            raise BindError(f"endpoint: expected a name and a placement, got {engine!r:.200}")
+            raise BindError(f"endpoint: expected a name and a placement, got {quoted(engine)}")
         for place, mine in groups.values():
             require_pool(place, rank, mine)
         devices = {mine.device for _, mine in groups.values()}
@@ -166,7 +169,7 @@ class Endpoint:
         self.incarnation = incarnation
         if (whole(chunk_bytes) or 0) < 1 or (whole(ring_bytes) or 0) < 1:
             raise BindError(
-                f"endpoint {engine}: expected numbers of bytes, got {chunk_bytes!r:.40} and {ring_bytes!r:.40}"
+                f"endpoint {engine}: expected numbers of bytes, got {quoted(chunk_bytes, 40)} and {quoted(ring_bytes, 40)}"
             )
         self._chunk_bytes = chunk_bytes
         size = Ring.slot_size(chunk_bytes + TRAILER)
@@ -592,7 +595,7 @@ class _Card:
         self.sends, self.takes = held["sends"], held["takes"]
         self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]
         if not 0 <= self.rank < self.world <= 1 << 16:
-            _refuse("a rank of a world of at most 65,536", f"{self.rank!r:.40} of {self.world!r:.40}")
+            _refuse("a rank of a world of at most 65,536", f"{quoted(self.rank, 40)} of {quoted(self.world, 40)}")
         if not (
             0 < self.chunk_bytes <= self.slot_bytes - TRAILER < 1 << 32
             and 0 < self.sends < 1 << 32
@@ -600,7 +603,7 @@ class _Card:
         ):
             _refuse(
                 "slots that hold a chunk",
-                f"{self.takes!r:.40} of {self.slot_bytes!r:.40} bytes for chunks of {self.chunk_bytes!r:.40}",
+                f"{quoted(self.takes, 40)} of {quoted(self.slot_bytes, 40)} bytes for chunks of {quoted(self.chunk_bytes, 40)}",
             )
         try:
             self.wire = base64.b64decode(held["wire"], validate=True)
@@ -615,8 +618,8 @@ class _Card:
             raise BindError(f"{title}: model: {differ}; expected the same model on both sides")
         if set(self._groups) != set(groups):
             raise BindError(
-                f"{title}: groups: {sorted(groups)!s:.400} here and {sorted(self._groups)!r:.400} on the other side; expected the "
-                "same"
+                f"{title}: groups: {sorted(groups)!s:.400} here and {quoted(sorted(self._groups), 400)} on the other side; "
+                "expected the same"
             )
 
     def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...], dict[str, str]]:
@@ -626,7 +629,7 @@ class _Card:
             [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
         )
         if not all(isinstance(text, str) and len(text) <= _MOST_CARD for text in texts):
-            _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
+            _refuse(f"group {quoted(name, 60)} with placement, model and planes", repr(group)[:60])
         if not _SIZES.fullmatch(texts[1]):  # all sizes: never the name of a file of this machine
             _refuse("all sizes of a model", repr(texts[1])[:200])
         try:
@@ -645,14 +648,14 @@ class _Card:
             or len(cuts) > 64
             or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
         ):
-            _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
+            _refuse(f"group {quoted(name, 60)} with cuts, a list of tokens", repr(cuts)[:60])
         formats = group.get("formats", {})
         if (
             not isinstance(formats, dict)
             or len(formats) > 64
             or not all(isinstance(text, str) and text in ITEMSIZE for text in formats.values())
         ):
-            _refuse(f"group {name!r:.60} with formats, a dtype for each plane", repr(formats)[:60])
+            _refuse(f"group {quoted(name, 60)} with formats, a dtype for each plane", repr(formats)[:60])
         return place, texts[2], tuple(cuts), formats
 
 
@@ -663,8 +666,8 @@ def _require_alike(cards: list[_Card], title: str) -> None:
         for name in ("engine", "incarnation", "world", "model", "groups_text"):
             if getattr(one, name) != getattr(first, name):
                 raise BindError(
-                    f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {getattr(first, name)!r:.200} and "
-                    f"{getattr(one, name)!r:.200}"
+                    f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {quoted(getattr(first, name))} and "
+                    f"{quoted(getattr(one, name))}"
                 )
     counts = Counter(one.rank for one in cards)
     if len(cards) != first.world or len(counts) != first.world:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..given import quoted
 from . import limits
 from .data import clone, dtype_name, is_array, leaves, values
 
@@ -126,8 +127,8 @@ def find_nan(result: Any) -> str | None:
 
 def _require_tolerances(rtol: float, atol: float) -> None:
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if not value >= 0:
-            raise ValueError(f"{name}: expected 0 or larger, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value >= 0:
+            raise ValueError(f"{name}: expected a number from 0 on, got {quoted(value)}")
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -145,7 +146,7 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | N
             return f"{where}the kernel returned {_parts(mine)}; expected an array of shape {_shape(part)}"
         if not is_array(part) and not isinstance(part, np.generic | int | float | complex):  # None, a text
             if is_array(mine) or mine != part:
-                return f"{where}expected {part!r:.60}, got {_parts(mine) if is_array(mine) else f'{mine!r:.60}'}"
+                return f"{where}expected {quoted(part, 60)}, got {_parts(mine) if is_array(mine) else f'{quoted(mine, 60)}'}"
             continue
         if _shape(mine) != _shape(part):
             return f"{where}shape: expected {_shape(part)}, got {_shape(mine)}"

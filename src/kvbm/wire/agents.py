@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
+from ..given import quoted
 from .protocol import Card, Ends, Op, Peer, Slab, Slice, deadline
 
 __all__ = ["Reached", "Transfers", "nixl"]
@@ -276,7 +277,7 @@ class _Nixl(Transfers[_Far]):
         if name != held.name:
             if name not in self._peers:
                 self._agent.nixl.remove_remote_agent(name)
-            raise BindError(f"card of {held.name}: expected data of this agent, got those of {name!r:.140}")
+            raise BindError(f"card of {held.name}: expected data of this agent, got those of {quoted(name, 140)}")
         self._peers[name] = _Far(held)
         kept, self._strangers = self._strangers, []
         for sender, note in kept:

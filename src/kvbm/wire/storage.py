@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import BindError, PeerLostError, TransferError, TransferTimeoutError
+from ..given import quoted
 from .agents import Reached, Transfers
 from .protocol import Card, Op, Slab, Slice, deadline
 
@@ -230,7 +231,7 @@ class _Objects(_Storage):
         if endpoint:
             url = urlsplit(endpoint)
             if url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/") or url.query or url.fragment:
-                raise BindError(f"endpoint: expected http://HOST:PORT or https://HOST:PORT, got {endpoint!r:.140}")
+                raise BindError(f"endpoint: expected http://HOST:PORT or https://HOST:PORT, got {quoted(endpoint, 140)}")
             # Names of buckets before a store's own name need a name server that knows them.
             given = {"endpoint_override": url.netloc, "scheme": url.scheme, "use_virtual_addressing": "false", **given}
         _require_plain(f"{prefix}name", "prefix and name")
@@ -297,4 +298,4 @@ class _All:
 def _require_plain(key: str, what: str) -> None:
     """Clients and stores remove empty parts and dots from paths: two names would be one object, or one of another bucket."""
     if any(part in ("", ".", "..") for part in key.split("/")):
-        raise BindError(f"{what} {key!r:.140}: expected no empty part, no '.' and no '..' between slashes")
+        raise BindError(f"{what} {quoted(key, 140)}: expected no empty part, no '.' and no '..' between slashes")
