@@ -201,7 +201,11 @@ class _List(NamedTuple):
         given = list(arrays) if isinstance(arrays, list | tuple | Arrays) else [arrays]
         seen = []
         for index, array in enumerate(given):
-            if not bridge.takes(array):
+            try:
+                takes = bridge.takes(array)
+            except Exception:  # the object's own code
+                takes = False
+            if not takes:
                 kind = type(array)
                 raise BindError(
                     f"{who(index)} is a {kind.__module__.partition('.')[0]}.{kind.__name__}; expected {bridge.expected}"

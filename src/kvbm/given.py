@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from .errors import BindError, KvbmError, printable
 
-__all__ = ["listed", "number", "quoted", "require_a", "require_text", "whole", "wholes"]
+__all__ = ["flag", "listed", "number", "quoted", "require_a", "require_text", "whole", "wholes"]
 
 T = TypeVar("T")
 
@@ -70,6 +70,15 @@ def require_a(
         fits = False
     if not fits:
         raise error(f"{what}: expected {words}, got {quoted(value)}")
+
+
+def flag(what: str, value: Any, error: type[KvbmError] = BindError) -> bool:
+    """True or False; also NumPy's."""
+    if value is True or value is False:
+        return bool(value)
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise error(f"{what}: expected True or False, got {quoted(value)}")
 
 
 def require_text(what: str, value: Any, among: Iterable[str], error: type[KvbmError] = BindError) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from . import _core
 from .arrays import TOLD, Array, dense, describe, written
 from .errors import BindError, DTypeError
-from .given import quoted
+from .given import flag, quoted
 from .layout import Layout
 from .mover import current_stream, require_compatible, require_disjoint, torch_stream
 from .planner import plan
@@ -150,7 +150,7 @@ def operational_to_block(operationals: Any, blocks: Any, backend: Backend | None
 
 
 def _stacked(layout: str) -> str:
-    name = str(layout).lower()
+    name = layout.lower() if isinstance(layout, str) else ""
     if name not in ("nhd", "hnd"):
         raise BindError(f"layout: expected 'NHD' or 'HND', got {quoted(layout)}")
     return name
@@ -168,7 +168,7 @@ def _chunked() -> tuple[Layout, Layout]:
 
 
 def _backend(backend: str | None) -> str:
-    name = "auto" if backend is None else str(backend).strip().lower()
+    name = "auto" if backend is None else backend.strip().lower() if isinstance(backend, str) else ""
     if name not in _BACKENDS:
         raise BindError(f"backend: expected 'auto', 'kernel', 'batch' or 'async', got {quoted(backend)}")
     return _BACKENDS[name]
@@ -493,7 +493,7 @@ def memcpy_batch(
     index, gpus = _gpu(src, dst, device)
     by_peer = _ungranted(src, dst, sizes, index, gpus) is not None
     return MemcpyBatchMode(
-        _core.memcpy_batch(dst, src, sizes, int(wanted), index, _raw_stream(stream, index), bool(merge), by_peer)
+        _core.memcpy_batch(dst, src, sizes, int(wanted), index, _raw_stream(stream, index), flag("merge", merge), by_peer)
     )
 
 
@@ -515,7 +515,12 @@ def _addresses(values: Any, what: str) -> npt.NDArray[np.uint64]:
     """Addresses or sizes as a contiguous uint64 array."""
     if getattr(getattr(values, "device", None), "type", "cpu") == "cuda" or hasattr(values, "__cuda_array_interface__"):
         raise BindError(f"{what}: expected numbers in host memory, got a {type(values).__name__} on a GPU")
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except Exception:  # a list of lists, a tensor with a gradient, or the object's own code
+        raise BindError(f"{what}: expected a list of numbers, got {quoted(values)}") from None
+    if array.size > 1 << 30:
+        raise BindError(f"{what}: expected at most 2**30 numbers, got {array.size}")
     if array.size == 0:
         return np.empty(0, np.uint64)
     if array.ndim != 1:

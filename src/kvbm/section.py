@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .access import Access, Step, refine
 from .errors import LayoutError
-from .given import quoted
+from .given import quoted, whole
 from .shapes import BlockShape, round_up
 
 if TYPE_CHECKING:
@@ -149,8 +149,10 @@ class Section:
             `tokens` does not divide a block, a unit cuts a split of the layout, units of a block share a plane, or tokens have been
             selected before.
         """
-        where = f"{self.layout.name} ({self.layout.order_text}): units of {tokens} tokens"
+        where = f"{self.layout.name} ({self.layout.order_text}): units of {quoted(tokens)} tokens"
         size = self.size("t")
+        if type(tokens) is not int:
+            tokens = whole(tokens) or 0
         if tokens == size:
             return self
         if tokens < 1 or size % tokens:

@@ -188,10 +188,10 @@ def _coordinates(axis: str, given: Any) -> Coordinates:
         return given
     if isinstance(given, range):
         raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {quoted(given)}")
-    if (one := whole(given)) is not None:
+    if (one := whole(given)) is not None and abs(one) < 1 << 31:
         return range(one, one + 1)
     found = wholes(given)
-    if found is None:
+    if found is None or any(abs(one) >= 1 << 31 for one in found):
         raise PlanError(f"axis '{axis}': expected an int, a range or a list of ints, got {quoted(given)}")
     if len(set(found)) != len(found):
         raise PlanError(f"axis '{axis}': expected each coordinate once, got {quoted(list(found))}")

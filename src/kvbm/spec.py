@@ -11,7 +11,7 @@ from typing import NoReturn
 import yaml
 
 from .errors import LayoutError, SpecError
-from .given import quoted
+from .given import quoted, require_a
 from .layout import Layout
 from .naming import ITEMSIZE, SPELLINGS, suggestion
 from .shapes import data_dir, is_file, load_shape
@@ -120,6 +120,7 @@ def load(name: str | Path) -> Layout:
     >>> load("universal").order_text
     '[b] h l o t d'
     """
+    require_a((str, Path), "layout", name, "a name that `kvbm layouts` lists, or the path of a .yaml file", SpecError)
     text = str(name)
     if text.endswith((".yaml", ".yml")):
         return _read(Path(name), Path(name).stem)

@@ -28,7 +28,7 @@ from ..errors import (
     TransferTimeoutError,
     printable,
 )
-from ..given import quoted, whole
+from ..given import flag, listed, quoted, require_a, whole
 from ..machine import sleep_exactly
 from ..pool import Pool
 from ..shapes import ITEMSIZE, BlockShape, load_shape
@@ -144,6 +144,7 @@ class Endpoint:
                 raise BindError(f"endpoint {engine}: pool: expected a kvbm.Pool, got {type(pool).__name__}")
             groups: dict[str, tuple[Placement, Pool]] = {"": (placement, pool)}
         else:
+            require_a(Mapping, f"endpoint {quoted(engine, 60)}: placement", placement, "a Placement, or a mapping of groups")
             groups = dict(placement)
         if slots is not None and (whole(slots) or 0) < 1:
             raise BindError(f"endpoint {engine}: slots: expected a number from 1 on, got {quoted(slots, 40)}")
@@ -283,6 +284,7 @@ class Endpoint:
         PlanError
             The two engines hold different models.
         """
+        stripe, gather = flag("stripe", stripe), flag("gather", gather)
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
@@ -328,7 +330,7 @@ class Endpoint:
     def _read(self, cards: Any, where: str) -> list[_Card]:
         if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got a {type(cards).__name__}")
-        found = [_Card(card, self.secret) for card in cards]
+        found = [_Card(card, self.secret) for card in listed(where, cards, "the cards of all ranks of an engine")]
         if not found:
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got none")
         return found

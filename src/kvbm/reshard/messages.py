@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import BindError, PlanError
-from ..given import number, quoted, require_a, whole
+from ..given import flag, number, quoted, require_a, whole
 from ..shapes import ITEMSIZE
 from ..shown import Shown
 from . import report
@@ -215,6 +215,7 @@ def plan(
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
     _require_one_model(src, dst)
+    stripe = flag("stripe", stripe, PlanError)
     cuts = _whole_cuts(cuts)
     sends = tuple(map(src.strips, range(src.world)))
     takes = tuple(map(dst.strips, range(dst.world)))

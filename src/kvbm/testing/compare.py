@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import printable
 from ..given import quoted
 from . import limits
 from .data import clone, dtype_name, is_array, leaves, values
@@ -49,7 +50,7 @@ def allclose_with_error(
     Raises
     ------
     ValueError
-        A tolerance below zero.
+        A tolerance below zero, or an argument that is not an array of numbers.
 
     Examples
     --------
@@ -60,9 +61,10 @@ def allclose_with_error(
     (False, nan, nan)
     """
     _require_tolerances(rtol, atol)
+    ours, theirs = _numbers("actual", actual), _numbers("expected", expected)
     if _shape(actual) != _shape(expected) or dtype_name(actual) != dtype_name(expected):
         return False, math.inf, math.inf
-    errors = _compare(values(actual), values(expected), rtol, atol)
+    errors = _compare(ours, theirs, rtol, atol)
     return errors.wrong == 0, errors.max_abs, errors.max_rel
 
 
@@ -129,6 +131,15 @@ def _require_tolerances(rtol: float, atol: float) -> None:
     for name, value in (("rtol", rtol), ("atol", atol)):
         if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value >= 0:
             raise ValueError(f"{name}: expected a number from 0 on, got {quoted(value)}")
+
+
+def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
+    """The values of an array, or of numbers.  Raises ValueError for anything else."""
+    try:
+        return values(value)
+    except Exception as error:  # of NumPy, of torch, or of the object itself
+        why = f"{type(error).__name__}: {printable(str(error))}"
+        raise ValueError(f"{name}: expected an array of numbers, got {quoted(value)} ({why})") from None
 
 
 def _shape(value: Any) -> tuple[int, ...]:

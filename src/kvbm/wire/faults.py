@@ -57,10 +57,12 @@ def random_faults(
     chance = random.Random(number("seed", seed, -(1 << 64), 1 << 64))
     if not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise BindError(f"rate: expected a probability, got {quoted(rate)}")
-    kinds, most = listed("kinds", kinds, "kinds of faults"), number("most", most, 0, 1 << 24)
+    wanted, most = listed("kinds", kinds, "kinds of faults"), number("most", most, 0, 1 << 24)
+    for kind in wanted:
+        require_text("kinds", kind, (*NOTES, *PUTS, *CALLS))
     return [
         Fault(chance.choice(some), at)
-        for some in filter(None, ([k for k in group if k in kinds] for group in (NOTES, PUTS, CALLS)))
+        for some in filter(None, ([k for k in group if k in wanted] for group in (NOTES, PUTS, CALLS)))
         for at in range(most)
         if chance.random() < rate
     ]

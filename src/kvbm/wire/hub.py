@@ -47,7 +47,7 @@ def memory(name: str, hub: Hub | None = None) -> _Memory:
     >>> there.poll()[0][1], slabs[1].tolist()
     (b'four bytes', [4, 5, 6, 7, 0, 0, 0, 0])
     """
-    return _Memory(name, hub or _HUB)
+    return _Memory(name, _HUB if hub is None else hub)
 
 
 class _Memory(Ends[Peer]):
