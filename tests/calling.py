@@ -246,6 +246,9 @@ INSIDE = frozenset(
         "Placement.strips",
         "Packer.zero",
         "Model.axes",
+        "LayoutCase.check",
+        "vllm_caches",
+        "vllm_writes",
     ]
 )
 
@@ -1119,7 +1122,7 @@ def _foreign(error: BaseException) -> str:
         and _raises(last)
     ):
         return ""
-    if isinstance(error, OSError) and type(error) is not OSError and error.filename is not None:
+    if isinstance(error, OSError) and error.filename is not None:
         return ""  # FileNotFoundError and its like, of a file that the caller has named
     if isinstance(error, TypeError) and last is None:
         return ""  # the arguments do not fit the signature

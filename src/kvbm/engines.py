@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
+
 from . import spec
 from .errors import BindError, LayoutError
 from .given import number, quoted
@@ -314,7 +316,7 @@ class FromEngines:
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in "lohtd")
         shape = known or BlockShape(nl, no, nh, nt, hd, dtype)
-        turned = [tensor.permute([list(dims).index(axis) for axis in wanted]) for tensor in tensors]
+        turned = [_permuted(tensor, [list(dims).index(axis) for axis in wanted]) for tensor in tensors]
         return cls(layout, shape, turned)  # type: ignore[call-arg]
 
 
@@ -365,6 +367,8 @@ def _flat(layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: s
 def _joined(tensors: Sequence[Any], what: str) -> Any:
     """The tensor of which all are views, one per layer.  Its first dimension is the layers."""
     first = tensors[0]
+    if isinstance(first, np.ndarray):
+        return _joined_arrays(tensors, what)
     at = [tensor.storage_offset() for tensor in tensors]
     step = at[1] - at[0] if len(at) > 1 else 0
     for index, tensor in enumerate(tensors):
@@ -385,6 +389,33 @@ def _joined(tensors: Sequence[Any], what: str) -> Any:
             f"{what}: tensor {index}: expected views of one tensor of all layers, in order and at equal steps, got {found}"
         )
     return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
+
+
+def _joined_arrays(arrays: Sequence[Any], what: str) -> Any:
+    """`_joined` for arrays of NumPy."""
+
+    def memory(array: Any) -> Any:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        return array
+
+    first = arrays[0]
+    step = arrays[1].ctypes.data - first.ctypes.data if len(arrays) > 1 else 0
+    for index, array in enumerate(arrays):
+        alike = isinstance(array, np.ndarray) and (array.shape, array.strides, array.dtype) == (
+            first.shape, first.strides, first.dtype,
+        )  # fmt: skip
+        if (
+            not alike
+            or memory(array) is not memory(first)
+            or step < 0
+            or array.ctypes.data != first.ctypes.data + index * step
+        ):
+            raise BindError(
+                f"{what}: array {index}: expected views of one array of all layers, in order and at equal steps; pass views of one "
+                "array, or bind them with kvbm.Pool"
+            )
+    return np.lib.stride_tricks.as_strided(first, (len(arrays), *first.shape), (step, *first.strides))
 
 
 def _vllm_group(vllm_config: Any, kv_cache_config: Any, group: int | Group | None, layout: str | Layout | None) -> Group:
@@ -522,10 +553,21 @@ def _split(tensor: Any, dim: int, sizes: tuple[int, int], what: str) -> Any:
     if len(tensor.shape) <= dim or tensor.shape[dim] % count or not tensor.shape[dim]:
         size = tensor.shape[dim] if len(tensor.shape) > dim else None
         raise BindError(f"{what}: expected a multiple of {count}, got {size} in a tensor of {tuple(tensor.shape)}")
+    if isinstance(tensor, np.ndarray):
+        return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])  # to split an axis never copies
     return tensor.unflatten(dim, sizes)
 
 
+def _permuted(tensor: Any, axes: list[int]) -> Any:
+    return tensor.transpose(axes) if isinstance(tensor, np.ndarray) else tensor.permute(axes)
+
+
 def _viewed(tensor: Any, sizes: Iterable[int], what: str) -> Any:
+    if isinstance(tensor, np.ndarray):
+        made = tensor.reshape(*sizes)
+        if tensor.size and not np.shares_memory(made, tensor):
+            raise BindError(f"{what}: the pool is not contiguous where its last dimensions are joined: {tensor.strides} bytes")
+        return made
     try:
         return tensor.view(*sizes)
     except RuntimeError as error:

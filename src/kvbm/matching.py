@@ -31,7 +31,7 @@ __all__ = ["Candidate", "Check", "Match", "match", "match_described", "names_of_
 
 _READING = {
     "given": "",
-    "unbound": "; one array per allocation, such as list(tensor)",
+    "unbound": "; one array per allocation, {parts}",
     "joined": "; the arrays are views of one allocation",
     "perhaps": "; only if the arrays are views of one allocation, which their shapes do not say",
 }
@@ -139,7 +139,7 @@ class Match(Sequence[Candidate]):
             lines += ["", str(check)]
         if len(self.candidates) > 1 and not self.checks:
             lines += ["", "No single element tells them apart: at this shape they have the same addresses, or promise no order."]
-        if any(one.how.endswith(_READING["perhaps"]) for one in self.candidates):
+        if any(_READING["perhaps"] in one.how for one in self.candidates):
             lines += ["", "kvbm.match(tensors, shape) reads addresses, and so knows whether tensors are views of one allocation."]
         return "\n".join(lines)
 
@@ -419,6 +419,7 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             continue
         if resolved.table_size != len(reading.arrays):
             continue
+        first_kind = resolved.first
         kinds, which = resolved.kinds, resolved.kind_of_entry if len(resolved.kinds) > 1 else None
         alike = reading.arrays[:1] if reading.name == "unbound" else reading.arrays
         if which:
@@ -435,14 +436,29 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             fits = ["viewed"]  # K and V have orders that no view shows: the sizes fit
         if None not in fits:
             fit = max((text for text in fits if text), key=_WORST.index)
-            how = HOW[fit if fit == "exact" and not reading.joined else "vllm" if call else "whole" if fit == "exact" else fit]
-            how = how.format(call=call, shape=_wanted(resolved)) + _READING[reading.name]
+            key = fit if fit == "exact" and not reading.joined else "vllm" if call else "whole" if fit == "exact" else fit
+            how = HOW["parts" if key == "exact" and reading.name == "unbound" else key]
+            how = how.format(call=call, shape=_wanted(resolved)) + _READING[reading.name].format(parts=_parts(reading.arrays))
+            if "b" not in first_kind.axes and not layout.b_in_table and not call:
+                how += f"; pass num_blocks={blocks}"
             cuts = {stride for stride, _ in steps_of(first.shape, first.strides)}
             crossed = not cuts <= {stride for one in kinds for stride in one.strides}
             # For latents, layouts of latents before those with an axis of K and V.
             rank = (_WORST.index(fit), not call or shape.no == 1, crossed, kinds[0].shape.count(1), reading.name == "perhaps")
             return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank)
     return None
+
+
+def _parts(arrays: Sequence[Array]) -> str:
+    """What makes a list of the parts of one array along its first axes, in Python."""
+    if not isinstance(arrays, _Parts):
+        return ""
+    extents = arrays.whole.shape[: arrays.axes]
+    if len(extents) == 1:
+        return "list(tensor)"
+    names = "ijklmn"[: len(extents)]
+    loops = " ".join(f"for {name} in range({extent})" for name, extent in zip(names, extents, strict=False))
+    return f"[tensor[{', '.join(names)}] {loops}]"
 
 
 def _wanted(resolved: Resolved) -> str:
