@@ -3,6 +3,7 @@
 
     tools/fuzz.py [--cases N] [--kind KIND] [--state FILE]    goes on where the state says that it was
     tools/fuzz.py --kind KIND --number N                      one case again: its input, and what becomes of it
+    tools/fuzz.py --kind call [--cases N] [--only PART]       only calls of public functions (tests/calling.py)
     tools/fuzz.py --kind KIND --coverage [libFuzzer options]  inputs that reach new lines, with atheris, without an end
 
 A case is a kind and a number: those that fail are in the state, and fail again.  The exit status is 1 where one did.
@@ -31,6 +32,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 #: Of a hundred cases, how many are of a kind.
 PARTS = {"layout": 45, "shape": 10, "shape file": 2, "placement": 18, "preset": 10, "file": 5, "arrays": 5, "ids": 5}
 
+#: One call of a public function for so many other cases.
+CALLS = 20
+
 #: Cases between two lines, seconds that a case may take, and bytes beyond those at the start that all may.
 CHUNK, SECONDS, ROOM = 10_000, 20, 2 << 30
 
@@ -39,7 +43,8 @@ def main() -> int:
     """Run what the words of the command line say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1_000_000)
-    parser.add_argument("--kind", choices=PARTS)
+    parser.add_argument("--kind", choices=[*PARTS, "call"])
+    parser.add_argument("--only", default="")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "fuzz.json")
     parser.add_argument("--number", type=int)
     parser.add_argument("--coverage", action="store_true")
@@ -48,9 +53,40 @@ def main() -> int:
         return by_coverage(given.kind or "layout", rest)
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
+    if given.kind == "call":
+        return calls(given.cases, given.state.with_name("fuzz_calls.json"), given.only, given.number)
     if given.number is not None:
         return again(given.kind or "layout", given.number)
-    return run(given.cases, given.state, {given.kind: 100} if given.kind else PARTS)
+    failed = run(given.cases, given.state, {given.kind: 100} if given.kind else PARTS)
+    if given.kind:
+        return failed
+    return calls(given.cases // CALLS, given.state.with_name("fuzz_calls.json"), given.only, None) or failed
+
+
+def calls(cases: int, path: Path, only: str, number: int | None) -> int:
+    """Calls of each public function with hostile arguments, until so many of each kind are in the state."""
+    import calling
+
+    names = [name for name in calling.found() if only in name]
+    if number is not None:
+        for name in names:
+            print(name, calling.call(name, number))
+        return 0
+    state: dict[str, Any] = {"next": 0, "done": {}, "failed": []}
+    if path.exists() and not only:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    most = max(1, cases // len(names))
+    while state["next"] < most:
+        count = min(50, most - state["next"])
+        done, wrong = calling.tried(names, state["next"], count, told=lambda *what: print(*what, sep="\t", flush=True))
+        state["next"] += count
+        state["done"] = dict(collections.Counter(state["done"]) + done)
+        state["failed"] += wrong
+        if not only:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(state, indent=1), encoding="utf-8")
+        print(f"{state['next'] * len(names):,} calls, {len(state['failed'])} failed", flush=True)
+    return 1 if state["failed"] else 0
 
 
 def run(cases: int, path: Path, parts: dict[str, int]) -> int:

@@ -19,6 +19,7 @@ __all__ = ["HOW", "Steps", "near_shapes", "own_layout", "pitches", "steps_betwee
 #: How arrays are bound, by the fit of their axes.
 HOW = {
     "exact": "as given: kvbm.Pool takes the arrays",
+    "parts": "as its parts: kvbm.Pool takes them",
     "vllm": "as a view: {call} takes the arrays",
     "whole": "as a view{shape}",
     "permuted": "as a view: the axes of the arrays have another order than those of the layout, or axes of size 1 differ{shape}",

@@ -26,6 +26,7 @@ from .contract import (
     side_of,
 )
 from .errors import BindError, KvbmError
+from .given import require_a
 from .layout import Layout
 from .matching import names_of_strides
 from .memory import Arrays
@@ -179,6 +180,7 @@ class Bridge(NamedTuple):
 
 def views(pool: Pool, who: str, advice: str, *, on_gpu: bool) -> list[tuple[Any, str]]:
     """A pool's arrays and the dtypes of their items, for a framework on the GPU or on the CPU."""
+    require_a(Pool, "pool", pool, "a kvbm.Pool")
     pool.require_open()
     if on_gpu == (pool.device == "cpu"):
         expected = "a GPU" if on_gpu else "the CPU"
@@ -199,7 +201,11 @@ class _List(NamedTuple):
         given = list(arrays) if isinstance(arrays, list | tuple | Arrays) else [arrays]
         seen = []
         for index, array in enumerate(given):
-            if not bridge.takes(array):
+            try:
+                takes = bridge.takes(array)
+            except Exception:  # the object's own code
+                takes = False
+            if not takes:
                 kind = type(array)
                 raise BindError(
                     f"{who(index)} is a {kind.__module__.partition('.')[0]}.{kind.__name__}; expected {bridge.expected}"

@@ -21,6 +21,7 @@ import click
 
 from . import spec
 from .errors import BuildError, KvbmError, LayoutError, printable
+from .given import quoted
 from .shapes import LIMIT, load_shape, shape_names
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def layout_argument(name: str, **rest: Any) -> Callable[[Any], Any]:
 def _gpu_number(ctx: click.Context, param: click.Parameter, value: str) -> int:  # noqa: ARG001
     match = re.fullmatch(r"(?:cuda:)?(\d{1,4})", str(value), re.ASCII)
     if match is None:
-        raise click.BadParameter(f"expected cuda:N, such as cuda:0, got {value!r:.60}")
+        raise click.BadParameter(f"expected cuda:N, such as cuda:0, got {quoted(value, 60)}")
     return int(match[1])
 
 
@@ -269,7 +270,7 @@ def size_of(text: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,15})(?:\.(\d{1,6}))?\s*(?:([kmgt]i?)b?|b)?\s*", text, re.ASCII | re.IGNORECASE)
     count = int(float(f"{match[1]}.{match[2] or 0}") * _UNITS[(match[3] or "").lower()]) if match else 0
     if not 0 < count < 1 << 40:
-        raise click.BadParameter(f"expected bytes such as 64MiB, below 1 TiB, got {text!r:.60}")
+        raise click.BadParameter(f"expected bytes such as 64MiB, below 1 TiB, got {quoted(text, 60)}")
     return count
 
 

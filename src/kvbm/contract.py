@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from .arrays import Array, dense, other_order, same_dtype, span, stand_ins
 from .errors import BindError, DTypeError, KvbmError, LayoutError, SpecError
+from .given import quoted, require_a
 from .layout import Layout
 from .naming import SPELLINGS
 from .planner import plan
@@ -554,8 +555,14 @@ def _with_numbers(kinds: tuple[Kind, ...], numbers: list[Any]) -> tuple[Kind, ..
     return tuple(made)
 
 
-@functools.lru_cache(maxsize=1024)
 def block_shape(text: str, dtype: str) -> BlockShape:
+    """The shape of a text.  Raises `SpecError` for another object."""
+    require_a(str, "shape", text, "a BlockShape or its text", SpecError)
+    return _block_shape(text, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_shape(text: str, dtype: str) -> BlockShape:
     """The shape of a text.  A text of sizes only (``nl=2,no=2,…``) gets the given dtype."""
     if "=" in text.partition(",")[0] and "dtype=" not in text:
         if dtype not in ITEMSIZE:
@@ -604,7 +611,7 @@ def shape_text(what: str, shape: Any) -> str:
         return shape
     if isinstance(shape, BlockShape):
         return str(shape)
-    raise SpecError(f"{what}: expected a BlockShape or a text such as 'nl=2,no=2,nh=4,nt=16,hd=32', got {shape!r:.200}")
+    raise SpecError(f"{what}: expected a BlockShape or a text such as 'nl=2,no=2,nh=4,nt=16,hd=32', got {quoted(shape)}")
 
 
 def named(operator: str, error: KvbmError) -> KvbmError:

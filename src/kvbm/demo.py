@@ -26,6 +26,7 @@ from rich.text import Text
 from .commands import progress
 from .draw import table_box
 from .errors import BindError, CudaUnavailableError, DeviceNotFoundError
+from .given import quoted
 from .planner import plan
 from .shapes import BlockShape, load_shape
 from .spec import load
@@ -416,7 +417,7 @@ def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
 
     match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", wanted or "cuda")
     if match is None:
-        raise BindError(f"device: expected 'cpu' or 'cuda:N', got {wanted!r:.60}")
+        raise BindError(f"device: expected 'cpu' or 'cuda:N', got {quoted(wanted, 60)}")
     if wanted == "cpu":
         return "cpu"
     index = int(match[1] or 0)

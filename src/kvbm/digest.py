@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 from typing import Any, NamedTuple
 
 from .access import Access, Step, normal
 from .errors import LayoutError, MissingKernelError, PlanError
+from .given import quoted, whole, wholes
 from .lower import Launch
 from .nest import MAX_PARTS, Form, Id, Mode, Part, form_of
 from .planner import between
@@ -128,13 +128,12 @@ class Model:
     nh: int | None = None
 
     def __post_init__(self) -> None:
-        for name, convert in (("layers", _coordinates), ("heads", _coordinates), ("nl", index), ("nh", index)):
+        for name, convert in (("layers", _coordinates), ("heads", _coordinates), ("nl", whole), ("nh", whole)):
             given = getattr(self, name)
-            try:
-                found = None if given is None else convert(given)
-            except TypeError:
-                what = "an integer" if convert is index else "a range, or a list of integers"
-                raise PlanError(f"Model: {name}: expected {what}, got {given!r:.200}") from None
+            found = None if given is None else convert(given)
+            if found is None and given is not None:
+                what = "an integer" if convert is whole else "a range, or a list of integers"
+                raise PlanError(f"Model: {name}: expected {what}, got {quoted(given)}")
             object.__setattr__(self, name, found)
 
     def axes(self) -> Iterator[tuple[str, range | tuple[int, ...], int]]:
@@ -145,25 +144,26 @@ class Model:
                     f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
                 )
             if held is not None and count is not None:
-                held = _coordinates(held)
+                held = _coordinates(held) or ()
                 ends = (held[0], held[-1]) if isinstance(held, range) and held else held
                 if not 0 < count < LIMIT:
                     raise LayoutError(f"axis '{axis}': expected a model of 1 to {LIMIT - 1}, got {count}")
                 if not ends or min(ends) < 0 or max(ends) >= count:
-                    raise LayoutError(f"axis '{axis}': expected coordinates from 0 to {count - 1}, got {held!r:.200}")
+                    raise LayoutError(f"axis '{axis}': expected coordinates from 0 to {count - 1}, got {quoted(held)}")
                 if isinstance(held, tuple) and len(set(held)) < len(held):
-                    raise LayoutError(f"axis '{axis}': expected each coordinate once, got {held!r:.200}")
+                    raise LayoutError(f"axis '{axis}': expected each coordinate once, got {quoted(held)}")
                 yield axis, held, count
 
 
-def _coordinates(given: Any) -> range | tuple[int, ...]:
-    return given if isinstance(given, range) else tuple(map(index, given))
+def _coordinates(given: Any) -> range | tuple[int, ...] | None:
+    """A range, or integers; None for anything else."""
+    return given if isinstance(given, range) else wholes(given)
 
 
 def require_model(given: Any) -> None:
     """Raise `PlanError` unless the argument is a Model or None."""
     if given is not None and not isinstance(given, Model):
-        raise PlanError(f"model: expected a kvbm.Model, got {given!r:.200}")
+        raise PlanError(f"model: expected a kvbm.Model, got {quoted(given)}")
 
 
 #: An axis and its coordinates, or an empty text and names of planes.

@@ -12,8 +12,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
+
 from . import spec
 from .errors import BindError, LayoutError
+from .given import number, quoted
 from .layout import Layout
 from .shapes import PACKED, BlockShape, as_shape
 from .vllm_groups import Group, groups
@@ -161,7 +164,7 @@ class FromEngines:
         """
         tokens = page_size if page_size is not None else getattr(token_pool, "page_size", None)
         if not isinstance(tokens, int) or tokens < 1:
-            raise BindError(f"SGLang: page_size: expected the tokens of a page, got {tokens!r}; pass page_size=")
+            raise BindError(f"SGLang: page_size: expected the tokens of a page, got {quoted(tokens)}; pass page_size=")
         if getattr(token_pool, "k_scale_buffer", None) is not None:
             return cls(*_sglang_scaled(token_pool, tokens, layout))  # type: ignore[call-arg]
         if layout is not None:
@@ -210,6 +213,10 @@ class FromEngines:
         BindError
             The tensor has too few dimensions, or its last dimension is not a multiple of heads times tokens.
         """
+        num_kv_heads = number("TensorRT-LLM: num_kv_heads", num_kv_heads, 1, 1 << 31)
+        tokens_per_block = number("TensorRT-LLM: tokens_per_block", tokens_per_block, 1, 1 << 31)
+        if not isinstance(getattr(pool, "shape", None), tuple):
+            raise BindError(f"TensorRT-LLM: pool: expected the engine's tensor, got {quoted(pool)}")
         if len(pool.shape) < 4:
             raise BindError(
                 f"TensorRT-LLM: expected at least 4 dimensions (blocks, layers, K and V, the rest), got {tuple(pool.shape)}"
@@ -309,7 +316,7 @@ class FromEngines:
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in "lohtd")
         shape = known or BlockShape(nl, no, nh, nt, hd, dtype)
-        turned = [tensor.permute([list(dims).index(axis) for axis in wanted]) for tensor in tensors]
+        turned = [_permuted(tensor, [list(dims).index(axis) for axis in wanted]) for tensor in tensors]
         return cls(layout, shape, turned)  # type: ignore[call-arg]
 
 
@@ -360,6 +367,8 @@ def _flat(layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: s
 def _joined(tensors: Sequence[Any], what: str) -> Any:
     """The tensor of which all are views, one per layer.  Its first dimension is the layers."""
     first = tensors[0]
+    if isinstance(first, np.ndarray):
+        return _joined_arrays(tensors, what)
     at = [tensor.storage_offset() for tensor in tensors]
     step = at[1] - at[0] if len(at) > 1 else 0
     for index, tensor in enumerate(tensors):
@@ -380,6 +389,33 @@ def _joined(tensors: Sequence[Any], what: str) -> Any:
             f"{what}: tensor {index}: expected views of one tensor of all layers, in order and at equal steps, got {found}"
         )
     return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
+
+
+def _joined_arrays(arrays: Sequence[Any], what: str) -> Any:
+    """`_joined` for arrays of NumPy."""
+
+    def memory(array: Any) -> Any:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        return array
+
+    first = arrays[0]
+    step = arrays[1].ctypes.data - first.ctypes.data if len(arrays) > 1 else 0
+    for index, array in enumerate(arrays):
+        alike = isinstance(array, np.ndarray) and (array.shape, array.strides, array.dtype) == (
+            first.shape, first.strides, first.dtype,
+        )  # fmt: skip
+        if (
+            not alike
+            or memory(array) is not memory(first)
+            or step < 0
+            or array.ctypes.data != first.ctypes.data + index * step
+        ):
+            raise BindError(
+                f"{what}: array {index}: expected views of one array of all layers, in order and at equal steps; pass views of one "
+                "array, or bind them with kvbm.Pool"
+            )
+    return np.lib.stride_tricks.as_strided(first, (len(arrays), *first.shape), (step, *first.strides))
 
 
 def _vllm_group(vllm_config: Any, kv_cache_config: Any, group: int | Group | None, layout: str | Layout | None) -> Group:
@@ -517,10 +553,21 @@ def _split(tensor: Any, dim: int, sizes: tuple[int, int], what: str) -> Any:
     if len(tensor.shape) <= dim or tensor.shape[dim] % count or not tensor.shape[dim]:
         size = tensor.shape[dim] if len(tensor.shape) > dim else None
         raise BindError(f"{what}: expected a multiple of {count}, got {size} in a tensor of {tuple(tensor.shape)}")
+    if isinstance(tensor, np.ndarray):
+        return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])  # to split an axis never copies
     return tensor.unflatten(dim, sizes)
 
 
+def _permuted(tensor: Any, axes: list[int]) -> Any:
+    return tensor.transpose(axes) if isinstance(tensor, np.ndarray) else tensor.permute(axes)
+
+
 def _viewed(tensor: Any, sizes: Iterable[int], what: str) -> Any:
+    if isinstance(tensor, np.ndarray):
+        made = tensor.reshape(*sizes)
+        if tensor.size and not np.shares_memory(made, tensor):
+            raise BindError(f"{what}: the pool is not contiguous where its last dimensions are joined: {tensor.strides} bytes")
+        return made
     try:
         return tensor.view(*sizes)
     except RuntimeError as error:

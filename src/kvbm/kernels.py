@@ -21,6 +21,7 @@ import numpy.typing as npt
 from . import _core
 from .arrays import TOLD, Array, dense, describe, written
 from .errors import BindError, DTypeError
+from .given import flag, quoted
 from .layout import Layout
 from .mover import current_stream, require_compatible, require_disjoint, torch_stream
 from .planner import plan
@@ -149,9 +150,9 @@ def operational_to_block(operationals: Any, blocks: Any, backend: Backend | None
 
 
 def _stacked(layout: str) -> str:
-    name = str(layout).lower()
+    name = layout.lower() if isinstance(layout, str) else ""
     if name not in ("nhd", "hnd"):
-        raise BindError(f"layout: expected 'NHD' or 'HND', got {layout!r}")
+        raise BindError(f"layout: expected 'NHD' or 'HND', got {quoted(layout)}")
     return name
 
 
@@ -167,9 +168,9 @@ def _chunked() -> tuple[Layout, Layout]:
 
 
 def _backend(backend: str | None) -> str:
-    name = "auto" if backend is None else str(backend).strip().lower()
+    name = "auto" if backend is None else backend.strip().lower() if isinstance(backend, str) else ""
     if name not in _BACKENDS:
-        raise BindError(f"backend: expected 'auto', 'kernel', 'batch' or 'async', got {backend!r}")
+        raise BindError(f"backend: expected 'auto', 'kernel', 'batch' or 'async', got {quoted(backend)}")
     return _BACKENDS[name]
 
 
@@ -478,7 +479,7 @@ def memcpy_batch(
     try:
         wanted = MemcpyBatchMode(mode)
     except ValueError:
-        raise BindError(f"mode: expected a MemcpyBatchMode, got {mode!r}") from None
+        raise BindError(f"mode: expected a MemcpyBatchMode, got {quoted(mode)}") from None
     src, dst = _addresses(src_ptrs, "src_ptrs"), _addresses(dst_ptrs, "dst_ptrs")
     is_one = isinstance(size_or_sizes, int | np.integer)
     sizes: Any = _size(size_or_sizes) if is_one else _addresses(size_or_sizes, "sizes")
@@ -492,7 +493,7 @@ def memcpy_batch(
     index, gpus = _gpu(src, dst, device)
     by_peer = _ungranted(src, dst, sizes, index, gpus) is not None
     return MemcpyBatchMode(
-        _core.memcpy_batch(dst, src, sizes, int(wanted), index, _raw_stream(stream, index), bool(merge), by_peer)
+        _core.memcpy_batch(dst, src, sizes, int(wanted), index, _raw_stream(stream, index), flag("merge", merge), by_peer)
     )
 
 
@@ -514,7 +515,12 @@ def _addresses(values: Any, what: str) -> npt.NDArray[np.uint64]:
     """Addresses or sizes as a contiguous uint64 array."""
     if getattr(getattr(values, "device", None), "type", "cpu") == "cuda" or hasattr(values, "__cuda_array_interface__"):
         raise BindError(f"{what}: expected numbers in host memory, got a {type(values).__name__} on a GPU")
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except Exception:  # a list of lists, a tensor with a gradient, or the object's own code
+        raise BindError(f"{what}: expected a list of numbers, got {quoted(values)}") from None
+    if array.size > 1 << 30:
+        raise BindError(f"{what}: expected at most 2**30 numbers, got {array.size}")
     if array.size == 0:
         return np.empty(0, np.uint64)
     if array.ndim != 1:
@@ -528,7 +534,7 @@ def _addresses(values: Any, what: str) -> npt.NDArray[np.uint64]:
 
 def _size(size: Any) -> int:
     if not isinstance(size, int | np.integer) or isinstance(size, bool) or not 0 <= size < 1 << 63:
-        raise BindError(f"size: expected a number of bytes, got {size!r}")
+        raise BindError(f"size: expected a number of bytes, got {quoted(size)}")
     return int(size)
 
 
@@ -542,8 +548,8 @@ def _gpu(src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], device: Any) 
 
 def _ordinal(device: Any) -> int:
     kind, _, index = (f"cuda:{device}" if isinstance(device, int | np.integer) else str(device)).partition(":")
-    if kind != "cuda" or isinstance(device, bool) or not (index.isdecimal() or not index):
-        raise BindError(f"device: expected 'cuda', 'cuda:N' or N, got {device!r}")
+    if kind != "cuda" or isinstance(device, bool) or not ((index.isascii() and index.isdecimal() and len(index) < 5) or not index):
+        raise BindError(f"device: expected 'cuda', 'cuda:N' or N, got {quoted(device)}")
     return int(index or 0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .errors import SpecError
+from .given import quoted
 from .resolved import Resolved, resolve
 from .shapes import BlockShape, as_shape
 from .shown import Shown
@@ -48,7 +49,7 @@ class Layout(Shown):
         given: object = self.orders
         if not (isinstance(given, tuple) and all(isinstance(order, Order) for order in given)):
             raise SpecError(
-                f"Layout: expected a tuple of Order, got {self.orders!r:.80}; for a name or a YAML file call kvbm.load"
+                f"Layout: expected a tuple of Order, got {quoted(self.orders, 80)}; for a name or a YAML file call kvbm.load"
             )
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from . import _core
 from .digest import CELL, Keys
 from .digesting import Digester
 from .errors import BindError, KvbmError, LayoutError, PlanError
+from .given import quoted
 from .planner import between
 from .section import canonical
 from .selection import PoolSection
@@ -175,7 +176,7 @@ def locate(
         starts = np.zeros((0, 0))
     if starts.dtype.kind not in "iu" or starts.shape not in ((1,), (count,)) or (starts < 0).any():
         raise BindError(
-            f"tokens: expected {count} integers from 0 on, the position of each pair's first token, got {tokens!r:.200}"
+            f"tokens: expected {count} integers from 0 on, the position of each pair's first token, got {quoted(tokens)}"
         )
     starts = np.broadcast_to(starts, (count,))
     _wait(stream, src, dst)

@@ -19,6 +19,7 @@ from .advice import HOW, Steps, near_shapes, own_layout, pitches, steps_between,
 from .arrays import Array, dense, describe, span
 from .contract import block_shape, reads_as
 from .errors import BindError, LayoutError, SpecError
+from .given import quoted
 from .layout import Layout
 from .memory import Arrays
 from .naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
@@ -30,7 +31,7 @@ __all__ = ["Candidate", "Check", "Match", "match", "match_described", "names_of_
 
 _READING = {
     "given": "",
-    "unbound": "; one array per allocation, such as list(tensor)",
+    "unbound": "; one array per allocation, {parts}",
     "joined": "; the arrays are views of one allocation",
     "perhaps": "; only if the arrays are views of one allocation, which their shapes do not say",
 }
@@ -138,7 +139,7 @@ class Match(Sequence[Candidate]):
             lines += ["", str(check)]
         if len(self.candidates) > 1 and not self.checks:
             lines += ["", "No single element tells them apart: at this shape they have the same addresses, or promise no order."]
-        if any(one.how.endswith(_READING["perhaps"]) for one in self.candidates):
+        if any(_READING["perhaps"] in one.how for one in self.candidates):
             lines += ["", "kvbm.match(tensors, shape) reads addresses, and so knows whether tensors are views of one allocation."]
         return "\n".join(lines)
 
@@ -298,12 +299,12 @@ def parse(texts: Sequence[str], shape: BlockShape, dtype: str | None = None) -> 
     for text in texts:
         found = _TEXT.fullmatch(re.sub(r", ?", ",", text))
         if found is None:
-            raise SpecError(f"array {text!r:.200}: expected [COUNTx]SHAPE[:STRIDES], such as 32x2,1024,16,8,128")
+            raise SpecError(f"array {quoted(text)}: expected [COUNTx]SHAPE[:STRIDES], such as 32x2,1024,16,8,128")
         extents = tuple(map(int, (found[2] or found[3]).split(",")))
         steps = found[4] or found[5]
         strides = tuple(int(step) * size for step in steps.split(",")) if steps else dense(extents, size)
         if len(strides) != len(extents):
-            raise SpecError(f"array {text!r:.200}: expected as many strides as axes, got {len(strides)} and {len(extents)}")
+            raise SpecError(f"array {quoted(text)}: expected as many strides as axes, got {len(strides)} and {len(extents)}")
         for _ in range(int(found[1] or 1)):
             made.append(Array(len(made) ** 2 << 64, extents, strides, dtype, "cpu"))
     if not made:
@@ -326,7 +327,7 @@ def _layouts(engine: str | None) -> list[list[Layout]]:
         mine = [one for one in known if one.name.startswith(f"{text}/") or any(map(word.search, one.used_by))]
         if not mine or not text:
             folders = sorted({one.name.partition("/")[0] for one in known if "/" in one.name})
-            raise SpecError(f"engine: expected one of {', '.join(folders)}, got {engine!r:.200}.{suggestion(text, folders)}")
+            raise SpecError(f"engine: expected one of {', '.join(folders)}, got {quoted(engine)}.{suggestion(text, folders)}")
         known = sorted(mine, key=lambda layout: (not layout.name.startswith(f"{text}/"), layout.name))
     by_meaning: dict[str, list[Layout]] = {}
     for layout in known:
@@ -418,6 +419,7 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             continue
         if resolved.table_size != len(reading.arrays):
             continue
+        first_kind = resolved.first
         kinds, which = resolved.kinds, resolved.kind_of_entry if len(resolved.kinds) > 1 else None
         alike = reading.arrays[:1] if reading.name == "unbound" else reading.arrays
         if which:
@@ -434,14 +436,29 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             fits = ["viewed"]  # K and V have orders that no view shows: the sizes fit
         if None not in fits:
             fit = max((text for text in fits if text), key=_WORST.index)
-            how = HOW[fit if fit == "exact" and not reading.joined else "vllm" if call else "whole" if fit == "exact" else fit]
-            how = how.format(call=call, shape=_wanted(resolved)) + _READING[reading.name]
+            key = fit if fit == "exact" and not reading.joined else "vllm" if call else "whole" if fit == "exact" else fit
+            how = HOW["parts" if key == "exact" and reading.name == "unbound" else key]
+            how = how.format(call=call, shape=_wanted(resolved)) + _READING[reading.name].format(parts=_parts(reading.arrays))
+            if "b" not in first_kind.axes and not layout.b_in_table and not call:
+                how += f"; pass num_blocks={blocks}"
             cuts = {stride for stride, _ in steps_of(first.shape, first.strides)}
             crossed = not cuts <= {stride for one in kinds for stride in one.strides}
             # For latents, layouts of latents before those with an axis of K and V.
             rank = (_WORST.index(fit), not call or shape.no == 1, crossed, kinds[0].shape.count(1), reading.name == "perhaps")
             return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank)
     return None
+
+
+def _parts(arrays: Sequence[Array]) -> str:
+    """What makes a list of the parts of one array along its first axes, in Python."""
+    if not isinstance(arrays, _Parts):
+        return ""
+    extents = arrays.whole.shape[: arrays.axes]
+    if len(extents) == 1:
+        return "list(tensor)"
+    names = "ijklmn"[: len(extents)]
+    loops = " ".join(f"for {name} in range({extent})" for name, extent in zip(names, extents, strict=False))
+    return f"[tensor[{', '.join(names)}] {loops}]"
 
 
 def _wanted(resolved: Resolved) -> str:

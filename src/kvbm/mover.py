@@ -15,7 +15,8 @@ from .arrays import find_overlap
 from .contract import require_one_format
 from .digest import Choice, Model, alike, alone, fused, keys_of
 from .digesting import CopyDigests, Proof, digest_array, fused_copies, unit_positions
-from .errors import BindError, DigestError, DTypeError, KvbmError, MissingKernelError, PlanError
+from .errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
+from .given import number, quoted
 from .layout import Layout
 from .locating import told
 from .locks import Lock
@@ -374,24 +375,16 @@ class Mover:
 
     def found(self, layers: Any) -> _core.Route:
         """The route of these layers, for `Transfer.copy`; planned on first use."""
-        try:
-            found = self.routes.get(layers) or self.route(layers)
-        except KvbmError:
-            raise
-        except (TypeError, ValueError):  # it has no hash
-            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
-        return found.route
+        if layers is not None:
+            require_layers(layers)
+        return (self.routes.get(layers) or self.route(layers)).route
 
     def copy_digested(
         self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
     ) -> _core.Done:
         """`Transfer.copy` with digests: they are written to `out`, or compared on both sides."""
-        try:
-            found = self.routes.get(("digests", layers)) or self.digested(layers)
-        except KvbmError:
-            raise
-        except (TypeError, ValueError):  # it has no hash
-            raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {layers!r}") from None
+        require_layers(layers)
+        found = self.routes.get(("digests", layers)) or self.digested(layers)
         if verifies and self.unreached:
             raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")
         if self.on_host or stream is None:
@@ -447,6 +440,8 @@ class Mover:
         return total
 
     def explain(self, num_blocks: int | None, layers: Layers, verifies: bool = False) -> str:
+        require_layers(layers)
+        count = None if num_blocks is None else number("num_blocks", num_blocks, 1, 1 << 31)
         found = self.route(layers)
         where = {
             "h2h": "from host memory to host memory",
@@ -457,11 +452,10 @@ class Mover:
         }[self.direction]
         lines = [f"{self.title}, {where}."]
         if not self.on_host:
-            counts = [num_blocks] if num_blocks else [1, 4, 16, 64, 256]
-            for count in counts:
-                name = found.route.choose(count)
+            for blocks in [1, 4, 16, 64, 256] if count is None else [count]:
+                name = found.route.choose(blocks)
                 lines.append(
-                    f"{count} block{'s' if count > 1 else ''} ({size_text(count * found.plan.nbytes)}): {name}."
+                    f"{blocks} block{'s' if blocks > 1 else ''} ({size_text(blocks * found.plan.nbytes)}): {name}."
                 )
             lines += [f"Why: {found.why}.", *self._how(found)]
         else:
@@ -525,7 +519,7 @@ def _max_sms(mover: Mover, asked: object) -> int:
     if asked is None:
         return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
     if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked < 1 << 31:
-        raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {asked!r}")
+        raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {quoted(asked)}")
     if mover.on_host:
         raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
     if mover.strategy == "engine":
@@ -535,8 +529,8 @@ def _max_sms(mover: Mover, asked: object) -> int:
 
 def _check_strategy(mover: Mover) -> None:
     """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
-    if mover.strategy not in (*_CHOICES, *_STRATEGIES):
-        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {mover.strategy!r}")
+    if type(mover.strategy) is not str or mover.strategy not in (*_CHOICES, *_STRATEGIES):
+        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(mover.strategy)}")
     if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
         raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
     if mover.strategy == "direct" and mover.unreached:
@@ -551,7 +545,14 @@ def _check_strategy(mover: Mover) -> None:
                 f"chunk_bytes: only staged copies use chunks, and strategy is {mover.strategy!r}; leave it out"
             )
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise BindError(f"chunk_bytes: expected a number of bytes, got {chunk!r}")
+            raise BindError(f"chunk_bytes: expected a number of bytes, got {quoted(chunk)}")
+
+
+def require_layers(layers: Any) -> None:
+    """Raise `BindError` unless these are None, a range, or a tuple of two ranges."""
+    both = layers if type(layers) is tuple and len(layers) == 2 else (layers, layers)
+    if layers is not None and not all(type(one) is range for one in both):
+        raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {quoted(layers)}")
 
 
 def part_of(given: Any, what: str) -> PoolSection:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import DTypeError
+from .given import quoted
 
 __all__ = ["ITEMSIZE", "SPELLINGS", "dtype_name", "nearest", "suggestion"]
 
@@ -66,7 +67,7 @@ def dtype_name(dtype: Any, what: str = "dtype") -> str:
     name = SPELLINGS.get(text, text)
     if name not in ITEMSIZE:
         raise DTypeError(
-            f"{what}: expected a dtype such as bfloat16, float16 or float8_e4m3fn, got {dtype!r:.200}.{suggestion(text, ITEMSIZE)}"
+            f"{what}: expected a dtype such as bfloat16, float16 or float8_e4m3fn, got {quoted(dtype)}.{suggestion(text, ITEMSIZE)}"
         )
     return name
 

@@ -11,10 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from .access import Access, Step, refine
 from .errors import LayoutError, MissingKernelError, PlanError
+from .given import quoted, whole
 from .joining import gathered, in_step, rejoined
 from .layout import Layout
 from .lower import Launch, launches
@@ -71,7 +72,10 @@ class Plan(Shown):
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:
         """Names of the kernels, for base addresses that are multiples of `alignment` bytes."""
-        return [launch.name for launch in self.launches(alignment, alignment)]
+        found = whole(alignment)
+        if found is None or found < 1:
+            raise PlanError(f"alignment: expected bytes, a number from 1 on, got {quoted(alignment)}")
+        return [launch.name for launch in self.launches(found, found)]
 
     def fit(self) -> Plan:
         """The same copy, in parts that have no more modes than kernels support (`Part.fit`)."""
@@ -322,12 +326,24 @@ def plan(
         return between_layers(here, there, f"{here.layout.name} → {there.layout.name}", layers)
     if shape is None:
         raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape or its text, or one for each side, got none")
-    blocks = (num_blocks, num_blocks) if isinstance(num_blocks, int) else num_blocks
-    both = (shape, shape) if isinstance(shape, BlockShape | str) else shape
-    shapes = (as_shape(both[0]), as_shape(both[1]))
+    title = f"{src.name} → {dst.name}"
+    shapes = tuple(as_shape(one, f"{title}: shape") for one in _both(shape, f"{title}: shape"))
+    found = [whole(one) for one in _both(num_blocks, f"{title}: num_blocks")]
+    if not all(one is not None and one > 0 for one in found):
+        raise PlanError(f"{title}: num_blocks: expected a number from 1 on, or one for each side, got {quoted(num_blocks)}")
+    blocks = (found[0], found[1])
     windows = None if layers is None else _windows(f"{src.name} → {dst.name}", (shapes[0].nl, shapes[1].nl), layers)
     # Layouts with the same meaning are equal.  The key includes their names, so that the title has the names of this call.
     return _plan_cached(src, dst, src.name, dst.name, shapes, blocks, windows)
+
+
+def _both(given: Any, what: str) -> tuple[Any, Any]:
+    """One value for each side."""
+    if type(given) is not tuple:
+        return given, given
+    if len(given) != 2:
+        raise PlanError(f"{what}: expected one, or one for each side, got {quoted(given)}")
+    return given
 
 
 def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range, range]:
@@ -335,7 +351,7 @@ def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range
     given = (layers, layers) if isinstance(layers, range) else layers if isinstance(layers, tuple) else ()
     sides = [side for side in given if isinstance(side, range) and side.step == 1]
     if len(given) != 2 or len(sides) != 2:
-        raise PlanError(f"{title}: layers: expected range(first, last) or two of them, got {layers}")
+        raise PlanError(f"{title}: layers: expected range(first, last) or two of them, got {quoted(layers)}")
     for side, count, where in zip(sides, counts, ("source", "destination"), strict=True):
         if not 0 <= side.start < side.stop <= count:
             raise PlanError(f"{title}: layers: expected a range within 0 to {count} of the {where}, got {side}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from .contract import ALIKE, GATES, Caller, formats_of, kinds_of, numbers_of_blo
 from .digest import Model
 from .engines import FromEngines, pool_hint
 from .errors import BindError, CudaError, CudaUnavailableError
+from .given import listed, quoted, whole
 from .layout import Layout
 from .lower import Steps
 from .matching import names_of_strides
@@ -43,7 +43,7 @@ from .memory import (
 )
 from .resolved import Resolved
 from .selection import Axis, PoolSection
-from .shapes import BlockShape, as_shape
+from .shapes import LIMIT, BlockShape, as_shape
 from .shown import Shown
 from .spans import meet
 from .spec import as_layout
@@ -115,7 +115,12 @@ class Pool(FromEngines, Shown):
         self, layout: Layout | str | Path, shape: BlockShape | str, tensors: Any, *, num_blocks: int | None = None
     ) -> None:
         layout, shape = as_layout(layout), as_shape(shape)
-        arrays = tuple(tensors) if isinstance(tensors, list | tuple | Arrays) else (tensors,)
+        if type(tensors) in (list, tuple, Arrays):
+            arrays = tuple(tensors)
+        elif isinstance(tensors, list | tuple):  # of a class of its own
+            arrays = tuple(listed(f"{layout.name}: tensors", tensors, "arrays", most=1 << 26))
+        else:
+            arrays = (tensors,)
         found = [describe(array, f"{layout.name}: array {index}") for index, array in enumerate(arrays)]
         self._bind(layout, shape, found, arrays, num_blocks, GATES)
         self.require_distinct()
@@ -226,8 +231,10 @@ class Pool(FromEngines, Shown):
         num_blocks = _whole(layout, num_blocks)
         found = re.fullmatch(r"(cpu|pinned|cuda)(?::([0-9]+))?", str(device))
         if not found or (found[2] and found[1] != "cuda"):
-            raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {device!r}")
+            raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {quoted(device)}")
         resolved = layout.resolve(shape, num_blocks)
+        if progress is not None and not callable(progress):
+            raise BindError(f"progress: expected a function of the bytes done and of all bytes, got {quoted(progress)}")
         what = f"{layout.name}: {num_blocks:,} blocks of {shape}"
         require_memory(10 * resolved.table_size, f"{what}: the table of addresses")
         owned: tuple[Slab | DeviceMemory, ...] = ()
@@ -671,12 +678,11 @@ def _only(steps: npt.NDArray[np.int64]) -> int | None:
 
 def _whole(layout: Layout, num_blocks: Any) -> int:
     """The caller's number of blocks as an int."""
-    try:
-        if not isinstance(num_blocks, bool):
-            return operator.index(num_blocks)
-    except TypeError:
-        pass
-    raise BindError(f"{layout.name}: num_blocks: expected an integer, got {num_blocks!r:.200}")
+    if (found := whole(num_blocks)) is not None:
+        if abs(found) >= LIMIT:
+            raise BindError(f"{layout.name}: num_blocks: expected less than 2**62, got {quoted(num_blocks)}")
+        return found
+    raise BindError(f"{layout.name}: num_blocks: expected an integer, got {quoted(num_blocks)}")
 
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .access import Access, Index, Step, declared
 from .errors import LayoutError
+from .given import number, quoted
 from .section import Section
-from .shapes import ITEMSIZE, BlockShape
+from .shapes import ITEMSIZE, LIMIT, BlockShape
 from .spans import meet, merge_steps, reach
 from .terms import AXES, Order, Pitch, Plane, Term
 
@@ -29,8 +30,10 @@ __all__ = ["Allocation", "Piece", "Resolved", "resolve"]
 
 def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
     """Implements `Layout.resolve`."""
-    if num_blocks < 1:
-        raise LayoutError(f"{layout.name}: expected at least one block, got {num_blocks}")
+    if type(num_blocks) is not int or num_blocks < 1:
+        num_blocks = number(f"{layout.name}: num_blocks", num_blocks, 1, LIMIT, error=LayoutError)
+    if num_blocks > LIMIT:
+        raise LayoutError(f"{layout.name}: num_blocks: expected at most 2**62, got {quoted(num_blocks)}")
     sizes = {"b": num_blocks, **shape.sizes}
     names = {f"n{axis}": size for axis, size in sizes.items()} | {"hd": shape.hd, "es": shape.itemsize}
     for axis, expression in layout.extra:
@@ -397,6 +400,8 @@ class Resolved:
 
     def pieces(self, o: int = 0) -> tuple[Piece, ...]:
         """Pieces of the order of K (`o` = 0) or V (`o` = 1), fastest first."""
+        if o not in (0, 1) if type(o) is int else True:
+            raise LayoutError(f"{self.layout.name}: o: expected 0 (K) or 1 (V), got {quoted(o)}")
         return self.orders[min(o, len(self.orders) - 1)]
 
     @cached_property
@@ -509,6 +514,7 @@ class Resolved:
 
     def label(self, entry: int) -> str:
         """The label of a table entry: ``l=3 o=1``, ``scale l=3``; empty if there is only one."""
+        entry = number(f"{self.layout.name}: entry", entry, 0, self.table_size - 1, LayoutError)
         part, name = self.planes[0], []
         if self.apart:
             step = self.parts[1].bases[0][1] - self.parts[0].bases[0][1] if len(self.parts) > 1 else self.table_size
@@ -557,9 +563,9 @@ class Resolved:
             try:
                 low, high = (index.min(), index.max()) if hasattr(index, "min") else (index, index)
                 _ = low < 0, high >= size
-            except (TypeError, ValueError):
+            except Exception:  # an empty array, a list, or the object's own code
                 raise LayoutError(
-                    f"{name}: axis '{axis}': expected an int or a NumPy array of ints, got {index!r:.200}"
+                    f"{name}: axis '{axis}': expected an int or a NumPy array of ints, got {quoted(index)}"
                 ) from None
             if low < 0 or high >= size:
                 raise LayoutError(f"{name}: axis '{axis}': expected 0 to {size - 1}, got {low if low < 0 else high}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .access import Access, Step, refine
 from .errors import LayoutError
+from .given import quoted, whole
 from .shapes import BlockShape, round_up
 
 if TYPE_CHECKING:
@@ -148,8 +149,10 @@ class Section:
             `tokens` does not divide a block, a unit cuts a split of the layout, units of a block share a plane, or tokens have been
             selected before.
         """
-        where = f"{self.layout.name} ({self.layout.order_text}): units of {tokens} tokens"
+        where = f"{self.layout.name} ({self.layout.order_text}): units of {quoted(tokens)} tokens"
         size = self.size("t")
+        if type(tokens) is not int:
+            tokens = whole(tokens) or 0
         if tokens == size:
             return self
         if tokens < 1 or size % tokens:
@@ -348,7 +351,7 @@ def _of_half(accesses: Sequence[Access], axis: str, coordinates: Coordinates) ->
 
 
 def _said(coordinates: Coordinates) -> str:
-    return str(coordinates) if isinstance(coordinates, range) else f"{list(coordinates)!r:.200}"
+    return str(coordinates) if isinstance(coordinates, range) else f"{quoted(list(coordinates))}"
 
 
 def _in_common_digits(accesses: Sequence[Access]) -> tuple[Access, ...]:

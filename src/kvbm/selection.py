@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .digest import Keys, Model, keys_of, require_model
 from .digesting import Digester
 from .errors import LayoutError, PlanError
+from .given import listed, quoted, require_a, whole, wholes
 from .section import Coordinates, Section
 
 if TYPE_CHECKING:
@@ -102,11 +103,11 @@ class PoolSection:
     def units(self, tokens: int) -> PoolSection:
         """Units of this section's blocks, as for `Pool.units`."""
         if isinstance(tokens, bool) or not hasattr(tokens, "__index__"):
-            raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {tokens!r:.200}")
+            raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {quoted(tokens)}")
         try:
             tokens = operator.index(tokens)
         except Exception:  # the object's own code may raise anything; an array has no single number
-            raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {tokens!r:.200}") from None
+            raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {quoted(tokens)}") from None
         try:
             section = self.of.cut(tokens)
         except LayoutError as error:
@@ -120,12 +121,13 @@ class PoolSection:
         return PoolSection(self.pool, section, choices=choices, said=f"{self._said}.units({tokens})")
 
     def _names(self, planes: Any) -> list[str]:
-        try:
-            return [planes] if isinstance(planes, str) else list(planes)
-        except TypeError:
-            raise PlanError(
-                f"{self.pool.layout.name}: planes: expected a name, or a list of names, got {planes!r:.200}"
-            ) from None
+        if isinstance(planes, str):
+            return [planes]
+        what = f"{self.pool.layout.name}: planes"
+        names = listed(what, planes, "a name, or a list of names", error=PlanError)
+        for name in names:
+            require_a(str, what, name, "names", PlanError)
+        return names
 
     def keys(self, model: Model | None = None) -> Keys:
         """The keys of this section's cells, for digests.
@@ -171,7 +173,7 @@ class PoolSection:
         sizes = self.of.shape.sizes | dict.fromkeys(self.pool.layout.axes, 1)
         if axis not in sizes:
             hint = "; select blocks by their ids" if axis == "b" else ""
-            raise PlanError(f"{self.pool.layout.name}: expected axes among {' '.join(sizes)}, got {axis!r:.200}{hint}")
+            raise PlanError(f"{self.pool.layout.name}: expected axes among {' '.join(sizes)}, got {quoted(axis)}{hint}")
 
     def __repr__(self) -> str:
         return f"PoolSection({self.pool.layout.name}{self._said}, num_ids={self.num_ids})"
@@ -185,18 +187,14 @@ def _coordinates(axis: str, given: Any) -> Coordinates:
     ):
         return given
     if isinstance(given, range):
-        raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {given!r:.200}")
-    try:
-        if hasattr(given, "__index__") and not isinstance(given, bool) and not getattr(given, "shape", ()):
-            return range(operator.index(given), operator.index(given) + 1)
-        listed = list(given)
-        if any(isinstance(one, bool) for one in listed):  # a mask is not a list of coordinates
-            raise TypeError
-        found = tuple(map(operator.index, listed))
-    except TypeError:
-        raise PlanError(f"axis '{axis}': expected an int, a range or a list of ints, got {given!r:.200}") from None
+        raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {quoted(given)}")
+    if (one := whole(given)) is not None and abs(one) < 1 << 31:
+        return range(one, one + 1)
+    found = wholes(given)
+    if found is None or any(abs(one) >= 1 << 31 for one in found):
+        raise PlanError(f"axis '{axis}': expected an int, a range or a list of ints, got {quoted(given)}")
     if len(set(found)) != len(found):
-        raise PlanError(f"axis '{axis}': expected each coordinate once, got {list(found)!r:.200}")
+        raise PlanError(f"axis '{axis}': expected each coordinate once, got {quoted(list(found))}")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from .errors import DTypeError, SpecError
+from .given import number, quoted
 from .naming import ITEMSIZE, dtype_name, suggestion
 
 __all__ = [
@@ -98,7 +99,7 @@ class BlockShape:
         for name in ("nl", "no", "nh", "nt", "hd"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise SpecError(f"shape: {name}: expected an integer, got {value!r}")
+                raise SpecError(f"shape: {name}: expected an integer, got {quoted(value)}")
             if not 1 <= value < LIMIT:
                 got = f"at least 1, got {value}" if abs(value) < LIMIT else "1 to 2**62"
                 raise SpecError(f"shape: {name}: expected {got}")
@@ -182,13 +183,13 @@ def heads_of_rank(heads: int, degree: int, rank: int) -> range:
     >>> [heads_of_rank(2, 4, rank)[0] for rank in range(4)]
     [0, 0, 1, 1]
     """
-    if heads < 1 or degree < 1 or (heads % degree and degree % heads):
+    heads, degree = number("heads", heads, 1, error=SpecError), number("degree", degree, 1, error=SpecError)
+    rank = number("rank", rank, 0, degree - 1, error=SpecError)
+    if heads % degree and degree % heads:
         raise SpecError(
             f"{heads} KV heads cannot be shared by {degree} ranks: expected a number of ranks that divides {heads}, or a "
             f"multiple of {heads}"
         )
-    if not 0 <= rank < degree:
-        raise SpecError(f"rank {rank}: expected 0 to {degree - 1}")
     first = rank * heads // degree
     return range(first, first + max(1, heads // degree))
 
@@ -229,7 +230,7 @@ def load_shape(text: str) -> BlockShape:
     """
     if not isinstance(text, str):
         raise SpecError(
-            f"shape: expected a text such as 'llama-3.1-8b' or 'nl=2,no=2,nh=4,nt=16,hd=32', got {text!r:.200}"
+            f"shape: expected a text such as 'llama-3.1-8b' or 'nl=2,no=2,nh=4,nt=16,hd=32', got {quoted(text)}"
         )
     head, *rest = [part.strip() for part in text.split(",")]
     values: dict[str, Any] = {}
@@ -241,7 +242,8 @@ def load_shape(text: str) -> BlockShape:
         if match is None or path is None or not is_file(path):
             meant = suggestion(head.partition("/")[0], [p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml"))])
             raise SpecError(
-                f"shape {head!r:.200}: expected a preset that `kvbm shapes` lists, or every size (nl=…,no=…,nh=…,nt=…,hd=…).{meant}"
+                f"shape {quoted(head)}: expected a preset that `kvbm shapes` lists, or every size "
+                f"(nl=…,no=…,nh=…,nt=…,hd=…).{meant}"
             )
         preset = _preset(path)
         values = {key: preset[key] for key in ("nl", "no", "nh", "nt", "hd", "dtype")}
@@ -254,12 +256,12 @@ def load_shape(text: str) -> BlockShape:
     for item in rest:
         key, _, value = item.partition("=")
         if key not in names:
-            raise SpecError(f"shape {text!r:.200}: expected one of {', '.join(names)}, got {key!r:.200}")
+            raise SpecError(f"shape {quoted(text)}: expected one of {', '.join(names)}, got {quoted(key)}")
         if key in given:
-            raise SpecError(f"shape {text!r:.200}: {key}: expected once, got twice")
+            raise SpecError(f"shape {quoted(text)}: {key}: expected once, got twice")
         given.add(key)
         if key != "dtype" and not (value.isdecimal() and len(value) < 19):
-            raise SpecError(f"shape {text!r:.200}: {key}: expected a positive integer below 2^63, got {value!r:.200}")
+            raise SpecError(f"shape {quoted(text)}: {key}: expected a positive integer below 2^63, got {quoted(value)}")
         values[key] = value if key == "dtype" else int(value)
     missing = [name for name in names if name not in values and name != "dtype"]
     if missing:
@@ -279,7 +281,7 @@ def as_shape(given: Any, what: str = "shape") -> BlockShape:
         return given
     if isinstance(given, str):
         return load_shape(given)
-    raise SpecError(f"{what}: expected a BlockShape or a text such as 'llama-3.1-8b', got {given!r:.200}")
+    raise SpecError(f"{what}: expected a BlockShape or a text such as 'llama-3.1-8b', got {quoted(given)}")
 
 
 @functools.cache
@@ -294,7 +296,7 @@ def _preset(path: Path) -> Mapping[str, Any]:
     if not isinstance(data, dict) or set(data) - set(OPTIONAL_KEYS) != wanted:
         raise SpecError(
             f"{path}: expected the keys {', '.join(sorted(wanted))}, and optionally {' and '.join(OPTIONAL_KEYS)}, "
-            f"got {data!r:.200}"
+            f"got {quoted(data)}"
         )
     try:
         values: dict[str, Any] = {key: int(data[key]) for key in sizes} | {"dtype": data["dtype"]}

@@ -11,6 +11,7 @@ from typing import NoReturn
 import yaml
 
 from .errors import LayoutError, SpecError
+from .given import quoted, require_a
 from .layout import Layout
 from .naming import ITEMSIZE, SPELLINGS, suggestion
 from .shapes import data_dir, is_file, load_shape
@@ -119,6 +120,7 @@ def load(name: str | Path) -> Layout:
     >>> load("universal").order_text
     '[b] h l o t d'
     """
+    require_a((str, Path), "layout", name, "a name that `kvbm layouts` lists, or the path of a .yaml file", SpecError)
     text = str(name)
     if text.endswith((".yaml", ".yml")):
         return _read(Path(name), Path(name).stem)
@@ -142,7 +144,7 @@ def as_layout(given: Layout | str | Path, what: str = "layout") -> Layout:
         return given
     if isinstance(given, str | Path):
         return load(given)
-    raise SpecError(f"{what}: expected a Layout, a name such as 'nhd' or the path of a .yaml file, got {given!r:.200}")
+    raise SpecError(f"{what}: expected a Layout, a name such as 'nhd' or the path of a .yaml file, got {quoted(given)}")
 
 
 def load_shipped(name: str) -> Layout | None:

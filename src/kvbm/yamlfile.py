@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import yaml
 
-from .errors import KvbmError, SpecError
+from .errors import KvbmError, SpecError, printable
 from .shapes import is_file
 
 __all__ = ["YamlFile", "kind_of", "read_text"]
@@ -29,14 +29,14 @@ def read_text(path: Path, file: str) -> str:
         The file does not exist, is not a regular file, cannot be read, or is not UTF-8.
     """
     if not is_file(path):  # opening a FIFO would wait for its writer
-        raise SpecError(f"{file:.300}: {'expected a regular file' if os.path.lexists(path) else 'no such file'}")
+        raise SpecError(f"{printable(file, 300)}: {'expected a regular file' if os.path.lexists(path) else 'no such file'}")
     try:
         with path.open(encoding="utf-8") as stream:
             return stream.read(_LONGEST_FILE + 1)
     except UnicodeDecodeError as error:
-        raise SpecError(f"{file}: expected UTF-8: {error}") from None
+        raise SpecError(f"{printable(file, 300)}: expected UTF-8: {error}") from None
     except OSError as error:
-        raise SpecError(f"{file}: {error.strerror}") from None
+        raise SpecError(f"{printable(file, 300)}: {error.strerror}") from None
 
 
 class YamlFile:
@@ -47,7 +47,7 @@ class YamlFile:
 
     def fail(self, node: yaml.Node | None, message: str) -> NoReturn:
         line = f":{node.start_mark.line + 1}" if node is not None else ""
-        raise SpecError(f"{self.file}{line}: {message}")
+        raise SpecError(f"{printable(self.file, 300)}{line}: {message}")
 
     @contextlib.contextmanager
     def guarded(self, text: str) -> Iterator[None]:

@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..errors import BindError, DigestError
+from ..given import quoted, whole
 from ..shapes import ITEMSIZE, round_up
 from .messages import Message, Resharding, require_layers, require_made
-from .placement import whole
 from .sequence import Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Unit
 
@@ -89,7 +89,7 @@ class Trailer(NamedTuple):
         try:
             held = memoryview(data)
         except (TypeError, ValueError, BufferError):
-            raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {data!r:.200}") from None
+            raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {quoted(data)}") from None
         if held.nbytes != TRAILER:
             raise BindError(f"{where}: trailer: expected {TRAILER} bytes, got {held.nbytes}")
         found = cls(*_LAYOUT.unpack(held.tobytes()))
@@ -115,13 +115,13 @@ class Trailer(NamedTuple):
         try:
             return _LAYOUT.pack(*self)
         except (struct.error, TypeError) as error:
-            raise BindError(f"trailer: expected numbers that fit their fields, got {self!r:.400} ({error})") from None
+            raise BindError(f"trailer: expected numbers that fit their fields, got {quoted(self, 400)} ({error})") from None
 
     def require(self, expected: Trailer, where: object = "a chunk") -> None:
         """Raise `BindError` for the first field that is not as expected.  The digest is not compared."""
         given: Any = expected
         if not isinstance(given, Trailer):
-            raise BindError(f"{where}: expected a kvbm.reshard.Trailer to compare with, got {expected!r:.200}")
+            raise BindError(f"{where}: expected a kvbm.reshard.Trailer to compare with, got {quoted(expected)}")
         if self[1:] == expected[1:]:
             return
         for name in self._fields[1:]:
@@ -192,7 +192,7 @@ def key_of(name: str | bytes) -> int:
     try:
         data = name.encode() if isinstance(name, str) else name
     except UnicodeEncodeError as error:
-        raise BindError(f"key: expected text that UTF-8 has, got {name!r:.200} ({error.reason})") from None
+        raise BindError(f"key: expected text that UTF-8 has, got {quoted(name)} ({error.reason})") from None
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
@@ -245,16 +245,16 @@ def chunks(
     require_made(made)
     given: Any = message
     if not isinstance(given, Message) or given not in made.messages:
-        raise BindError(f"message: expected one of the {len(made.messages)} of {made.title}, got {message!r:.200}")
+        raise BindError(f"message: expected one of the {len(made.messages)} of {made.title}, got {quoted(message)}")
     require_layers(layers, made.src.model.nl)
     limit = limit_of(most)
     both: Any = origins
     if not isinstance(both, Sequence) or len(both) != 2:
-        raise BindError(f"origins: expected the source's and the destination's, got {origins!r:.200}")
+        raise BindError(f"origins: expected the source's and the destination's, got {quoted(origins)}")
     turns = made.sends[message.src].t, made.takes[message.dst].t
     ours, theirs = (Span([], tokens, origin).origin for origin in origins)
     if len(tokens) > _MOST_TOKENS:
-        raise BindError(f"tokens: expected at most {_MOST_TOKENS:,} of a sequence, got {tokens!r:.200}")
+        raise BindError(f"tokens: expected at most {_MOST_TOKENS:,} of a sequence, got {quoted(tokens)}")
     Rank(f"{made.src.name} rank {message.src}", turns[0], made.src.nt, 0).require_origin(ours)
     Rank(f"{made.dst.name} rank {message.dst}", turns[1], made.dst.nt, 0).require_origin(theirs)
     shift = ours - theirs
@@ -277,7 +277,7 @@ def limit_of(most: Any) -> int:
     """Bytes of the largest chunk; `BindError` if it is not a number that fits into a trailer."""
     limit = whole(most)
     if limit is None or not 0 < limit < _LIMIT:
-        raise BindError(f"most: expected bytes of a chunk, below 2**32, got {most!r:.200}")
+        raise BindError(f"most: expected bytes of a chunk, below 2**32, got {quoted(most)}")
     return limit
 
 

@@ -14,12 +14,12 @@ from .. import _core
 from ..arrays import Array
 from ..digesting import pinned
 from ..errors import BindError
+from ..given import quoted, whole
 from ..locks import Lock
 from ..mover import current_stream
 from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of
 from .messages import require_layers
 from .pack import NUM_CELLS, Lane, Packer
-from .placement import whole
 from .sequence import Ids, Span
 
 __all__ = ["ChunksDone", "Cut"]
@@ -66,7 +66,7 @@ class Cut:
         self, packer: Packer, span: Span, *, origin: int = 0, layers: range | None = None, most: int = MOST
     ) -> None:
         if not isinstance(packer, Packer):
-            raise BindError(f"packer: expected a kvbm.reshard.Packer, got {packer!r:.200}")
+            raise BindError(f"packer: expected a kvbm.reshard.Packer, got {quoted(packer)}")
         model, most = packer.made.src.model, limit_of(most)
         layers = require_layers(layers, model.nl)
         self._packer = packer
@@ -171,7 +171,7 @@ class Cut:
         """
         given: Any = verify
         if not isinstance(given, str) or given not in ("after", "before"):
-            raise BindError(f"verify: expected 'after' or 'before', got {verify!r:.200}")
+            raise BindError(f"verify: expected 'after' or 'before', got {quoted(verify)}")
         jobs, stream = self._jobs(False, slots, key, epoch, stream, wait)
         return ChunksDone(self._unpacking(jobs, verify == "before", stream, wait))
 
@@ -181,7 +181,7 @@ class Cut:
         held = self.chunks.get(-1 if (rank := whole(peer)) is None else rank, ())
         if (at := whole(number)) is None or not 0 <= at < len(held):
             raise BindError(
-                f"chunk {number!r:.200} of rank {peer!r:.200}: expected one of {len(held)} of the ranks {sorted(self.chunks)}"
+                f"chunk {quoted(number)} of rank {quoted(peer)}: expected one of {len(held)} of the ranks {sorted(self.chunks)}"
             )
         return held[at]
 
@@ -197,7 +197,7 @@ class Cut:
         packer.require_usable()
         packer.require_no_stream(stream, wait)
         if not isinstance(slots, Mapping) or not all(isinstance(at, tuple) and len(at) == 2 for at in slots):
-            raise BindError(f"slots: expected a mapping from (peer, chunk) to array, got {slots!r:.200}")
+            raise BindError(f"slots: expected a mapping from (peer, chunk) to array, got {quoted(slots)}")
         jobs, places, identity = [], [], _identity(key, epoch)
         for (peer, number), given in slots.items():
             chunk = self._chunk(peer, number)
@@ -237,9 +237,9 @@ class Cut:
 def _identity(key: str | bytes, epoch: int) -> tuple[int, int]:
     """The fields of trailers that identify a sequence and an attempt."""
     if (found := whole(epoch)) is None or not 0 <= found < 1 << 64:
-        raise BindError(f"epoch: expected a number from 0 to below 2**64, got {epoch!r:.200}")
+        raise BindError(f"epoch: expected a number from 0 to below 2**64, got {quoted(epoch)}")
     if not isinstance(key, str | bytes):
-        raise BindError(f"key: expected text or bytes, got {key!r:.200}")
+        raise BindError(f"key: expected text or bytes, got {quoted(key)}")
     return key_of(key), found
 
 

@@ -28,10 +28,12 @@ from ..errors import (
     TransferTimeoutError,
     printable,
 )
+from ..given import flag, listed, quoted, require_a, whole
 from ..machine import sleep_exactly
 from ..pool import Pool
 from ..shapes import ITEMSIZE, BlockShape, load_shape
 from ..wire import Wire
+from ..wire.protocol import require_wire
 from .chunk import MOST, TRAILER
 from .link import Link
 from .local import cuts_of, require_pool
@@ -40,7 +42,7 @@ from .messages import gather as in_two_steps
 from .model import differences, named
 from .model import read as read_model
 from .notes import read
-from .placement import Placement, whole
+from .placement import Placement
 from .ring import Ring
 from .secret import Notes, Secret
 
@@ -141,18 +143,20 @@ class Endpoint:
         max_sms: int | None = None,
         secret_file: str | os.PathLike[str] | Secret | None = None,
     ) -> None:
+        require_wire("endpoint: wire", wire)
         if isinstance(placement, Placement):
             if not isinstance(pool, Pool):
                 raise BindError(f"endpoint {engine}: pool: expected a kvbm.Pool, got {type(pool).__name__}")
             groups: dict[str, tuple[Placement, Pool]] = {"": (placement, pool)}
         else:
+            require_a(Mapping, f"endpoint {quoted(engine, 60)}: placement", placement, "a Placement, or a mapping of groups")
             groups = dict(placement)
         given = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes, "slots": slots, "max_sms": max_sms}
         for name, number in given.items():
             if not (number is None and name in ("slots", "max_sms")) and (whole(number) or 0) < 1:
-                raise BindError(f"endpoint {engine}: {name}: expected a number from 1 on, got {number!r:.40}")
+                raise BindError(f"endpoint {quoted(engine, 60)}: {name}: expected a number from 1 on, got {quoted(number, 40)}")
         if not isinstance(engine, str) or not engine or not groups:  # type: ignore[redundant-expr]
-            raise BindError(f"endpoint: expected a name and a placement, got {engine!r:.200}")
+            raise BindError(f"endpoint: expected a name and a placement, got {quoted(engine)}")
         for place, mine in groups.values():
             require_pool(place, rank, mine)
         devices = {mine.device for _, mine in groups.values()}
@@ -296,6 +300,7 @@ class Endpoint:
             The endpoint's thread did not answer in time.  It may be called again with the same cards.
         """
         end = time.monotonic() + timeout
+        stripe, gather = flag("stripe", stripe), flag("gather", gather)
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
@@ -341,7 +346,7 @@ class Endpoint:
     def _read(self, cards: Any, where: str) -> list[_Card]:
         if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got a {type(cards).__name__}")
-        found = [_Card(card, self.secret) for card in cards]
+        found = [_Card(card, self.secret) for card in listed(where, cards, "the cards of all ranks of an engine")]
         if not found:
             raise BindError(f"{where}: expected the cards of all ranks of an engine, got none")
         return found
@@ -651,7 +656,7 @@ class _Card:
         self.sends, self.takes = held["sends"], held["takes"]
         self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]
         if not 0 <= self.rank < self.world <= 1 << 16:
-            _refuse("a rank of a world of at most 65,536", f"{self.rank!r:.40} of {self.world!r:.40}")
+            _refuse("a rank of a world of at most 65,536", f"{quoted(self.rank, 40)} of {quoted(self.world, 40)}")
         if not (
             0 < self.chunk_bytes <= self.slot_bytes - TRAILER < 1 << 32
             and 0 < self.sends < 1 << 32
@@ -659,7 +664,7 @@ class _Card:
         ):
             _refuse(
                 "slots that hold a chunk",
-                f"{self.takes!r:.40} of {self.slot_bytes!r:.40} bytes for chunks of {self.chunk_bytes!r:.40}",
+                f"{quoted(self.takes, 40)} of {quoted(self.slot_bytes, 40)} bytes for chunks of {quoted(self.chunk_bytes, 40)}",
             )
         try:
             self.wire = base64.b64decode(held["wire"], validate=True)
@@ -674,8 +679,8 @@ class _Card:
             raise BindError(f"{title}: model: {differ}; expected the same model on both sides")
         if set(self._groups) != set(groups):
             raise BindError(
-                f"{title}: groups: {sorted(groups)!s:.400} here and {sorted(self._groups)!r:.400} on the other side; expected the "
-                "same"
+                f"{title}: groups: {sorted(groups)!s:.400} here and {quoted(sorted(self._groups), 400)} on the other side; "
+                "expected the same"
             )
 
     def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...], dict[str, str]]:
@@ -685,7 +690,7 @@ class _Card:
             [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
         )
         if not all(isinstance(text, str) and len(text) <= _MOST_CARD for text in texts):
-            _refuse(f"group {name!r:.60} with placement, model and planes", repr(group)[:60])
+            _refuse(f"group {quoted(name, 60)} with placement, model and planes", repr(group)[:60])
         if not _SIZES.fullmatch(texts[1]):  # all sizes: never the name of a file of this machine
             _refuse("all sizes of a model", repr(texts[1])[:200])
         try:
@@ -704,14 +709,14 @@ class _Card:
             or len(cuts) > 64
             or not all(type(cut) is int and 0 < cut < 1 << 24 for cut in cuts)
         ):
-            _refuse(f"group {name!r:.60} with cuts, a list of tokens", repr(cuts)[:60])
+            _refuse(f"group {quoted(name, 60)} with cuts, a list of tokens", repr(cuts)[:60])
         formats = group.get("formats", {})
         if (
             not isinstance(formats, dict)
             or len(formats) > 64
             or not all(isinstance(text, str) and text in ITEMSIZE for text in formats.values())
         ):
-            _refuse(f"group {name!r:.60} with formats, a dtype for each plane", repr(formats)[:60])
+            _refuse(f"group {quoted(name, 60)} with formats, a dtype for each plane", repr(formats)[:60])
         return place, texts[2], tuple(cuts), formats
 
 
@@ -722,8 +727,8 @@ def _require_alike(cards: list[_Card], title: str) -> None:
         for name in ("engine", "incarnation", "world", "model", "groups_text"):
             if getattr(one, name) != getattr(first, name):
                 raise BindError(
-                    f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {getattr(first, name)!r:.200} and "
-                    f"{getattr(one, name)!r:.200}"
+                    f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {quoted(getattr(first, name))} and "
+                    f"{quoted(getattr(one, name))}"
                 )
     counts = Counter(one.rank for one in cards)
     if len(cards) != first.world or len(counts) != first.world:

@@ -11,6 +11,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BindError, KvbmError, TransferError, TransferTimeoutError
+from ..given import quoted
 from .sequence import Span
 
 if TYPE_CHECKING:
@@ -252,8 +253,8 @@ def require_call(key: Any, span: Any, timeout: Any) -> None:
     except UnicodeEncodeError:
         is_name = False
     if not is_name:
-        raise BindError(f"key: expected the sequence's name, got {key!r:.200}")
+        raise BindError(f"key: expected the sequence's name, got {quoted(key)}")
     if not isinstance(span, Span):
-        raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
-    if not isinstance(timeout, int | float) or not 0 <= timeout < 1e9:
-        raise BindError(f"timeout: expected seconds, got {timeout!r:.200}")
+        raise BindError(f"span: expected a kvbm.Span, got {quoted(span)}")
+    if type(timeout) not in (int, float) or not 0 <= timeout < 1e9:
+        raise BindError(f"timeout: expected seconds, got {quoted(timeout)}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import Array
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
+from ..given import quoted
 from ..wire import Op, Slice
 from .cut import Cut
 from .flows import Inflow, Outflow
@@ -203,7 +204,7 @@ class Link:
         packer.require_usable()
         packer.require_spans(span, span.origin)
         if verify not in ("after", "before"):
-            raise BindError(f"verify: expected 'after' or 'before', got {verify!r:.200}")
+            raise BindError(f"verify: expected 'after' or 'before', got {quoted(verify)}")
         identity = _identity(group, self.endpoint.groups, key)
         order = self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)

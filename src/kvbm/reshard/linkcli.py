@@ -33,6 +33,7 @@ from ..commands import (
     terminal,
 )
 from ..errors import BindError, KvbmError
+from ..given import quoted
 from ..shapes import load_shape
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
     found = [] if value is None else [text.strip() for text in value.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) for text in found):
-        raise click.BadParameter(f"expected numbers from 1 on, such as 16,512, got {value!r:.60}")
+        raise click.BadParameter(f"expected numbers from 1 on, such as 16,512, got {quoted(value, 60)}")
     return tuple(dict.fromkeys(map(int, found)))
 
 
@@ -64,14 +65,14 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
         return None
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+))(?::(\d{1,5}))?", value)
     if match is None or int(match[3] or 0) >= 1 << 16:
-        raise click.BadParameter(f"expected HOST:PORT, or [HOST]:PORT for IPv6, got {value!r:.100}")
+        raise click.BadParameter(f"expected HOST:PORT, or [HOST]:PORT for IPv6, got {quoted(value, 100)}")
     return match[1] or match[2], int(match[3]) if match[3] else PORT
 
 
 def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa: ARG001
     match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", value, re.ASCII)
     if match is None:
-        raise click.BadParameter(f"expected cpu or cuda:N, got {value!r:.60}")
+        raise click.BadParameter(f"expected cpu or cuda:N, got {quoted(value, 60)}")
     return value if value == "cpu" else f"cuda:{int(match[1] or 0)}"
 
 

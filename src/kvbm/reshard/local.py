@@ -12,6 +12,7 @@ import numpy as np
 from .. import _core
 from ..arrays import find_overlap
 from ..errors import BindError, PlanError
+from ..given import quoted
 from ..locks import Lock
 from ..mover import current_stream, require_disjoint
 from ..pool import Pool
@@ -204,7 +205,7 @@ class Local:
             given = [spans] * len(ranks) if isinstance(spans, Span) else list(spans)
             found = [[one] if isinstance(one, Span) else list(one) for one in given]
         except TypeError:
-            raise BindError(f"{self.made.title}: {what}: {expected}, got {spans!r:.200}") from None
+            raise BindError(f"{self.made.title}: {what}: {expected}, got {quoted(spans)}") from None
         if len(found) != len(ranks):
             raise BindError(f"{self.made.title}: {what}: {expected}, got {len(found)}")
         for one in (span for row in found for span in row):

@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import BindError, PlanError
+from ..given import flag, number, quoted, require_a, whole
 from ..shapes import ITEMSIZE
 from ..shown import Shown
 from . import report
-from .placement import Placement, Strips, whole
+from .placement import Placement, Strips
 from .proof import prove
 from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
@@ -137,6 +138,10 @@ class Resharding(Shown):
         tokens : int, optional
             Length of a sequence from its beginning.  Default: the tokens of one unit that the message carries.
         """
+        require_a(Message, "message", message, "a message of this resharding")
+        if not 0 <= message.src < len(self.sends) or not 0 <= message.dst < len(self.takes):
+            raise BindError(f"message: expected one of {self.title}, got one from rank {message.src} to {message.dst}")
+        tokens = None if tokens is None else number("tokens", tokens, 0, 1 << 48)
         model = self.src.model
         ours, theirs = self.sends[message.src].t, self.takes[message.dst].t
         held = message.tokens if tokens is None else count_common(ours, theirs, tokens)
@@ -210,6 +215,7 @@ def plan(
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
     _require_one_model(src, dst)
+    stripe = flag("stripe", stripe, PlanError)
     cuts = _whole_cuts(cuts)
     sends = tuple(map(src.strips, range(src.world)))
     takes = tuple(map(dst.strips, range(dst.world)))
@@ -241,7 +247,7 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
     stripe, prefer = options.pop("stripe", False), options.pop("prefer", None)
     cuts = _whole_cuts(options.pop("cuts", ((), ())))
     if options:
-        raise PlanError(f"gather: expected stripe, prefer and cuts, got {next(iter(options))!r:.200}")
+        raise PlanError(f"gather: expected stripe, prefer and cuts, got {quoted(next(iter(options)))}")
     everything = tuple(map(dst.strips, range(dst.world)))
     groups: dict[Strips, list[int]] = {}
     for rank, strips in enumerate(everything):
@@ -265,14 +271,14 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
 def require_made(made: Any) -> None:
     """Raise `BindError` unless `made` is a resharding."""
     if not isinstance(made, Resharding):
-        raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {made!r:.200}")
+        raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {quoted(made)}")
 
 
 def require_layers(layers: Any, most: int) -> range:
     """The range of the model's layers; all layers for None."""
     found = range(most) if layers is None else layers
     if not (isinstance(found, range) and found.step == 1 and 0 <= found.start < found.stop <= most):
-        raise BindError(f"layers: expected a range within 0 to {most} of the model, got {layers!r:.200}")
+        raise BindError(f"layers: expected a range within 0 to {most} of the model, got {quoted(layers)}")
     return found
 
 
@@ -280,7 +286,7 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
     for what, place in (("src", src), ("dst", dst)):
         given: object = place
         if not isinstance(given, Placement):
-            raise PlanError(f"{what}: expected a kvbm.Placement, got {given!r:.200}")
+            raise PlanError(f"{what}: expected a kvbm.Placement, got {quoted(given)}")
     ours, theirs = src.model, dst.model
     for axis, what in (
         ("nl", "layers"),
@@ -305,7 +311,7 @@ def _whole_cuts(cuts: Any) -> Cuts:
         ours = theirs = (None,)
     found = tuple(tuple(cut for cut in one if cut is not None and cut > 0) for one in (ours, theirs))
     if found != (ours, theirs):
-        raise PlanError(f"cuts: expected two lists of tokens at which blocks are split, got {cuts!r:.200}")
+        raise PlanError(f"cuts: expected two lists of tokens at which blocks are split, got {quoted(cuts)}")
     return found
 
 
@@ -370,11 +376,11 @@ class _Replicas:
         """The source rank that sends to a destination rank."""
         if self._prefer is not None:
             if not callable(self._prefer):
-                raise PlanError(f"prefer: expected a function of a rank and ranks, got {self._prefer!r:.200}")
+                raise PlanError(f"prefer: expected a function of a rank and ranks, got {quoted(self._prefer)}")
             chosen = self._prefer(rank, self._ranks)
             if (found := whole(chosen)) not in self._load:
                 raise PlanError(
-                    f"prefer: expected one of the ranks {list(self._ranks)!r:.200} for rank {rank}, got {chosen!r:.200}"
+                    f"prefer: expected one of the ranks {quoted(list(self._ranks))} for rank {rank}, got {quoted(chosen)}"
                 )
             return found
         world, dst_world = self._worlds

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..errors import BindError, printable
+from ..given import quoted
 
 __all__ = ["differences", "named", "read"]
 
@@ -61,10 +62,12 @@ def read(held: object) -> dict[str, str]:
     if isinstance(held, str):
         return {_ALONE: _short(held)}
     if not isinstance(held, dict) or len(held) > _MOST:
-        raise BindError(f"card: 'model': expected a text, or at most {_MOST} fields, got {held!r:.60}")
+        raise BindError(f"card: 'model': expected a text, or at most {_MOST} fields, got {quoted(held, 60)}")
     for name, text in held.items():
         if not isinstance(text, str) or max(len(name), len(text)) > _MOST_TEXT:
-            raise BindError(f"card: 'model': expected texts of at most {_MOST_TEXT} characters, got {name!r:.60}: {text!r:.60}")
+            raise BindError(
+                f"card: 'model': expected texts of at most {_MOST_TEXT} characters, got {quoted(name, 60)}: {quoted(text, 60)}"
+            )
     return held
 
 
@@ -85,7 +88,7 @@ def _said(fields: Mapping[str, str], name: str) -> str:
 def _flat(fields: Mapping[Any, Any], before: str) -> Iterator[tuple[str, str]]:
     for name, value in fields.items():
         if not isinstance(name, str | int):
-            raise BindError(f"model: expected names that are texts, got {name!r:.60}")
+            raise BindError(f"model: expected names that are texts, got {quoted(name, 60)}")
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{name}.")
         else:

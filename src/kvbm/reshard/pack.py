@@ -15,6 +15,7 @@ from ..arrays import Array, describe
 from ..digest import Keys, Model, alone, fused, keys_of
 from ..digesting import fused_copies, pinned
 from ..errors import BindError, LayoutError, PlanError
+from ..given import quoted, whole
 from ..lower import Steps
 from ..planner import Plan, between
 from ..pool import Pool
@@ -24,7 +25,6 @@ from ..shapes import ITEMSIZE
 from ..spans import merge_steps
 from .local import require_pool
 from .messages import Message, Resharding, require_made
-from .placement import whole
 from .sequence import Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
 
@@ -117,10 +117,10 @@ class Packer:
     ) -> None:
         given: Any = side
         if not isinstance(given, str) or given not in ("src", "dst"):
-            raise BindError(f"side: expected 'src' or 'dst', got {side!r:.200}")
+            raise BindError(f"side: expected 'src' or 'dst', got {quoted(side)}")
         require_made(made)
         if max_sms is not None and ((count := whole(max_sms)) is None or not 0 < count < 1 << 31):
-            raise BindError(f"max_sms: expected a number from 1 on, got {max_sms!r:.200}")
+            raise BindError(f"max_sms: expected a number from 1 on, got {quoted(max_sms)}")
         self.sends = side == "src"
         place = made.src if self.sends else made.dst
         require_pool(place, rank, pool)
@@ -343,7 +343,7 @@ class Packer:
     def require_spans(self, span: Span, origin: int) -> int:
         """Check a span.  Returns the peers' origin as an int, as a NumPy integer could overflow."""
         if not isinstance(span, Span):
-            raise BindError(f"span: expected a kvbm.Span, got {span!r:.200}")
+            raise BindError(f"span: expected a kvbm.Span, got {quoted(span)}")
         far = span.origin if origin is span.origin else Span([], span.tokens, origin).origin  # checks the origin
         if span is not self._fits:  # spans are immutable: check each once
             for ends in list(self._ranks.values())[:1]:  # this rank is the same in all

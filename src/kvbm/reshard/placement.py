@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import math
-import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -22,11 +21,12 @@ import yaml
 
 from ..digest import Model
 from ..errors import SpecError
+from ..given import quoted, whole
 from ..shapes import BlockShape, as_shape
 from ..yamlfile import YamlFile, read_text
 from .strips import Runs, Turns
 
-__all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips", "whole"]
+__all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips"]
 
 #: Keys of a placement file, and of a share in the form of a mapping.
 KEYS = ("title", "mesh", "shard", "layers", "nt", "read_from", "notes")
@@ -74,7 +74,7 @@ class Share(NamedTuple):
     bounds: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        more = f" by {self.every}" if self.every else f" at {list(self.bounds)!r:.200}" if self.bounds else ""
+        more = f" by {self.every}" if self.every else f" at {quoted(list(self.bounds))}" if self.bounds else ""
         return f"{self.digit}{more}"
 
 
@@ -151,10 +151,10 @@ class Placement:
 
         for what, value in (("name", name), ("title", title)):
             if not isinstance(value, str):
-                raise SpecError(f"placement: {what}: expected a text, got {value!r:.200}")
+                raise SpecError(f"placement: {what}: expected a text, got {quoted(value)}")
         if others:  # dataclasses.replace passes the parsed shares
             raise SpecError(
-                f"{name}: expected mesh, shard, model, nt, layers, title and name, got {next(iter(others))!r:.200}; to change a "
+                f"{name}: expected mesh, shard, model, nt, layers, title and name, got {quoted(next(iter(others)))}; to change a "
                 "placement, create a new one from these"
             )
         put(title=title, name=name, model=_model(model, name), mesh=_mesh(mesh, name))
@@ -190,7 +190,7 @@ class Placement:
         Turns(every=1, over=4, index=1)
         """
         if not isinstance(path, (str, os.PathLike)):
-            raise SpecError(f"placement: expected the path of a file, got {path!r:.200}")
+            raise SpecError(f"placement: expected the path of a file, got {quoted(path)}")
         file = Path(path)
         return cls.parse(read_text(file, str(file)), model, str(file), **{"name": file.stem, **overrides})
 
@@ -199,7 +199,7 @@ class Placement:
         """Read the text of a placement file, as `load` does."""
         for what, given in (("text", text), ("file", file)):
             if not isinstance(given, str):
-                raise SpecError(f"placement: {what}: expected a text, got {given!r:.200}")
+                raise SpecError(f"placement: {what}: expected a text, got {quoted(given)}")
         reader = _File(file)
         with reader.guarded(text):
             return reader.placement(text, model, overrides)
@@ -291,7 +291,7 @@ class Placement:
     def _rank(self, rank: Any) -> int:
         found = whole(rank)
         if found is None or not 0 <= found < self.world:
-            raise SpecError(f"{self.name}: rank {rank!r:.200}: expected 0 to {self.world - 1} (mesh {self.mesh_text})")
+            raise SpecError(f"{self.name}: rank {quoted(rank)}: expected 0 to {self.world - 1} (mesh {self.mesh_text})")
         return found
 
     def _share(self, axis: str, given: Any) -> Share:
@@ -300,15 +300,15 @@ class Placement:
         if isinstance(given, Mapping):
             if axis != "l" or set(given) != set(SHARE_KEYS):
                 raise SpecError(
-                    f"{where}: expected a text such as 'tp', or {{over: pp, bounds: […]}} for layers, got {given!r:.200}"
+                    f"{where}: expected a text such as 'tp', or {{over: pp, bounds: […]}} for layers, got {quoted(given)}"
                 )
             given, bounds = given["over"], _bounds(given["bounds"], where)
         if not isinstance(given, str) or not (match := _SHARE.fullmatch(given)):
-            raise SpecError(f"{where}: expected a text such as 'tp/4' or 'tp%4 by 1', got {given!r:.200}")
+            raise SpecError(f"{where}: expected a text such as 'tp/4' or 'tp%4 by 1', got {quoted(given)}")
         digit = self._digit(match[1], where)
         if (axis == "t") != bool(match[2]):
             expected = f"expected turns, e.g. '{match[1]} by 1'" if axis == "t" else "expected no turns, which only tokens take"
-            raise SpecError(f"{where}: {expected}, got {given!r:.200}")
+            raise SpecError(f"{where}: {expected}, got {quoted(given)}")
         share = Share(digit, (self.nt if match[2] == "nt" else int(match[2])) if match[2] else 0, bounds)
         self._require_even(axis, share, where)
         return share
@@ -318,13 +318,13 @@ class Placement:
         sizes = dict(self.mesh)
         if not match or match[1] not in sizes:
             raise SpecError(
-                f"{where}: expected an axis of the mesh {self.mesh_text}, such as {self.mesh[-1][0]!r}, got {text!r:.200}"
+                f"{where}: expected an axis of the mesh {self.mesh_text}, such as {self.mesh[-1][0]!r}, got {quoted(text)}"
             )
         divisor, extent = 1, sizes[match[1]]
         for sign, number in re.findall(r"([/%])([0-9]+)", match[2]):
             by = int(number)
             if extent % by:
-                raise SpecError(f"{where}: {text!r:.200}: {extent} ranks by {by}: expected a divisor of {extent}")
+                raise SpecError(f"{where}: {quoted(text)}: {extent} ranks by {by}: expected a divisor of {extent}")
             divisor, extent = (divisor * by, extent // by) if sign == "/" else (divisor, by)
         return Digit(match[1], divisor, extent)
 
@@ -345,7 +345,7 @@ class Placement:
             ascending = all(a < b for a, b in itertools.pairwise(bounds))
             if len(bounds) != ranks + 1 or not ascending or bounds[0] or bounds[-1] != last:
                 raise SpecError(
-                    f"{where}: bounds: expected {ranks + 1} numbers that ascend from 0 to {last}, got {list(bounds)!r:.200}"
+                    f"{where}: bounds: expected {ranks + 1} numbers that ascend from 0 to {last}, got {quoted(list(bounds))}"
                 )
         if axis == "t" and share.digit.extent > 1 and share.every % self.nt and self.nt % share.every:
             raise SpecError(
@@ -396,16 +396,6 @@ def _strips(placement: Placement, rank: int) -> Strips:
     return Strips(layers, heads, tokens)
 
 
-def whole(value: Any) -> int | None:
-    """The value as an int, also for NumPy integers; None for anything else."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:  # an array of several
-        return None
-
-
 def _model(model: Any, name: str) -> BlockShape:
     found = as_shape(model, f"{name}: model")
     if max(found.nl, found.nh) > _MOST:
@@ -416,7 +406,7 @@ def _model(model: Any, name: str) -> BlockShape:
 def _tokens(nt: Any, name: str) -> int:
     found = whole(nt)
     if found is None or not 1 <= found <= _MOST_TOKENS:
-        raise SpecError(f"{name}: nt: expected tokens of a block, from 1 to {_MOST_TOKENS:,}, got {nt!r:.200}")
+        raise SpecError(f"{name}: nt: expected tokens of a block, from 1 to {_MOST_TOKENS:,}, got {quoted(nt)}")
     return found
 
 
@@ -429,10 +419,10 @@ def _mesh(given: Any, name: str) -> tuple[tuple[str, int], ...]:
     names = [axis for axis, _ in found if isinstance(axis, str) and _NAME.fullmatch(axis)]
     if not found or len(set(names)) != len(found) or min(size for _, size in found) < 1 or len(found) > 64:
         raise SpecError(
-            f"{name}: mesh: expected axes with their sizes, slowest first, e.g. 'pp2 tp8', got {given!r:.200}"
+            f"{name}: mesh: expected axes with their sizes, slowest first, e.g. 'pp2 tp8', got {quoted(given)}"
         )
     if math.prod(size for _, size in found) > _MOST:
-        raise SpecError(f"{name}: mesh: expected at most {_MOST:,} ranks, got {given!r:.200}")
+        raise SpecError(f"{name}: mesh: expected at most {_MOST:,} ranks, got {quoted(given)}")
     return tuple(found)
 
 
@@ -442,7 +432,7 @@ def _shard(given: Any, name: str) -> Mapping[str, Any]:
     unknown = [axis for axis in given if axis not in SHARED] if isinstance(given, Mapping) else [given]
     if unknown:
         known = ", ".join(f"{axis} ({what})" for axis, what in SHARED.items())
-        raise SpecError(f"{name}: shard: expected a mapping with the axes {known}, got {unknown[0]!r:.200}")
+        raise SpecError(f"{name}: shard: expected a mapping with the axes {known}, got {quoted(unknown[0])}")
     found: Mapping[str, Any] = given
     return found
 
@@ -459,7 +449,7 @@ def _numbers(given: Any, most: int) -> list[int] | None:
 def _bounds(given: Any, where: str) -> tuple[int, ...]:
     found = _numbers(given, _MOST)
     if found is None:
-        raise SpecError(f"{where}: bounds: expected a list of layers, got {given!r:.200}")
+        raise SpecError(f"{where}: bounds: expected a list of layers, got {quoted(given)}")
     return tuple(found)
 
 
@@ -469,7 +459,7 @@ def _layers(given: Any, nl: int, name: str) -> Runs:
     found = _numbers(given, nl)
     if not found or not all(a < b for a, b in itertools.pairwise([-1, *found, nl])):
         raise SpecError(
-            f"{name}: layers: expected layers from 0 to {nl - 1}, ascending, got {given if found is None else found!r:.200}"
+            f"{name}: layers: expected layers from 0 to {nl - 1}, ascending, got {quoted(given if found is None else found)}"
         )
     return Runs.of(found)
 
@@ -486,7 +476,7 @@ class _File(YamlFile):
             if key in keys:
                 self.scalar(keys[key], key)
         if other := [key for key in overrides if key not in ("nt", "layers", "name", "title")]:
-            self.fail(None, f"expected nt, layers, name or title as overrides, got {other[0]!r:.200}")
+            self.fail(None, f"expected nt, layers, name or title as overrides, got {quoted(other[0])}")
         values: dict[str, Any] = {"name": Path(self.file).stem, **overrides, "model": model, "shard": {}}
         if "title" in keys:
             values.setdefault("title", self.scalar(keys["title"], "title"))
@@ -516,7 +506,7 @@ class _File(YamlFile):
             text = self.scalar(item, "layers")
             match = _SOME.fullmatch(text)
             if not match:
-                self.fail(item, f"layers: expected layers such as 3, 4-20 or 5-77 by 6, got {text!r:.200}")
+                self.fail(item, f"layers: expected layers such as 3, 4-20 or 5-77 by 6, got {quoted(text)}")
             first = int(match[1])
             found += itertools.islice(range(first, int(match[2] or first) + 1, int(match[3] or 1)), _MOST + 1)
             if len(found) > _MOST:
@@ -541,5 +531,5 @@ class _File(YamlFile):
     def integer(self, node: yaml.Node, what: str) -> int:
         text = self.scalar(node, what)
         if not re.fullmatch("[0-9]{1,9}", text):
-            self.fail(node, f"{what}: expected a number, got {text!r:.200}")
+            self.fail(node, f"{what}: expected a number, got {quoted(text)}")
         return int(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..given import quoted
 from ..shapes import BlockShape, as_shape, is_file
 from ..vllm_groups import Group
 from .placement import Placement
@@ -149,7 +150,7 @@ def trtllm(
     given: object = order
     axes = given.split() if isinstance(given, str) else []
     if sorted(axes) != sorted(sizes):
-        raise SpecError(f"{name}: order: expected the axes pp, tp and cp, slowest first, got {order!r:.200}")
+        raise SpecError(f"{name}: order: expected the axes pp, tp and cp, slowest first, got {quoted(order)}")
     extra = range(_left_over(model, pp, name))
     tokens = {"t": "cp by nt"} if cp > 1 else {}
     return _placement(model, {axis: sizes[axis] for axis in axes}, extra, tokens, nt, layers, name)
@@ -209,11 +210,11 @@ def dynamo(model: BlockShape | str, *, engine: str = "vllm", name: str = "dynamo
     SpecError
         There is no such engine, or its preset raises it.
     """
-    if engine not in list(_ENGINES):
-        raise SpecError(f"{name}: engine: expected one of {', '.join(_ENGINES)}, got {engine!r:.200}")
+    if not isinstance(engine, str) or engine not in _ENGINES:
+        raise SpecError(f"{name}: engine: expected one of {', '.join(_ENGINES)}, got {quoted(engine)}")
     known = (*_NUMBERS[engine], *_TEXTS.get(engine, ()), "layers")
     if other := [key for key in options if key not in known]:
-        raise SpecError(f"{name}: expected options of {engine}, {', '.join(known)}, got {other[0]!r:.200}")
+        raise SpecError(f"{name}: expected options of {engine}, {', '.join(known)}, got {quoted(other[0])}")
     return _ENGINES[engine](model, name=name, **options)
 
 
@@ -256,21 +257,21 @@ def load(text: str, model: BlockShape | str, **overrides: Any) -> Placement:
     vllm:tp8,pp2,nt32 (pp2 tp8, 32 tokens per block)
     """
     if not isinstance(text, str):
-        raise SpecError(f"placement: expected a file, or a preset such as 'vllm:tp8,pp2', got {text!r:.200}")
+        raise SpecError(f"placement: expected a file, or a preset such as 'vllm:tp8,pp2', got {quoted(text)}")
     kind, colon, rest = text.partition(":")
     if kind not in PRESETS or is_file(Path(text)):
         if not text.endswith((".yaml", ".yml")) and not is_file(Path(text)):
             raise SpecError(
-                f"placement {text!r:.200}: expected a .yaml file, or a preset such as 'vllm:tp8,pp2' ({', '.join(PRESETS)})"
+                f"placement {quoted(text)}: expected a .yaml file, or a preset such as 'vllm:tp8,pp2' ({', '.join(PRESETS)})"
             )
         return Placement.load(text, model, **overrides)
     if other := [key for key in overrides if key not in ("nt", "layers", "name", *_NUMBERS[kind], *_TEXTS.get(kind, ()))]:
-        raise SpecError(f"placement {text!r:.200}: expected nt, layers or name as overrides, got {other[0]!r:.200}")
+        raise SpecError(f"placement {quoted(text)}: expected nt, layers or name as overrides, got {quoted(other[0])}")
     options: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
         key, value = _option(kind, item.strip(), text)
         if key in options:
-            raise SpecError(f"placement {text!r:.200}: {key}: expected once, got twice")
+            raise SpecError(f"placement {quoted(text)}: {key}: expected once, got twice")
         options[key] = value
     return PRESETS[kind](model, **{"name": text, **options, **overrides})
 
@@ -282,13 +283,13 @@ def _option(kind: str, item: str, text: str) -> tuple[str, Any]:
     if key in _TEXTS.get(kind, ()) and value:
         return key, value
     known = [f"{key}N" for key in _NUMBERS[kind]] + [f"{key}=…" for key in _TEXTS.get(kind, ())]
-    raise SpecError(f"placement {text!r:.200}: expected {', '.join(known)}, got {item!r:.200}")
+    raise SpecError(f"placement {quoted(text)}: expected {', '.join(known)}, got {quoted(item)}")
 
 
 def _require_sizes(name: str, **given: Any) -> None:
     for what, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 17:
-            raise SpecError(f"{name}: {what}: expected a number from 1 on, got {value!r:.200}")
+            raise SpecError(f"{name}: {what}: expected a number from 1 on, got {quoted(value)}")
 
 
 def _left_over(model: BlockShape, pp: int, name: str) -> int:

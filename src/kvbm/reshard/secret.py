@@ -24,6 +24,7 @@ import struct
 from typing import Final, NoReturn
 
 from ..errors import AuthenticationError, BindError
+from ..given import quoted
 
 __all__ = ["FRAME", "TAG", "Channel", "Handshake", "Notes", "Secret", "Session", "open_to_all"]
 
@@ -86,7 +87,7 @@ class Secret:
             There is no such file, others can read or write it, it belongs to another user, or it is too short or too long.
         """
         if not isinstance(path, str | os.PathLike):
-            raise BindError(f"secret_file: expected the path of a file, got {path!r:.100}")
+            raise BindError(f"secret_file: expected the path of a file, got {quoted(path, 100)}")
         name = f"secret_file {os.fspath(path)}"
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

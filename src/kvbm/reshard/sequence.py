@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import BindError
-from .placement import whole
+from ..given import quoted, require_a, whole
 from .strips import Turns, Unit
 
 __all__ = ["Ids", "Pairs", "Parts", "Rank", "Span", "pair_up", "split"]
@@ -53,15 +53,15 @@ class Span:
         if ids.size == 0:
             ids = ids.astype(np.int64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
+            raise BindError(f"table: expected a list of block ids, got {quoted(table)}")
         if not isinstance(given, range) or tokens.step != 1 or not 0 <= tokens.start < _MOST or tokens.stop > _MOST:
-            raise BindError(f"tokens: expected range(first, last + 1) below 2**48, got {tokens!r:.200}")
+            raise BindError(f"tokens: expected range(first, last + 1) below 2**48, got {quoted(tokens)}")
         if (first := whole(origin)) is None or not 0 <= first <= tokens.start:
             raise BindError(
-                f"origin: expected a position from 0 to the first token's, {tokens.start}, got {origin!r:.200}"
+                f"origin: expected a position from 0 to the first token's, {tokens.start}, got {quoted(origin)}"
             )
         if ids.dtype == np.uint64 and ids.size and ids.max() > np.iinfo(np.int64).max:
-            raise BindError(f"table: expected a list of block ids, got {table!r:.200}")
+            raise BindError(f"table: expected a list of block ids, got {quoted(table)}")
         ids = ids.astype(np.int64)
         ids.flags.writeable = False
         for name, value in (("table", ids), ("tokens", tokens), ("origin", first)):
@@ -220,6 +220,10 @@ def pair_up(unit: Unit, src: Rank, dst: Rank, src_span: Span, dst_span: Span) ->
     BindError
         The two spans have different tokens.
     """
+    require_a(Unit, "unit", unit, "the unit of a message (Message.t)")
+    for name, rank, span in (("src", src, src_span), ("dst", dst, dst_span)):
+        require_a(Rank, name, rank, "a kvbm.reshard.Rank")
+        require_a(Span, f"{name}_span", span, "a kvbm.Span")
     tokens = src_span.tokens
     if tokens != dst_span.tokens:
         raise BindError(

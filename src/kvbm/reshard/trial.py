@@ -22,6 +22,7 @@ import kvbm
 
 from .. import wire
 from ..errors import BindError, DigestError, KvbmError, TransferTimeoutError, UnreachableError, printable
+from ..given import quoted
 from ..shapes import BlockShape, load_shape
 from ..wire import Slab, Slice
 from ..wire.protocol import move
@@ -68,16 +69,17 @@ class Terms:
         kinds = {"wire": str, "shape": str, "tokens": int, "chunk_bytes": int, "ring_bytes": int, "timeout": float}
         for name, kind in kinds.items():
             if type(told.get(name)) is not kind:
-                raise BindError(f"{name}: expected {kind.__name__}, got {told.get(name)!r:.60}")
+                raise BindError(f"{name}: expected {kind.__name__}, got {quoted(told.get(name), 60)}")
         found = cls(**{name: told[name] for name in kinds})
         if found.wire not in ("torch", "nixl"):
-            raise BindError(f"wire: expected torch or nixl, got {found.wire!r:.60}")
+            raise BindError(f"wire: expected torch or nixl, got {quoted(found.wire, 60)}")
         if not re.fullmatch(r"[\w,=]{1,200}", found.shape, re.ASCII):  # never the path of a file on this machine
-            raise BindError(f"shape: expected all sizes, got {found.shape!r:.60}")
+            raise BindError(f"shape: expected all sizes, got {quoted(found.shape, 60)}")
         sizes = found.tokens, found.chunk_bytes, found.ring_bytes
         if not all(0 < size < 1 << 40 for size in sizes) or not 0 < found.timeout <= 3600:
             raise BindError(
-                f"expected numbers from 1 to 2**40 and a timeout of at most an hour, got {sizes!r:.200}, {found.timeout!r:.40}"
+                f"expected numbers from 1 to 2**40 and a timeout of at most an hour, got {quoted(sizes)}, "
+                f"{quoted(found.timeout, 40)}"
             )
         model = found.model
         if model.nl > _MOST_LAYERS or max(model.no, model.nh, model.nt, model.hd) > _MOST_SIZE:
@@ -173,7 +175,7 @@ class End:
         """Connect to the side that sent these cards."""
         for name in ("card", "raw"):
             if not isinstance(told[name], str):
-                raise BindError(f"{name}: expected a card, got {told[name]!r:.60}")
+                raise BindError(f"{name}: expected a card, got {quoted(told[name], 60)}")
         self.peer = self.raw.connect(told["raw"].encode())
         return self.endpoint.meet([told["card"].encode()], timeout=self.terms.timeout)
 
@@ -273,7 +275,7 @@ def _require_version(told: dict[str, Any], where: str) -> None:
     found, there = told.get("kvbm-link-trial"), printable(str(told.get("kvbm")), 40)
     if type(found) is not int or found != VERSION:
         raise BindError(
-            f"{where}: expected version {VERSION} of `kvbm link`, got {found!r:.40} (kvbm {there} there, "
+            f"{where}: expected version {VERSION} of `kvbm link`, got {quoted(found, 40)} (kvbm {there} there, "
             f"{kvbm.__version__} here); both sides need the same kvbm"
         )
 
@@ -365,7 +367,7 @@ def serve(
     terms = Terms.read(told)
     device = told.get("device")
     if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda:\d{1,4}", device, re.ASCII):
-        raise BindError(f"device: expected cpu or cuda:N, got {device!r:.60}")
+        raise BindError(f"device: expected cpu or cuda:N, got {quoted(device, 60)}")
     served.wire, served.device, served.shape = terms.wire, device, terms.shape
     if only not in (None, terms.wire):
         raise BindError(f"wire: {terms.wire} was asked for, and this side serves {only} alone: send with --wire {only}")
@@ -405,7 +407,7 @@ def _serve(talk: Talk, end: End, link: Link, served: Served) -> None:
             return
         count = told.get("count")
         if type(count) is not int or not 0 < count <= (_NOTES if what == "echo" else end.terms.tokens):
-            raise BindError(f"{talk.peer}: count: expected a number from 1 on, got {count!r:.40}")
+            raise BindError(f"{talk.peer}: count: expected a number from 1 on, got {quoted(count, 40)}")
         if what == "echo":
             talk.say(ready=True)
             for _ in range(count):
@@ -414,7 +416,7 @@ def _serve(talk: Talk, end: End, link: Link, served: Served) -> None:
         elif what == "receive":
             _receive(talk, end, link, count, bool(told.get("check")), served)
         else:
-            raise BindError(f"{talk.peer}: do: expected receive, echo or end, got {what!r:.40}")
+            raise BindError(f"{talk.peer}: do: expected receive, echo or end, got {quoted(what, 40)}")
 
 
 def _receive(talk: Talk, end: End, link: Link, tokens: int, check: bool, served: Served) -> None:
@@ -451,7 +453,7 @@ def _side(told: Any, peer: str) -> dict[str, Any]:
     names = "host", "device", "layout", "tokens_per_block"
     given = [told.get(name) for name in names] if isinstance(told, dict) else [None]
     if not all(isinstance(one, str) for one in given[:3]) or not _is_count(given[-1]):
-        raise BindError(f"{peer}: side: expected {', '.join(names)}, got {told!r:.200}")
+        raise BindError(f"{peer}: side: expected {', '.join(names)}, got {quoted(told)}")
     return dict(zip(names, (printable(one) if isinstance(one, str) else one for one in given), strict=True))
 
 
@@ -520,7 +522,7 @@ class Sender:
         told = talk.hear("kvbm-link-trial", "port", "side", "card", "raw", within=terms.patience)
         _require_version(told, talk.peer)
         if type(told["port"]) is not int or not 0 <= told["port"] < 1 << 16:
-            raise BindError(f"{talk.peer}: port: expected a port, got {told['port']!r:.60}")
+            raise BindError(f"{talk.peer}: port: expected a port, got {quoted(told['port'], 60)}")
         self.far = _side(told["side"], talk.peer)
         store = _store(talk.host, told["port"], terms.timeout) if terms.wire == "torch" else None
         self.end = End(side, terms, store, talk.busy, talk.secret)
@@ -594,9 +596,11 @@ class Sender:
         told = talk.hear("digest", "wrong", "cpu", "stats", within=self.terms.patience)
         there = told["stats"]
         if not isinstance(there, dict) or not all(_is_count(there.get(name)) for name in after):
-            raise BindError(f"{talk.peer}: stats: expected numbers, got {there!r:.60}")
+            raise BindError(f"{talk.peer}: stats: expected numbers, got {quoted(there, 60)}")
         if not _is_count(told["cpu"]) or not isinstance(told["digest"], str) or not _DIGEST.fullmatch(told["digest"]):
-            raise BindError(f"{talk.peer}: expected a digest and seconds, got {told['digest']!r:.60}, {told['cpu']!r:.60}")
+            raise BindError(
+                f"{talk.peer}: expected a digest and seconds, got {quoted(told['digest'], 60)}, {quoted(told['cpu'], 60)}"
+            )
         if told["wrong"]:
             wrong = printable(str(told["wrong"]), 400)
             raise DigestError(f"{tokens} tokens: {talk.peer} found what its digest did not: {wrong}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import BindError
+from ..given import quoted, whole, wholes
 from ..layout import Layout
 from ..shapes import BlockShape, as_shape
 from ..spec import as_layout
@@ -35,54 +36,45 @@ def require(kind: Kind, *, optional: bool = False, **given: Any) -> None:
     """Raise `BindError` for arguments that are not of a kind; the keywords are their names."""
     for name, one in given.items():
         if not isinstance(one, kind.types) and not (optional and one is None):
-            raise BindError(f"{name}: expected {kind.expected}, got {one!r:.200}{kind.advice}")
+            raise BindError(f"{name}: expected {kind.expected}, got {quoted(one)}{kind.advice}")
 
 
 def layout_of(name: str, given: Any) -> Layout:
     """The layout for a Layout, a name or the path of a file; `SpecError` for an unknown name."""
     if isinstance(given, Layout | str | Path):
         return as_layout(given)
-    raise BindError(f"{name}: expected a Layout, a name or the path of a .yaml file, got {given!r:.200}")
+    raise BindError(f"{name}: expected a Layout, a name or the path of a .yaml file, got {quoted(given)}")
 
 
 def shape_of(name: str, given: Any) -> BlockShape:
     """The block shape for a BlockShape or its text; `SpecError` for a text that is not a shape."""
     if isinstance(given, BlockShape | str):
         return as_shape(given)
-    raise BindError(f"{name}: expected a BlockShape or its text, got {given!r:.200}")
+    raise BindError(f"{name}: expected a BlockShape or its text, got {quoted(given)}")
 
 
 def path_of(name: str, given: Any) -> Path:
     """A path that is legal in a file system."""
-    try:
+    with contextlib.suppress(Exception):  # the object's own code may raise anything
         found = Path(given)
         if b"\0" not in os.fsencode(found):
             return found
-    except (TypeError, ValueError):
-        pass
-    raise BindError(f"{name}: expected a path, got {given!r:.200}")
+    raise BindError(f"{name}: expected a path, got {quoted(given)}")
 
 
 def number_of(name: str, given: Any) -> int:
     """An integer, of Python or of NumPy."""
-    if not isinstance(given, bool) and not getattr(given, "shape", ()):
-        try:
-            return operator.index(given)
-        except TypeError:
-            pass
-    raise BindError(f"{name}: expected an integer, got {given!r:.200}")
+    if (found := whole(given)) is not None:
+        return found
+    raise BindError(f"{name}: expected an integer, got {quoted(given)}")
 
 
 def blocks_of(title: object, given: Any, num_blocks: int) -> list[int]:
     """Numbers of blocks, checked against `num_blocks`."""
-    try:
-        listed = list(given)
-        if hasattr(given, "filled") or any(isinstance(block, bool) for block in listed):  # a mask is not a list of numbers
-            raise TypeError
-        found = [operator.index(block) for block in listed]
-    except TypeError:
-        raise BindError(f"{title}: expected numbers of blocks, got {given!r:.200}") from None
+    found = wholes(given, 1 << 26)
+    if found is None:
+        raise BindError(f"{title}: expected numbers of blocks, got {quoted(given)}")
     for block in found:
         if not 0 <= block < num_blocks:
-            raise BindError(f"{title}: expected blocks from 0 to {num_blocks - 1}, got {block}")
-    return found
+            raise BindError(f"{title}: expected blocks from 0 to {num_blocks - 1}, got {quoted(block)}")
+    return list(found)

@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _core, spec
 from ..errors import BindError, DigestError, printable
+from ..given import quoted
 from ..layout import Layout
 from ..pool import Pool
 from ..streams import framework_of, framework_stream
@@ -70,12 +71,12 @@ def layout_of(stored: Stored) -> Layout:
         raise BindError(f"{stored.path}: the file does not name its layout: pass the layout (--from; src_layout=)")
     if stored.fingerprint is None:
         raise BindError(
-            f"{stored.path}: the file names layout {name!r:.200} without a fingerprint, so the layout may have changed since: "
+            f"{stored.path}: the file names layout {quoted(name)} without a fingerprint, so the layout may have changed since: "
             "pass the layout (--from; src_layout=) if you trust the name"
         )
     if (layout := spec.load_shipped(name)) is None:
         raise BindError(
-            f"{stored.path}: the file is in layout {name!r:.200} ({printable(stored.metadata.get('kvbm.order', '?'))}), which is "
+            f"{stored.path}: the file is in layout {quoted(name)} ({printable(stored.metadata.get('kvbm.order', '?'))}), which is "
             "not a shipped layout: pass its .yaml file (--from; src_layout=FILE)"
         )
     return layout
@@ -176,7 +177,7 @@ def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Seq
         return range(num_blocks)
     found = blocks_of(title, blocks, num_blocks)
     if not found or len(set(found)) != len(found):
-        raise BindError(f"{title}: expected one block or more, each block once, got {found!r:.200}")
+        raise BindError(f"{title}: expected one block or more, each block once, got {quoted(found)}")
     return found
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ..digest import alone, keys_of
 from ..errors import BindError, LayoutError, PlanError
+from ..given import quoted
 from ..section import Section
 from .arguments import Kind, blocks_of, require
 
@@ -174,7 +175,7 @@ class Digests:
             if part is None and kind != "blocks":
                 continue
             if not isinstance(part, np.ndarray) or (part.shape, part.dtype) != (size, np.uint64):
-                got = f"{part.shape} of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.200}"
+                got = f"{part.shape} of {part.dtype}" if isinstance(part, np.ndarray) else f"{quoted(part)}"
                 raise BindError(f"digests: {kind}: expected an array {size} of uint64, got {got}")
 
     def arrays(self) -> list[npt.NDArray[np.uint64]]:

@@ -32,6 +32,7 @@ import numpy as np
 
 from ..cache import replacing
 from ..errors import BindError, LayoutError, printable
+from ..given import quoted
 from ..shapes import ITEMSIZE, PACKED, BlockShape
 from ..spans import merge_steps
 from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
@@ -128,7 +129,7 @@ class Stored:
             return BlockShape(**parsed_object(text))
         except (TypeError, ValueError) as error:
             raise BindError(
-                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {text!r:.200} ({printable(str(error), 500)})"
+                f"{self.path}: metadata 'kvbm.shape' is not a block shape: {quoted(text)} ({printable(str(error), 500)})"
             ) from None
 
     @property
@@ -141,7 +142,7 @@ class Stored:
                 raise ValueError("expected names of dtypes")
         except ValueError as error:
             raise BindError(
-                f"{self.path}: metadata {FORMATS!r}: {printable(str(error))}, got {text!r:.200}"
+                f"{self.path}: metadata {FORMATS!r}: {printable(str(error))}, got {quoted(text)}"
             ) from None
         return found
 
@@ -152,7 +153,7 @@ class Stored:
         if text is None:
             return None
         if _NUMBER.fullmatch(text) is None:
-            raise BindError(f"{self.path}: metadata 'kvbm.num_blocks': expected a number, got {text!r:.200}")
+            raise BindError(f"{self.path}: metadata 'kvbm.num_blocks': expected a number, got {quoted(text)}")
         return int(text)
 
     @property
@@ -179,7 +180,7 @@ class Stored:
             return None
         if version != DIGEST:
             raise BindError(
-                f"{self.path}: kvbm.digest is {version!r:.60}; this version of kvbm reads {DIGEST!r} (to convert the blocks "
+                f"{self.path}: kvbm.digest is {quoted(version, 60)}; this version of kvbm reads {DIGEST!r} (to convert the blocks "
                 "without digests, pass --no-verify or verify=False)"
             )
         if self.shape is None or self.num_blocks is None:
@@ -190,7 +191,7 @@ class Stored:
             if entry is None and kind != "blocks":
                 continue
             if entry is None or (entry.dtype, entry.shape) != (_DIGEST_CODE, sizes):
-                got = "none" if entry is None else f"{printable(entry.dtype, 60)} {list(entry.shape)!r:.200}"
+                got = "none" if entry is None else f"{printable(entry.dtype, 60)} {quoted(list(entry.shape))}"
                 raise BindError(
                     f"{self.path}: tensor {PARTS[kind]!r}: expected {_DIGEST_CODE} {list(sizes)}, got {got}"
                 )
@@ -258,10 +259,10 @@ class Stored:
         """Shape and number of blocks, from the caller or from the file; `BindError` if they disagree."""
         version = self.metadata.get("kvbm.format", FORMAT)
         if version != FORMAT:
-            raise BindError(f"{self.path}: kvbm.format is {version!r:.60}; this version of kvbm reads {FORMAT!r}")
+            raise BindError(f"{self.path}: kvbm.format is {quoted(version, 60)}; this version of kvbm reads {FORMAT!r}")
         if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
             raise BindError(
-                f"{self.path}: the file is in layout {self.layout_name or '?'!r:.200} "
+                f"{self.path}: the file is in layout {quoted(self.layout_name or '?')} "
                 f"({printable(self.metadata.get('kvbm.order', '?'), 500)}, fingerprint {printable(self.fingerprint, 60)}), "
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
@@ -300,7 +301,7 @@ class Stored:
         if len(self.blocks) > count:
             known = set(map(_name, range(count)))
             extra = next(name for name in self.blocks if name not in known)
-            raise BindError(f"{self.path}: tensor {extra!r:.200} is one too many: layout {layout.name!r} has {count}")
+            raise BindError(f"{self.path}: tensor {quoted(extra)} is one too many: layout {layout.name!r} has {count}")
         offsets = []
         for index, allocation in enumerate(resolved.allocations):
             name = _name(index)
@@ -309,7 +310,7 @@ class Stored:
                 raise BindError(
                     f"{self.path}: tensor {name!r} ({allocation.label or 'the only one'}): expected {expected[0]} "
                     f"{list(expected[1])} (axes {' '.join(allocation.axes)}), got {printable(entry.dtype, 60)} "
-                    f"{list(entry.shape)!r:.200}"
+                    f"{quoted(list(entry.shape))}"
                 )
             offsets.append(entry.begin)
         return offsets
@@ -358,7 +359,7 @@ def opened(file: Opened) -> Stored:
         bytes_ = entry.end - entry.begin
         if entry.begin != end or bytes_ < 0 or (bits and math.prod(entry.shape) * bits != bytes_ * 8):
             raise BindError(
-                f"{path}: tensor {name!r:.200}: {printable(entry.dtype, 60)} {list(entry.shape)!r:.200} at bytes "
+                f"{path}: tensor {quoted(name)}: {printable(entry.dtype, 60)} {quoted(list(entry.shape))} at bytes "
                 f"{entry.begin:,} to {entry.end:,} of the file; expected "
                 f"{-(-math.prod(entry.shape) * (bits or 0) // 8):,} bytes from {end:,} on"
             )
@@ -532,7 +533,7 @@ def _header(
         try:
             one.encode()
         except (AttributeError, UnicodeEncodeError):
-            raise BindError(f"metadata: expected texts by name, got {one!r:.200}") from None
+            raise BindError(f"metadata: expected texts by name, got {quoted(one)}") from None
     metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.") or key == FORMATS} | {
         "kvbm.format": FORMAT,
         "kvbm.layout": layout.name,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import SpecError
+from ..given import quoted
 from .sizes import require_sizes
 
 __all__ = ["CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "SUITES", "TestCase"]
@@ -55,7 +56,7 @@ class TestCase:
     def __post_init__(self) -> None:
         name: object = self.name
         if not isinstance(name, str) or not name.strip():
-            raise SpecError(f"test case: name: expected a text that is not empty, got {self.name!r}")
+            raise SpecError(f"test case: name: expected a text that is not empty, got {quoted(self.name)}")
         require_sizes(f"test case {self.name!r}", self.m, self.k, self.l, self.seed)
 
     @property
@@ -77,6 +78,8 @@ class TestCase:
             from . import nvfp4
 
             generate = nvfp4.generate_input
+        if not callable(generate):
+            raise SpecError(f"test case {self.name!r}: generate: expected a function, got {quoted(generate)}")
         return generate(m=self.m, k=self.k, l=self.l, seed=self.seed, **options)
 
     def __str__(self) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import printable
+from ..given import quoted
 from . import limits
 from .data import clone, dtype_name, is_array, leaves, values
 
@@ -48,7 +50,7 @@ def allclose_with_error(
     Raises
     ------
     ValueError
-        A tolerance below zero.
+        A tolerance below zero, or an argument that is not an array of numbers.
 
     Examples
     --------
@@ -59,9 +61,10 @@ def allclose_with_error(
     (False, nan, nan)
     """
     _require_tolerances(rtol, atol)
+    ours, theirs = _numbers("actual", actual), _numbers("expected", expected)
     if _shape(actual) != _shape(expected) or dtype_name(actual) != dtype_name(expected):
         return False, math.inf, math.inf
-    errors = _compare(values(actual), values(expected), rtol, atol)
+    errors = _compare(ours, theirs, rtol, atol)
     return errors.wrong == 0, errors.max_abs, errors.max_rel
 
 
@@ -126,8 +129,17 @@ def find_nan(result: Any) -> str | None:
 
 def _require_tolerances(rtol: float, atol: float) -> None:
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if not value >= 0:
-            raise ValueError(f"{name}: expected 0 or larger, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value >= 0:
+            raise ValueError(f"{name}: expected a number from 0 on, got {quoted(value)}")
+
+
+def _numbers(name: str, value: Any) -> npt.NDArray[Any]:
+    """The values of an array, or of numbers.  Raises ValueError for anything else."""
+    try:
+        return values(value)
+    except Exception as error:  # of NumPy, of torch, or of the object itself
+        why = f"{type(error).__name__}: {printable(str(error))}"
+        raise ValueError(f"{name}: expected an array of numbers, got {quoted(value)} ({why})") from None
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -145,7 +157,7 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | N
             return f"{where}the kernel returned {_parts(mine)}; expected an array of shape {_shape(part)}"
         if not is_array(part) and not isinstance(part, np.generic | int | float | complex):  # None, a text
             if is_array(mine) or mine != part:
-                return f"{where}expected {part!r:.60}, got {_parts(mine) if is_array(mine) else f'{mine!r:.60}'}"
+                return f"{where}expected {quoted(part, 60)}, got {_parts(mine) if is_array(mine) else f'{quoted(mine, 60)}'}"
             continue
         if _shape(mine) != _shape(part):
             return f"{where}shape: expected {_shape(part)}, got {_shape(mine)}"

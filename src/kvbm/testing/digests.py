@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ..errors import BindError
+from ..given import number, quoted
 
 __all__ = ["digest"]
 
@@ -39,7 +43,15 @@ def digest(
     int
         The digest, 64 bits.
     """
-    named = {"": planes} if isinstance(planes, np.ndarray) else dict(planes)
+    named = {"": planes} if isinstance(planes, np.ndarray) else planes
+    if not isinstance(named, Mapping) or not named or not all(_is_plane(one) for one in named.items()):
+        raise BindError(
+            "planes: expected an array of bytes [tokens, …, bytes of a row], or a mapping from names to such arrays, got "
+            f"{quoted(planes)}"
+        )
+    first = number("first", first, 0, 1 << 48)
+    if model is not None and not (isinstance(model, Mapping) and all(_is_extents(*one, named) for one in model.items())):
+        raise BindError(f"model: expected a mapping from planes to extents that hold the arrays, got {quoted(model)}")
     shapes = {name: (model or {}).get(name, held.shape[1:-1]) for name, held in named.items()}
     cells = {name: math.gcd(held.shape[-1], 16) for name, held in named.items()}
     lanes = {name: math.prod(shapes[name]) * (held.shape[-1] // cells[name]) for name, held in named.items()}
@@ -57,6 +69,22 @@ def digest(
             total += (weight * _fold(_OF_CELL + (words * np.array(_OF_WORD)).sum(-1, dtype=_U))).sum(dtype=_U)
             before += lanes[name]
     return int(total)
+
+
+def _is_plane(one: tuple[Any, Any]) -> bool:
+    name, held = one
+    return (
+        isinstance(name, str) and isinstance(held, np.ndarray) and held.dtype == np.uint8 and held.ndim > 1 and held.size > 0
+    )
+
+
+def _is_extents(name: Any, extents: Any, named: Mapping[str, npt.NDArray[np.uint8]]) -> bool:
+    if not isinstance(name, str) or name not in named or not isinstance(extents, tuple):
+        return False
+    held = named[name].shape[1:-1]
+    return len(extents) == len(held) and all(
+        type(n) is int and least <= n < 1 << 31 for n, least in zip(extents, held, strict=True)
+    ) and math.prod(extents) < 1 << 31
 
 
 def _fold(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

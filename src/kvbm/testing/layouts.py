@@ -23,11 +23,13 @@ import numpy.typing as npt
 from ..access import Access
 from ..arrays import array_on
 from ..errors import BindError, LayoutError, PlanError
+from ..given import listed, number, quoted, require_a
 from ..layout import Layout
+from ..naming import dtype_name
 from ..planner import plan
 from ..resolved import Resolved
-from ..shapes import PACKED, BlockShape, load_shape
-from ..spec import example_shape, load
+from ..shapes import PACKED, BlockShape, as_shape, load_shape
+from ..spec import as_layout, example_shape
 
 __all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
 
@@ -110,13 +112,24 @@ def layout_cases(
     if layouts is not None and pairs is not None:
         raise BindError("layout_cases: expected layouts or pairs, got both")
     framework = _framework(device, framework)
-    dtypes, batches = tuple(dtypes), tuple(map(_batch, batches))
+    if isinstance(dtypes, str):
+        raise BindError(f"layout_cases: dtypes: expected a list of names, got {dtypes!r:.60}")
+    dtypes = tuple(dtype_name(one, "layout_cases: dtypes") for one in listed("layout_cases: dtypes", dtypes, "names of dtypes"))
+    batches = tuple(map(_batch, listed("layout_cases: batches", batches, "numbers of blocks")))
     if pairs is None:
-        each = [_layout(one) for one in (DEFAULT_LAYOUTS if layouts is None else layouts)]
+        given_layouts = DEFAULT_LAYOUTS if layouts is None else listed("layout_cases: layouts", layouts, "a list of layouts")
+        each = [_layout(one) for one in given_layouts]
         chosen = list(itertools.product(each, repeat=2))
     else:
-        chosen = [(_layout(src), _layout(dst)) for src, dst in pairs]
-    given = None if shapes is None else tuple(shapes)
+        chosen = []
+        for pair in listed("layout_cases: pairs", pairs, "pairs of layouts"):
+            two = listed("layout_cases: pairs", pair, "pairs of layouts")
+            if len(two) != 2:
+                raise BindError(f"layout_cases: pairs: expected pairs of layouts, got {quoted(pair)}")
+            chosen.append((_layout(two[0]), _layout(two[1])))
+    given = None
+    if shapes is not None:
+        given = tuple(as_shape(one, "layout_cases: shapes") for one in listed("layout_cases: shapes", shapes, "block shapes"))
     for src, dst in chosen:
         yield from _of_pair(src, dst, given, dtypes, batches, (device, framework, seed))
 
@@ -167,22 +180,24 @@ def _usual(src: Layout, dst: Layout) -> Iterator[BlockShape]:
 
 def _batch(number: object) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise BindError(f"layout_cases: batches: expected numbers of blocks from 1 on, got {number!r}")
+        raise BindError(f"layout_cases: batches: expected numbers of blocks from 1 on, got {quoted(number)}")
     return number
 
 
 def _layout(one: str | Path | Layout) -> Layout:
-    return one if isinstance(one, Layout) else load(one)
+    return as_layout(one, "layout_cases: layout")
 
 
 def _framework(device: str, framework: str | None) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", device):
-        raise BindError(f"layout_cases: device: expected cpu, cuda or cuda:N, got {device!r:.60}")
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", device):
+        raise BindError(f"layout_cases: device: expected cpu, cuda or cuda:N, got {quoted(device, 60)}")
     kind = device.partition(":")[0]
+    if framework is not None:
+        require_a(str, "layout_cases: framework", framework, "'numpy' or 'torch'")
     framework = framework or ("numpy" if kind == "cpu" else "torch")
     if framework not in ("numpy", "torch") or (framework == "numpy" and kind == "cuda"):
         raise BindError(
-            f"layout_cases: framework: expected torch{' or numpy' if kind == 'cpu' else ''} on {device}, got {framework!r}"
+            f"layout_cases: framework: expected torch{' or numpy' if kind == 'cpu' else ''} on {device}, got {quoted(framework)}"
         )
     return framework
 
@@ -229,6 +244,14 @@ class LayoutCase:
     framework: str = "numpy"
     seed: int = 0
     numbered: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("src", "dst"):
+            require_a(Layout, f"layout case: {name}", getattr(self, name), "a Layout")
+        require_a(BlockShape, "layout case: shape", self.shape, "a BlockShape")
+        object.__setattr__(self, "batch", number("layout case: batch", self.batch, 1, 1 << 24))
+        object.__setattr__(self, "seed", number("layout case: seed", self.seed, 0, 1 << 64))
+        object.__setattr__(self, "framework", _framework(self.device, self.framework))
 
     def __repr__(self) -> str:
         return f"<LayoutCase {self}>"

@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..clock import Events, cuda
+from ..given import quoted
 from .data import device_index
 
 __all__ = ["Blamed", "Gpu", "KernelFailure", "call", "require_limit", "run"]
@@ -56,8 +57,8 @@ class KernelFailure(Exception):  # noqa: N818  (internal: users see only its sen
 
 def require_limit(limit_s: float) -> None:
     """Raise ValueError unless `limit_s` is a positive number."""
-    if not limit_s > 0:
-        raise ValueError(f"limit_s: expected a number of seconds above 0, got {limit_s!r}")
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not limit_s > 0:
+        raise ValueError(f"limit_s: expected a number of seconds above 0, got {quoted(limit_s)}")
 
 
 def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:

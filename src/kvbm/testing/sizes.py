@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import SpecError
+from ..given import quoted
 
 __all__ = ["GROUPS", "ROWS", "require_sizes"]
 
@@ -20,7 +21,7 @@ def require_sizes(who: str, m: object, k: object, l: object, seed: object) -> No
     """
     for name, value, least, multiple in (("m", m, 1, ROWS), ("k", k, 1, GROUPS), ("l", l, 1, 1), ("seed", seed, 0, 1)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise SpecError(f"{who}: {name}: expected an integer, got {value!r}")
+            raise SpecError(f"{who}: {name}: expected an integer, got {quoted(value)}")
         if value < least:
             raise SpecError(f"{who}: {name}: expected at least {least}, got {value}")
         if value % multiple:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from ..errors import BindError
+from ..given import listed, quoted, require_a
 from . import limits
 from .compare import find_nan
 from .data import clone, device_index, nbytes
@@ -85,6 +87,7 @@ class Benchmark(_Pair):
 
     @classmethod
     def of(cls, record: BenchmarkRecord) -> Benchmark:
+        require_a(BenchmarkRecord, "record", record, "a BenchmarkRecord")
         made = cls(math.nan if record.avg_time_ms is None else record.avg_time_ms, record.error)
         made.record = record
         return made
@@ -92,6 +95,11 @@ class Benchmark(_Pair):
 
 def write_csv(records: Iterable[BenchmarkRecord], out: TextIO) -> None:
     """Write records as CSV with a header line.  None becomes an empty field."""
+    if not callable(getattr(type(out), "write", None)):
+        raise BindError(f"out: expected a file that is open for text, got {quoted(out)}")
+    records = listed("records", records, "records")
+    for record in records:
+        require_a(BenchmarkRecord, "records", record, "a BenchmarkRecord each")
     writer = csv.DictWriter(out, [field.name for field in fields(BenchmarkRecord)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(map(asdict, records))
@@ -154,7 +162,7 @@ def benchmark_kernel(
     given: list[tuple[str, object, int]] = [("num_warmup", num_warmup, 0), ("num_runs", num_runs, 1)]
     for what, value, least in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{what}: expected an integer from {least} on, got {value!r}")
+            raise ValueError(f"{what}: expected an integer from {least} on, got {quoted(value)}")
     from ..machine import cache_bytes, machine
 
     device = device_index(test_input)

@@ -15,7 +15,8 @@ import torch
 
 from .. import _core
 from ..contract import require_device
-from ..errors import BindError
+from ..errors import BindError, CudaUnavailableError
+from ..given import listed, quoted, require_a
 
 __all__ = ["after", "before", "fence", "keep"]
 
@@ -67,16 +68,26 @@ def _home_of(handle: int) -> int | None:
 
 def before(stream: torch.cuda.Stream, current: torch.cuda.Stream | None = None) -> None:
     """Make `stream` wait for all work that is enqueued in the framework's stream (torch's current one)."""
-    current = current if current is not None else torch.cuda.current_stream(stream.device)
+    current = _streams(stream, current)
     if current != stream:
         stream.wait_stream(current)
 
 
 def after(stream: torch.cuda.Stream, current: torch.cuda.Stream | None = None) -> None:
     """Make the framework's stream wait for all work that is enqueued in `stream`."""
-    current = current if current is not None else torch.cuda.current_stream(stream.device)
+    current = _streams(stream, current)
     if current != stream:
         current.wait_stream(stream)
+
+
+def _streams(stream: Any, current: Any) -> torch.cuda.Stream:
+    """The framework's stream.  Raises `BindError` unless both are streams of torch."""
+    require_a(torch.cuda.Stream, "stream", stream, "a torch.cuda.Stream")
+    if current is None:
+        return torch.cuda.current_stream(stream.device)
+    require_a(torch.cuda.Stream, "current", current, "a torch.cuda.Stream")
+    found: torch.cuda.Stream = current
+    return found
 
 
 def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
@@ -87,6 +98,10 @@ def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
     memory is freed, and if the stream no longer exists then, the process ends.  Instead, torch's current stream waits for such a
     stream at once.
     """
+    tensors = listed("tensors", tensors, "tensors")
+    for tensor in tensors:
+        require_a(torch.Tensor, "tensors", tensor, "tensors")
+    require_a(torch.cuda.Stream, "stream", stream, "a torch.cuda.Stream")
     if isinstance(stream, torch.cuda.ExternalStream):
         current = torch.cuda.current_stream(stream.device)
         after(stream, current)
@@ -127,14 +142,21 @@ def fence(stream: Any, *tensors: torch.Tensor, device: Any = None) -> Iterator[t
     >>> with fence(side, *cache, *stored):  # doctest: +SKIP
     ...     kvbm.torch.convert_(cache, stored, "vllm/flash_attn_nhd", "universal", shape="llama-3.1-8b")
     """
+    for tensor in tensors:
+        require_a(torch.Tensor, "tensors", tensor, "tensors")
     if tensors:
         home = tensors[0].device
     elif device is not None:
-        home = torch.device(device)
+        try:
+            home = torch.device(device)
+        except (RuntimeError, TypeError, ValueError, OverflowError):
+            raise BindError(f"device: expected a GPU such as 'cuda:0', got {quoted(device)}") from None
     elif isinstance(stream, torch.cuda.Stream):
         home = stream.device
-    else:
+    elif torch.cuda.is_available():
         home = torch.device("cuda", torch.cuda.current_device())
+    else:
+        raise CudaUnavailableError("fence: this machine has no GPU that torch can use, or this torch has no CUDA")
     side = stream_of(stream, home)
     current = torch.cuda.current_stream(home)
     before(side, current)

@@ -15,6 +15,7 @@ import torch
 
 from ..contract import layout_name, reads_as, shape_text
 from ..errors import BindError, DTypeError, KvbmError
+from ..given import require_a
 from ..layout import Layout
 from ..memory import bits_of
 from ..pool import Pool
@@ -172,6 +173,8 @@ def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     >>> reinterpret(torch.tensor([0x38], dtype=torch.uint8), torch.float8_e4m3fn).float().tolist()
     [1.0]
     """
+    require_a(torch.Tensor, "reinterpret: tensor", tensor, "a tensor")
+    require_a(torch.dtype, "reinterpret: dtype", dtype, "a torch.dtype")
     if dtype.itemsize != 1 or tensor.dtype.itemsize != 1 or not reads_as(dtype_name(tensor.dtype), dtype_name(dtype)):
         raise DTypeError(
             f"reinterpret: expected dtypes of one byte, one of them uint8 or int8 at least, got {dtype_name(tensor.dtype)} as "
@@ -196,6 +199,7 @@ def tensors(pool: Pool) -> list[torch.Tensor]:
     >>> tensors(kvbm.Pool.allocate(kvbm.load("vllm/LBHNC"), shape, 6))[0].dtype
     torch.bfloat16
     """
+    require_a(Pool, "pool", pool, "a kvbm.Pool")
     pool.require_open()
     kinds = [pool.resolved.kinds[kind].dtype for kind in pool.resolved.kind_of_entry]
     return [_tensor(array, pool.device).view(torch_dtype(kind)) for array, kind in zip(pool.arrays, kinds, strict=True)]

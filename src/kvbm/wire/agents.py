@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
+from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError, printable
+from ..given import quoted, require_a
 from .protocol import Card, Ends, Op, Peer, Slab, Slice, deadline
 
 __all__ = ["Reached", "Transfers", "nixl"]
@@ -40,6 +41,9 @@ class Agent:
     """An agent of NIXL: memory, transfers, and NIXL's exceptions converted to kvbm's."""
 
     def __init__(self, name: str, backend: str, parameters: Mapping[str, str] | None = None) -> None:
+        require_a(str, f"{name}: backend", backend, "the name of a backend of NIXL, such as 'UCX'")
+        for key, value in (parameters or {}).items():
+            require_a(str, f"{name}: {key}", value, "a text")
         try:
             _api, _bindings = (importlib.import_module(f"{_variant()}.{part}") for part in ("_api", "_bindings"))
         except ImportError as error:
@@ -59,7 +63,8 @@ class Agent:
         if backend not in self.nixl.backends:
             others = ", ".join(sorted({*self.nixl.plugin_list} - {backend}))
             raise KvbmError(
-                f"{name}: {_api.__package__} cannot start backend {backend} here{why}{_NEEDS.get(backend, '')}; others are {others}"
+                f"{name}: {_api.__package__} cannot start backend {printable(backend, 60)} here{why}{_NEEDS.get(backend, '')}; "
+                f"others are {others}"
             )
 
     def call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
@@ -276,7 +281,7 @@ class _Nixl(Transfers[_Far]):
         if name != held.name:
             if name not in self._peers:
                 self._agent.nixl.remove_remote_agent(name)
-            raise BindError(f"card of {held.name}: expected data of this agent, got those of {name!r:.140}")
+            raise BindError(f"card of {held.name}: expected data of this agent, got those of {quoted(name, 140)}")
         self._peers[name] = _Far(held)
         kept, self._strangers = self._strangers, []
         for sender, note in kept:

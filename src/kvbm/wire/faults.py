@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import BindError, PeerLostError
-from .protocol import Op, Slab, Slice, Wire
+from ..given import listed, number, quoted, require_a, require_text
+from .protocol import Op, Slab, Slice, Wire, require_wire
 
 __all__ = ["Fault", "Faulty", "faulty", "random_faults"]
 
@@ -44,18 +45,24 @@ class Fault:
     after: int = 3
 
     def __post_init__(self) -> None:
-        if self.what not in (*NOTES, *PUTS, *CALLS) or self.at < 0 or self.after < 1:
-            raise BindError(f"fault: expected one of {NOTES + PUTS + CALLS} at a number from 0, got {self}")
+        require_text("fault: what", self.what, (*NOTES, *PUTS, *CALLS))
+        for name, least in (("at", 0), ("after", 1)):
+            object.__setattr__(self, name, number(f"fault: {name}", getattr(self, name), least))
 
 
 def random_faults(
     seed: int, rate: float, kinds: Iterable[str] = (*NOTES, *PUTS[:4]), most: int = 100_000
 ) -> list[Fault]:
     """Return a script in which each note, put and call has a fault of these kinds with a probability of `rate`."""
-    chance, kinds = random.Random(seed), tuple(kinds)
+    chance = random.Random(number("seed", seed, -(1 << 64), 1 << 64))
+    if not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise BindError(f"rate: expected a probability, got {quoted(rate)}")
+    wanted, most = listed("kinds", kinds, "kinds of faults"), number("most", most, 0, 1 << 24)
+    for kind in wanted:
+        require_text("kinds", kind, (*NOTES, *PUTS, *CALLS))
     return [
         Fault(chance.choice(some), at)
-        for some in filter(None, ([k for k in group if k in kinds] for group in (NOTES, PUTS, CALLS)))
+        for some in filter(None, ([k for k in group if k in wanted] for group in (NOTES, PUTS, CALLS)))
         for at in range(most)
         if chance.random() < rate
     ]
@@ -76,6 +83,10 @@ class Faulty:
     """
 
     def __init__(self, wire: Wire, script: Iterable[Fault]) -> None:
+        require_wire("wire", wire)
+        script = listed("script", script, "faults", most=1 << 25)
+        for fault in script:
+            require_a(Fault, "script", fault, "faults")
         self.counts: Counter[str] = Counter()
         self._wire = wire
         self._script = {(self._class(fault.what), fault.at): fault for fault in script}
@@ -182,6 +193,7 @@ class Faulty:
         self._require(peer)
 
     def _require(self, peer: str) -> None:
+        require_a(str, "peer", peer, "a peer's name, as connect() returned it")
         if peer in self._killed:
             raise PeerLostError(f"{peer} is lost: killed by a fault", peer=peer)
 

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Final, Literal
 
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from ..given import quoted
 from .protocol import NOTE_BYTES, Card, Ends, Op, Peer, Slab, Slice, deadline, inside
 
 __all__ = ["torch"]
@@ -87,8 +88,13 @@ class _Torch(Ends["_Far"]):
             raise KvbmError(f"this wire needs torch ({error}): pip install torch") from None
         if not hasattr(distributed.Store, "clone"):
             raise KvbmError(f"this wire needs torch 2.8 or newer, found {torch.__version__}: pip install -U torch")
-        if backend not in ("gloo", "nccl"):
-            raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {backend!r:.40}")
+        if not isinstance(store, distributed.Store):
+            raise BindError(f"{name}: store: expected a store of torch.distributed, got {quoted(store)}")
+        for what, seconds in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):
+            if type(seconds) not in (int, float) or not 0 <= seconds < 1e9:
+                raise BindError(f"{name}: {what}: expected seconds, got {quoted(seconds)}")
+        if type(backend) is not str or backend not in ("gloo", "nccl"):
+            raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {quoted(backend, 40)}")
         self.transport = f"torch/{backend}"
         self._torch: Any = torch
         self._distributed: Any = distributed

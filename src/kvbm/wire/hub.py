@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import BindError, PeerLostError
+from ..given import require_a
 from .protocol import Card, Ends, Peer, Ready, Slab, Slice, move
 
 __all__ = ["Hub", "memory"]
@@ -46,7 +47,7 @@ def memory(name: str, hub: Hub | None = None) -> _Memory:
     >>> there.poll()[0][1], slabs[1].tolist()
     (b'four bytes', [4, 5, 6, 7, 0, 0, 0, 0])
     """
-    return _Memory(name, hub or _HUB)
+    return _Memory(name, _HUB if hub is None else hub)
 
 
 class _Memory(Ends[Peer]):
@@ -56,6 +57,7 @@ class _Memory(Ends[Peer]):
 
     def __init__(self, name: str, hub: Hub) -> None:
         super().__init__(name)
+        require_a(Hub, "hub", hub, "a kvbm.wire.Hub")
         self._hub = hub
         self._lock = threading.Lock()
         self._inbox: deque[tuple[str, bytes]] = deque()
@@ -116,6 +118,7 @@ class _Memory(Ends[Peer]):
         return [note for note in came if not self._peers[note[0]].lost]
 
     def drop(self, peer: str, seconds: float | None = None) -> None:  # noqa: ARG002
+        require_a(str, "peer", peer, "a peer's name, as connect() returned it")
         with self._lock:
             if peer in self._peers:
                 self._peers[peer].lost = self._peers[peer].lost or "it was dropped"

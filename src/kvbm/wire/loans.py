@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from .. import _core
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
-from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside
+from ..given import quoted, require_a
+from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
 
 __all__ = ["Mapped", "mapped"]
 
@@ -72,6 +73,9 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
     --------
     >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
     """
+    require_wire("wire", wire)
+    if type(drop_seconds) not in (int, float) or not 0 <= drop_seconds < 1e9:
+        raise BindError(f"drop_seconds: expected seconds, got {quoted(drop_seconds)}")
     return Mapped(wire, drop_seconds)
 
 
@@ -201,6 +205,7 @@ class Mapped:
             known.slab.close()  # the drop did not close it, because a loan was open
 
     def _require(self, peer: str) -> None:
+        require_a(str, "peer", peer, "a peer's name, as connect() returned it")
         known = self._peers.get(peer)
         if known is not None and known.lost:
             raise PeerLostError(f"{peer} is lost: {known.lost}", peer=peer)
@@ -225,6 +230,7 @@ class Mapped:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def drop(self, peer: str, seconds: float | None = None) -> None:
+        require_a(str, "peer", peer, "a peer's name, as connect() returned it")
         known = self._peers.get(peer)
         if known is not None and self._page is not None:
             known.lost = known.lost or "it was dropped"
@@ -424,7 +430,7 @@ def _read(card: bytes) -> dict[str, Any]:
     whole = json.loads(card)
     held = whole.get("mapped", {})
     if not isinstance(held, dict):
-        raise BindError(f"card: 'mapped': expected an object, got {held!r:.60}")
+        raise BindError(f"card: 'mapped': expected an object, got {quoted(held, 60)}")
     if "mapped" in whole and held.pop("sha256", None) != _sum(whole["name"], held):
         raise BindError("card: 'mapped': expected the sum that its fields have: it was damaged on its way")
     if not held:
@@ -437,7 +443,7 @@ def _read(card: bytes) -> dict[str, Any]:
         else:
             is_right = type(value) is int and value in expected
         if not is_right:
-            raise BindError(f"card: {name!r}: expected {expected}, got {value!r:.60}")
+            raise BindError(f"card: {name!r}: expected {expected}, got {quoted(value, 60)}")
     return {name: held[name] for name in kinds}
 
 

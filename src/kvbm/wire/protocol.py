@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ..errors import BindError, PeerLostError
+from ..given import quoted, require_a, whole
 
 __all__ = [
     "CARD_BYTES",
@@ -67,10 +68,12 @@ class Slab:
     file: int = field(default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.address < self.address + self.nbytes <= 1 << 64 or not _DEVICE.fullmatch(self.device):
+        address, nbytes = whole(self.address) or 0, whole(self.nbytes) or 0
+        is_device = isinstance(self.device, str) and _DEVICE.fullmatch(self.device)
+        if not 0 < address < address + nbytes <= 1 << 64 or not is_device or whole(self.file) is None:
             raise BindError(
-                f"slab: expected an address, bytes and a device ('cpu', 'cuda:N'), got {self.address!r:.40}, "
-                f"{self.nbytes!r:.40} and {self.device!r:.40}"
+                f"slab: expected an address, bytes and a device ('cpu', 'cuda:N'), got {quoted(self.address, 40)}, "
+                f"{quoted(self.nbytes, 40)} and {quoted(self.device, 40)}"
             )
 
     @classmethod
@@ -243,21 +246,21 @@ class Card:
             _refuse("JSON", repr(card[:40]))
         if not isinstance(held, dict) or held.get("kvbm-wire") != _VERSION or type(held.get("kvbm-wire")) is not int:
             version = held.get("kvbm-wire") if isinstance(held, dict) else None
-            _refuse(f"version {_VERSION}: both sides need the same kvbm", f"{version!r:.40}")
+            _refuse(f"version {_VERSION}: both sides need the same kvbm", f"{quoted(version, 40)}")
         if held.get("transport") != transport:
-            _refuse(f"one of transport {transport!r}: both sides need the same wire", f"{held.get('transport')!r:.40}")
+            _refuse(f"one of transport {transport!r}: both sides need the same wire", f"{quoted(held.get('transport'), 40)}")
         kinds = {"name": str, "address": int, "nbytes": int, "device": str, "data": str}
         for key, kind in kinds.items():
             if type(held.get(key)) is not kind:
-                _refuse(f"{key!r} to be of {kind.__name__}", f"{held.get(key)!r:.40}")
+                _refuse(f"{key!r} to be of {kind.__name__}", f"{quoted(held.get(key), 40)}")
         if not _NAME.fullmatch(held["name"]):
-            _refuse("a name of 1 to 128 letters, digits and ./:#@+-_", f"{held['name']!r:.40}")
+            _refuse("a name of 1 to 128 letters, digits and ./:#@+-_", f"{quoted(held['name'], 40)}")
         if held.get("sha256") != _sum(held):
-            _refuse("the checksum of its other fields: the card was damaged on its way", f"{held.get('sha256')!r:.80}")
+            _refuse("the checksum of its other fields: the card was damaged on its way", f"{quoted(held.get('sha256'), 80)}")
         try:
             data = base64.b64decode(held["data"], validate=True)
         except (binascii.Error, ValueError):
-            _refuse("'data' in base64", f"{held['data']!r:.40}")
+            _refuse("'data' in base64", f"{quoted(held['data'], 40)}")
         try:
             return cls(held["name"], Slab(held["address"], held["nbytes"], held["device"]), data)
         except BindError as error:
@@ -290,6 +293,13 @@ class Peer:
     lost: str = ""
 
 
+def require_wire(what: str, given: Any) -> None:
+    """Raise `BindError` unless the object has the methods of a `Wire`."""
+    methods = ("register", "card", "connect", "put", "get", "note", "poll", "drop", "close")
+    if not all(callable(getattr(type(given), name, None)) for name in methods):
+        raise BindError(f"{what}: expected a wire, such as kvbm.wire.nixl(name), got {quoted(given)}")
+
+
 P = TypeVar("P", bound=Peer)
 
 
@@ -299,9 +309,10 @@ class Ends(Generic[P]):
     transport = ""
 
     def __init__(self, name: str) -> None:
+        require_a(str, "wire: name", name, "a name")
         self.name = f"{name}#{secrets.token_hex(4)}"
         if not _NAME.fullmatch(name) or not _NAME.fullmatch(self.name):
-            raise BindError(f"wire: expected a name of 1 to 119 letters, digits and ./:#@+-_, got {name!r:.140}")
+            raise BindError(f"wire: expected a name of 1 to 119 letters, digits and ./:#@+-_, got {quoted(name, 140)}")
         self.is_closed = False
         self._slab: Slab | None = None
         self._peers: dict[str, P] = {}
@@ -339,7 +350,7 @@ class Ends(Generic[P]):
         """A connected peer; raises an error if it is lost or unknown."""
         found = self._peers.get(peer)
         if found is None:
-            raise BindError(f"{self.name}: {peer!r:.140} is not a peer; expected one of {sorted(self._peers)}")
+            raise BindError(f"{self.name}: {quoted(peer, 140)} is not a peer; expected one of {sorted(self._peers)}")
         if found.lost:
             raise PeerLostError(f"{self.name}: {peer} is lost: {found.lost}", peer=peer)
         return found

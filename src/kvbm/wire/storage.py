@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import BindError, PeerLostError, TransferError, TransferTimeoutError
+from ..given import quoted, require_a
 from .agents import Reached, Transfers
 from .protocol import Card, Op, Slab, Slice, deadline
 
@@ -38,7 +39,11 @@ def nixl_files(folder: Path | str, *, drop_seconds: float = 5.0) -> _Files:
     Files have no notes, so a put accepts none.  When the `Op` of a put is done, the bytes are in the page cache, not yet on the
     disk.  Dropping a peer closes the file.
     """
-    return _Files(Path(folder), drop_seconds)
+    try:
+        path = Path(folder)
+    except Exception:  # the object's own code
+        raise BindError(f"folder: expected a path, got {quoted(folder)}") from None
+    return _Files(path, drop_seconds)
 
 
 def nixl_objects(
@@ -227,11 +232,16 @@ class _Objects(_Storage):
     def __init__(
         self, bucket: str, prefix: str, endpoint: str, drop_seconds: float, parameters: dict[str, str]
     ) -> None:
+        for what, text in (("bucket", bucket), ("prefix", prefix), ("endpoint", endpoint)):
+            require_a(str, what, text, "a text")
         given = {"bucket": bucket, **parameters}
         if endpoint:
-            url = urlsplit(endpoint)
+            try:
+                url = urlsplit(endpoint)
+            except ValueError as error:
+                raise BindError(f"endpoint: expected http://HOST:PORT, got {quoted(endpoint, 140)} ({error})") from None
             if url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/") or url.query or url.fragment:
-                raise BindError(f"endpoint: expected http://HOST:PORT or https://HOST:PORT, got {endpoint!r:.140}")
+                raise BindError(f"endpoint: expected http://HOST:PORT or https://HOST:PORT, got {quoted(endpoint, 140)}")
             # Names of buckets before a store's own name need a name server that knows them.
             given = {"endpoint_override": url.netloc, "scheme": url.scheme, "use_virtual_addressing": "false", **given}
         _require_plain(f"{prefix}name", "prefix and name")
@@ -298,4 +308,4 @@ class _All:
 def _require_plain(key: str, what: str) -> None:
     """Clients and stores remove empty parts and dots from paths: two names would be one object, or one of another bucket."""
     if any(part in ("", ".", "..") for part in key.split("/")):
-        raise BindError(f"{what} {key!r:.140}: expected no empty part, no '.' and no '..' between slashes")
+        raise BindError(f"{what} {quoted(key, 140)}: expected no empty part, no '.' and no '..' between slashes")
