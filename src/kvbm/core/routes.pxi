@@ -382,6 +382,7 @@ cdef class Route:
         """Ids of a batch, checked."""
         return Pairs(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
 
+    @cython.binding(False)  # as a plain method its call takes 0.1 us less
     def copy(self, src_ids, dst_ids, stream=None, wait=None, Watch src=None, Watch dst=None):
         """Copy blocks, ordered by the stream.
 
