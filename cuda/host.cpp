@@ -127,6 +127,12 @@ struct Ids {
   int64_t src_at(int64_t i) const { return src ? src[i] : i; }
   int64_t dst_at(int64_t i) const { return dst ? dst[i] : i; }
   bool is_skipped(int64_t i) const { return src_at(i) == kSkip || dst_at(i) == kSkip; }
+  bool any_skipped() const {  // the only id below 0
+    int32_t all = 0;
+    for (const int32_t* side : {src, dst})
+      for (int64_t i = 0; side && i < count; ++i) all |= side[i];
+    return all < 0;
+  }
 };
 
 // The first i in [0, last) whose destination is `block`, or -1.
@@ -153,16 +159,18 @@ int check_by_stamps(const Ids& ids, int64_t dst_blocks, bool same_pool, uint32_t
   const uint32_t mine = stamps.next(dst_blocks);
   if (!mine) return check("calloc", KVBM_NO_MEMORY);
   uint32_t* const written = stamps.data();
+  const bool skips = ids.any_skipped();
   for (int64_t i = 0; i < ids.count; ++i) {
-    if (ids.is_skipped(i)) continue;
+    if (skips && ids.is_skipped(i)) continue;
     uint32_t& by = written[ids.dst_at(i)];
     if (by == mine) {
       *index = i;
       return KVBM_ID_DST_TWICE;
     }
     by = mine;
-    ++*kept;
+    *kept += skips;
   }
+  if (!skips) *kept = static_cast<uint32_t>(ids.count);
   for (int64_t i = 0; same_pool && i < ids.count; ++i) {
     const int64_t block = ids.src_at(i);
     if (ids.is_skipped(i) || block >= dst_blocks || written[block] != mine) continue;

@@ -316,6 +316,31 @@ int64_t block_span(const kvbm_args& args, int32_t kvbm_outer::* step, int32_t kv
   return last + 1;
 }
 
+// The addresses of a side's blocks, less what the kernel adds: i strides for block i, as for ids that are not given.  Its stride
+// still tells `prepare` how blocks lie.
+void gather(const kvbm_args& args, const Small& small, uint32_t n, uint64_t* out) {
+  // Taken out of memory once: for all that the compiler knows, `out` may be over it.
+  const int32_t* const ids = small.side->ids;
+  const uint64_t* const table = small.side->table;
+  const int64_t stride = small.id_stride, step = *small.id_table, span = small.span;
+  if (args.inline_mask & small.units) {
+    for (uint32_t i = 0; i < n; ++i) {
+      int64_t id = ids[i];
+      const int64_t start = small.start(args, 0, &id) - i * stride;
+      for (int64_t entry = 0; entry < span; ++entry) *out++ = table[id * step + entry] + start;
+    }
+  } else if (span == 1 && step == 0) {  // all blocks lie in one allocation
+    const uint64_t base = table[0];
+    for (uint32_t i = 0; i < n; ++i) out[i] = base + (int64_t{ids[i]} - int64_t{i}) * stride;
+  } else {
+    for (uint32_t i = 0; i < n; ++i) {
+      const int64_t start = (int64_t{ids[i]} - int64_t{i}) * stride;
+      const uint64_t* const own = table + ids[i] * step;
+      for (int64_t entry = 0; entry < span; ++entry) *out++ = own[entry] + start;
+    }
+  }
+}
+
 // Writes the addresses into `gathered` and points the batch there; false where it is too large, or has nothing to gather.
 bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
   const uint32_t n = batch->num_pairs;
@@ -350,17 +375,7 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
     const int64_t carried = small.to_carry(n);
     kvbm_side& side = *small.side;
     if (side.ids) {
-      // Taken out of memory once: for all that the compiler knows, `gathered` may be over it.
-      const int32_t* const ids = side.ids;
-      const uint64_t* const table = side.table;
-      const int64_t stride = small.id_stride, step = *small.id_table, span = small.span;
-      const bool has_units = args->inline_mask & small.units;
-      for (uint32_t i = 0; i < n; ++i) {
-        // The kernel adds i strides, as for ids that are not given; its stride still tells `prepare` how blocks lie.
-        int64_t id = ids[i];
-        const int64_t start = (has_units ? small.start(*args, 0, &id) : id * stride) - i * stride;
-        for (int64_t entry = 0; entry < span; ++entry) gathered[i * span + entry] = table[id * step + entry] + start;
-      }
+      gather(*args, small, n, gathered);
       side.table = gathered;
       gathered += carried;
       side.ids = nullptr;  // block i of the batch

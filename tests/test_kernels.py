@@ -920,6 +920,17 @@ def test_streams(how: str) -> None:
     stack.check()
 
 
+def test_a_stream_of_torch_is_not_asked_in_python() -> None:
+    """Its own attribute has the handle; a class of the user's that is made from it is asked as it says."""
+
+    def asked(_: object) -> tuple[int, int]:
+        return 0, 9
+
+    theirs = type("Stream", (), {"__module__": "torch.cuda.streams", "cuda_stream": 7, "__cuda_stream__": asked})
+    mine = type("Mine", (theirs,), {"__module__": "mine"})
+    assert (_core.stream_handle(theirs()), _core.stream_handle(mine())) == (7, 9)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_cupy(layout: str) -> None:

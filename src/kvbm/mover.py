@@ -425,6 +425,8 @@ class Mover:
 
     def _current_stream(self) -> Any:
         end = self.src if self.gathers else self.dst
+        if end.framework == "torch" and self.direction != "p2p":  # on one GPU a default stream's handle says all
+            return torch_stream(end.index)
         return framework_stream(end.framework, end.index)
 
     def stats(self) -> dict[str, int]:

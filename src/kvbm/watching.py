@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from .arrays import TOLD, Array, span
 
-__all__ = ["Borrowed", "has_memory", "torch_fields"]
+__all__ = ["Borrowed", "has_memory", "numpy_fits", "torch_fields"]
 
 #: As `arrays.TOLD`, if torch can be told without Python.
 _TOLD_IN_C = 4096
@@ -110,7 +111,7 @@ def _is_deleted(array: Any) -> bool:
 
 def _kind(array: Any, torch: Any, fields: Any) -> int:
     if isinstance(array, np.ndarray):
-        return _NUMPY if _numpy_fits() else _ASKED
+        return _NUMPY if numpy_fits() else _ASKED
     if torch is not None and isinstance(array, torch.Tensor):
         return _ASKED if fields is None else _TORCH
     return _ASKED if callable(getattr(array, "is_deleted", None)) else _UNWATCHED
@@ -143,14 +144,17 @@ def _base(tensor: Any) -> Any:
 
 
 @functools.cache
-def _numpy_fits() -> bool:
+def numpy_fits() -> bool:
     """True if the fields of a NumPy array are where `_core` reads them."""
     array = np.zeros((3, 5), np.uint8)
     for writeable in (True, False):
         array.flags.writeable = writeable
         raw = ctypes.string_at(id(array), np.ndarray.__basicsize__)[object.__basicsize__ :]
-        data, flags = int.from_bytes(raw[:8], sys.byteorder), int.from_bytes(raw[48:52], sys.byteorder)
-        if data != array.ctypes.data or flags != array.flags.num or bool(flags & 0x400) != writeable:
+        data, nd, dimensions, strides, _, dtype, flags = struct.unpack_from("@PiPPPPi", raw)
+        if (data, nd, dtype, flags) != (array.ctypes.data, array.ndim, id(array.dtype), array.flags.num):
+            return False
+        sizes = [struct.unpack(f"@{nd}n", ctypes.string_at(at, nd * 8)) for at in (dimensions, strides)]
+        if sizes != [array.shape, array.strides] or bool(flags & 0x400) != writeable:
             return False
     return True
 

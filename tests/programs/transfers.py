@@ -828,7 +828,7 @@ def closed_beside_a_copy(direction: str) -> None:
 
 
 def calls_of(call: Callable[[], object]) -> tuple[int, int]:
-    """Calls of functions in Python, and of functions in C (not those of Cython), that one call makes."""
+    """Calls of functions in Python, and of functions and plain methods in C, that one call makes."""
     seen: list[str] = []
     sys.setprofile(lambda _, event, __: seen.append(event))
     try:

@@ -9,6 +9,7 @@ cdef struct Given:
     int64_t *more     # the same for more than 64 ids
     Py_buffer buffer
     bint has_buffer
+    bint by_fields    # `data` is what an array of NumPy has now: code of Python's may change that
 
 
 cdef void _drop(Given *ids) noexcept:
@@ -86,6 +87,8 @@ cdef class Pairs:
         try:
             keep_src = _read(&src, src_ids, "src_ids", src_blocks, device)
             keep_dst = _read(&dst, dst_ids, "dst_ids", dst_blocks, device)
+            if src.by_fields and not _read_numpy(&src, src_ids):
+                _read_buffer(&src, src_ids, "src_ids", src_blocks)
             self._count(src.count, dst.count, src_blocks, dst_blocks)
             if src.device and dst.device and src.nbytes != dst.nbytes:
                 raise BindError(
@@ -257,7 +260,8 @@ cdef int _refuse_range(str what, int64_t index, id, int64_t blocks) except -1:
 cdef enum IdsKind:
     ITEMS = 1  # list or tuple
     NUMBER     # int
-    BUFFER     # NumPy, array.array, memoryview
+    NUMPY      # numpy.ndarray itself, whose fields are where NumpyArray has them
+    BUFFER     # other arrays of NumPy, array.array, memoryview
     TENSOR     # torch
     ON_GPU     # __cuda_array_interface__
     ARRAY      # __array__
@@ -265,6 +269,39 @@ cdef enum IdsKind:
     NEITHER
 
 cdef dict _kind_of_ids = {list: ITEMS, tuple: ITEMS, int: NUMBER}  # type -> IdsKind
+
+
+# NumPy's own descriptors of int32 and int64, which their arrays have: others go through a buffer.
+cdef PyObject *_descriptors[2]
+_descriptors[0] = _descriptors[1] = NULL
+
+
+cdef bint _is_numpy(kind) except -1:
+    """Whether it is numpy.ndarray, and its arrays can be read by their fields."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or kind is not numpy.ndarray:
+        return False
+    from kvbm.watching import numpy_fits
+
+    if not numpy_fits():
+        return False
+    global _kept_descriptors
+    _kept_descriptors = numpy.dtype("int32"), numpy.dtype("int64")
+    _descriptors[0], _descriptors[1] = <PyObject *> _kept_descriptors[0], <PyObject *> _kept_descriptors[1]
+    return True
+
+
+cdef bint _read_numpy(Given *ids, object given) noexcept:
+    """A dense axis of aligned int32 or int64, as it is.  Else False."""
+    cdef const NumpyArray *array = <const NumpyArray *> (<char *> <PyObject *> given + sizeof(PyObject))
+    cdef uint32_t nbytes = 4 if array.descr == _descriptors[0] else 8
+    ids.by_fields = False
+    if array.nd != 1 or (nbytes == 8 and array.descr != _descriptors[1]) or <uint64_t> array.data % nbytes:
+        return False
+    if array.strides[0] != <Py_ssize_t> nbytes and array.dimensions[0] != 1:
+        return False
+    ids.data, ids.count, ids.nbytes, ids.by_fields = array.data, array.dimensions[0], nbytes, True
+    return True
 
 
 cdef int _is_on_gpu(given, str what) except -1:
@@ -290,7 +327,7 @@ cdef int _ids_kind(given, str what) except -1:
     elif _is_on_gpu(given, what):
         found = ON_GPU
     elif PyObject_CheckBuffer(given):
-        found = BUFFER
+        found = NUMPY if _is_numpy(kind) else BUFFER
     elif hasattr(kind, "__array__"):
         found = ARRAY
     elif hasattr(kind, "__index__"):
@@ -304,7 +341,7 @@ cdef int _ids_kind(given, str what) except -1:
 cdef object _read(Given *ids, object given, str what, int64_t blocks, int device):
     """Find the ids in an object of any kind.  Returns the object that must stay alive while they are read."""
     ids.data = NULL
-    ids.device, ids.count, ids.nbytes = 0, -1, 8
+    ids.device, ids.count, ids.nbytes, ids.by_fields = 0, -1, 8, False
     if given is None:
         return None
     known = _kind_of_ids.get(type(given))
@@ -313,6 +350,9 @@ cdef object _read(Given *ids, object given, str what, int64_t blocks, int device
         items = given if kind == ITEMS else (given,)
         if not _read_ints(ids, items):
             _read_items(ids, tuple(items), what, blocks)
+    elif kind == NUMPY:
+        if not _read_numpy(ids, given):
+            _read_buffer(ids, given, what, blocks)
     elif kind == BUFFER:
         _read_buffer(ids, given, what, blocks)
     elif kind == TENSOR:
@@ -343,28 +383,36 @@ cdef int64_t *_room(Given *ids, Py_ssize_t count) except NULL:
     return <int64_t *> ids.data
 
 
+cdef PyTypeObject *_int_type = <PyTypeObject *> <PyObject *> int
+
+cdef extern from "Python.h":  # as `cpython.list` and `cpython.tuple` have them, but for the borrowed reference
+    PyObject *PyList_GetItem(list items, Py_ssize_t index) except NULL
+    PyObject *PyTuple_GetItem(tuple items, Py_ssize_t index) except NULL
+
+
 cdef bint _read_ints(Given *ids, object given) except -1:
     """Read a list or tuple of ints, without running Python code.  False if an item is not an int of 64 bits."""
     cdef Py_ssize_t count = len(given), i
     cdef int64_t *out = _room(ids, count)
+    cdef PyObject *item
     try:
         if type(given) is list:
             for i in range(count):
-                out[i] = _as_id((<list> given)[i])
+                item = PyList_GetItem(<list> given, i)
+                if Py_TYPE(<object> item) != _int_type:
+                    raise TypeError
+                out[i] = PyLong_AsLongLong(<object> item)
         else:
             for i in range(count):
-                out[i] = _as_id((<tuple> given)[i])
+                item = PyTuple_GetItem(<tuple> given, i)
+                if Py_TYPE(<object> item) != _int_type:
+                    raise TypeError
+                out[i] = PyLong_AsLongLong(<object> item)
     except (OverflowError, TypeError):
         free(ids.more)
         ids.more = NULL
         return False
     return True
-
-
-cdef inline int64_t _as_id(object item) except? -1:
-    if type(item) is not int:
-        raise TypeError
-    return PyLong_AsLongLong(item)
 
 
 cdef int _read_items(Given *ids, tuple items, str what, int64_t blocks) except -1:

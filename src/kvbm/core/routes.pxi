@@ -384,6 +384,7 @@ cdef class Route:
         """The checked ids of a batch."""
         return Pairs(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
 
+    @cython.binding(False)  # as a plain method its call takes 0.1 us less
     def copy(self, src_ids, dst_ids, stream=None, wait=None, Watch src=None, Watch dst=None):
         """Copy blocks, in the order of the stream.
 

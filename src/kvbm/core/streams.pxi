@@ -4,7 +4,7 @@ cdef enum StreamKind:
     HANDLE = 1    # an int, or has __index__
     PROTOCOL      # has __cuda_stream__
     BINDING       # cuda.bindings: CUstream, cudaStream_t
-    TORCH         # torch.cuda.Stream before 2.10: cuda_stream
+    TORCH         # torch.cuda.Stream: cuda_stream, an attribute in C; its __cuda_stream__ is a method in Python
     CUPY          # cupy.cuda.Stream before 14: ptr
 
 cdef dict _kind_of = {}  # type -> StreamKind
@@ -18,12 +18,12 @@ cdef int _stream_kind(stream) except -1:
         pass
     elif isinstance(stream, int):
         return HANDLE
+    elif root == "torch" and hasattr(kind, "cuda_stream"):
+        return TORCH
     elif hasattr(kind, "__cuda_stream__"):
         return PROTOCOL
     elif root == "cuda" and kind.__name__ in ("CUstream", "cudaStream_t"):  # not other handles, such as events
         return BINDING
-    elif root == "torch" and hasattr(kind, "cuda_stream"):
-        return TORCH
     elif root == "cupy" and hasattr(stream, "ptr"):
         return CUPY
     elif root == "numpy" and hasattr(kind, "__index__") and getattr(stream, "shape", None) == ():

@@ -14,9 +14,9 @@ cdef struct NumpyArray:
     char *data
     int nd
     Py_ssize_t *dimensions
-    void *strides
+    Py_ssize_t *strides
     void *base
-    void *descr
+    PyObject *descr
     int flags
 
 cdef struct Watched:
