@@ -122,7 +122,7 @@ def test_blocks_of_another_size(models: Models, tmp_path: Path) -> None:
     cached = [one["cached"] for one in found]
     assert cached[:6] == [loaded(step) for step in steps[:6]]
     assert cached[6:11] == [0] * 5 and cached[12] == 0  # computed here
-    assert "remote_inputs: expected" in found[0]["log"]
+    assert "remote_inputs: tokens: expected" in found[0]["log"]
 
 
 @pytest.mark.long
