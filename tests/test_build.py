@@ -83,6 +83,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     return tree
 
 
+@pytest.mark.slow  # starts setup.py
 def test_nothing_changed_nothing_compiled(tree: Tree) -> None:
     """A checkout gives files new times: only their text counts.  Python files and unused headers are in no object."""
     before = tree.linked
@@ -93,6 +94,7 @@ def test_nothing_changed_nothing_compiled(tree: Tree) -> None:
     assert tree.build() == set() and tree.linked == before
 
 
+@pytest.mark.slow  # starts setup.py
 def test_a_header_compiles_what_includes_it_and_its_way_back_compiles_nothing(tree: Tree) -> None:
     before, old = tree.linked, (tree.root / "cuda" / "words.cuh").read_text(encoding="utf-8")
     tree.add("cuda/words.cuh", "// more\n")

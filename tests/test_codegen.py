@@ -96,6 +96,7 @@ def test_order_of_layouts_does_not_matter() -> None:
     assert codegen.generate(layouts)["manifest.txt"] == codegen.generate(layouts[::-1])["manifest.txt"]
 
 
+@pytest.mark.slow  # plans all pairs of four layouts
 def test_layouts_that_mean_the_same_ask_for_the_same() -> None:
     """They are planned once, and all named; another name for the same layout changes no kernel."""
     layouts = [kvbm.load(name) for name in ("nhd", "dynamo/stacked_nhd", "universal", "vllm/paged_attn_v0")]

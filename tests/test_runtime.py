@@ -98,6 +98,7 @@ def test_the_text_is_the_build_s() -> None:
         assert comments and f"{comments[0]}\n" in text
 
 
+@pytest.mark.slow  # compiles with NVRTC
 @needs_nvrtc
 @pytest.mark.parametrize(
     "name",
@@ -523,6 +524,7 @@ def moved(part: nest.Part) -> Counter[tuple[int, int, int, int]]:
     return Counter(at)
 
 
+@pytest.mark.slow  # compiles with NVRTC
 @given(parts(), st.sampled_from(["rows", "tile"]))
 @strategies.cases(200)
 def test_pieces_are_the_whole(part: nest.Part, kind: str) -> None:

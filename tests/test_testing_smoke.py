@@ -37,6 +37,7 @@ def call(*arguments: object) -> Result:
 # ---- here ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # every suite
 def test_smoke() -> None:
     done = call("--cpu", "--iters", 2)
     assert done.exit_code == 0, done.output
@@ -59,6 +60,7 @@ def test_python_m_and_json() -> None:
     assert said["tests"][0]["dimensions"] == "128×256×1" and said["tests"][0]["timing"] == "clock"
 
 
+@pytest.mark.slow  # a whole suite
 def test_a_kernel_that_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WRONG, encoding="utf-8")
     report = tmp_path / "report.json"
@@ -89,6 +91,7 @@ def test_a_kernel_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
     assert all(said in test["error"] and test["avg_time_ms"] is None and not test["correct"] for test in tests)
 
 
+@pytest.mark.slow  # a process each
 @pytest.mark.parametrize(
     ("body", "code", "said"),
     [
