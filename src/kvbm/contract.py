@@ -561,7 +561,7 @@ def block_shape(text: str, dtype: str) -> BlockShape:
         if dtype not in ITEMSIZE:
             raise DTypeError(
                 f"shape {text!r} names no dtype, and a block cannot have the dtype {dtype} of the arrays; pass views of "
-                "integers, such as .view(torch.int64), .view(numpy.int64); if an element becomes several integers, multiply hd accordingly"
+                "integers, such as .view(torch.int64), .view(numpy.int64); for several integers an element, multiply hd"
             )
         text += f",dtype={dtype}"
     return load_shape(text)
