@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbm
-from kvbm import spec
+from kvbm import arrays, spec
 from kvbm.arrays import describe, find_overlap, flat_integers
 from memory import FakeCuda
 
@@ -489,3 +490,20 @@ def test_one_memory_of_two_shapes_is_not_one_pool() -> None:
     with pytest.raises(kvbm.BindError, match="source and destination overlap in memory"):
         kvbm.Transfer(*pools).copy([0], [1], layers=(range(1, 3), range(2)))
     assert np.array_equal(memory, before)
+
+
+def test_no_flat_assignment_or_mask_stores_numbers_as_pairs_of_elements() -> None:
+    array = np.full((4, 4), 7, np.uint8).view(arrays.PackedArray)
+    writes: list[Callable[[Any], object]] = [
+        lambda value: array.flat.__setitem__(slice(None), value),
+        lambda value: setattr(array, "flat", value),
+        lambda value: np.putmask(array, np.ones((4, 4), bool), value),
+        lambda value: np.place(array, np.ones((4, 4), bool), value),
+        lambda value: np.fill_diagonal(array, value),
+    ]
+    for write in writes:
+        with pytest.raises(kvbm.DTypeError, match="two elements each"):
+            write(np.array([0.5]))
+        assert (np.asarray(array) == 7).all()
+        write(np.array([7], np.uint8))
+    assert list(array.flat) == [7] * 16 == np.asarray(array.flat).tolist() and array.flat[3] == 7 and len(array.flat) == 16

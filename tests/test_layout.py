@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,17 @@ def test_pitch_in_elements_of_four_bits_counts_elements() -> None:
     assert kvbm.load("vllm/tpu").resolve(packed, 2).nbytes == 2 * 2 * 4 * 2 * 2 * 128 // 2
     with pytest.raises(kvbm.LayoutError, match="pitch of 't': 2 elements share a byte: expected a multiple of 2 elements, got 41"):
         spec.parse('order: "b l o h t d"\npitch: {t: 41}').resolve(packed, 2)
+
+
+def test_resolved_layouts_can_be_pickled_and_copied() -> None:
+    latent = kvbm.load_shape("deepseek-v3,nl=2")
+    for resolved in (kvbm.load("universal").resolve(SHAPE, 3), kvbm.load("vllm/fp8_ds_mla").resolve(latent, 3)):
+        assert resolved.section is not None  # computed once, and not copied
+        for again in (pickle.loads(pickle.dumps(resolved)), copy.deepcopy(resolved), copy.copy(resolved)):
+            assert again == resolved and repr(again) == repr(resolved)
+            assert again.allocations == resolved.allocations
+            with pytest.raises(TypeError):
+                again.sizes["l"] = 5
 
 
 def test_axis_of_size_one_may_be_left_out() -> None:

@@ -1174,3 +1174,19 @@ def test_what_stands_before_the_blocks(tmp_path: Path) -> None:
         framed(layout, SHAPE, 2, store.Digests(np.zeros(2, np.uint64)), {})
     with pytest.raises(kvbm.BindError, match=r"digests: blocks: expected an array"):
         framed(layout, SHAPE, 1, store.Digests(np.zeros(2, np.uint64)), {})
+
+
+def test_a_mapping_for_which_there_is_no_room_is_an_error_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = kvbm.Pool.allocate("nhd", "nl=1,no=2,nh=1,nt=2,hd=8,dtype=float16", 2)
+    store.save(tmp_path / "blocks", pool)
+    stored = store.read(tmp_path / "blocks")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("kvbm.store.opened.mmap.mmap", refuse)
+    with pytest.raises(kvbm.errors.NotEnoughMemoryError, match=r"blocks: to map its .* bytes"):
+        stored.pool("nhd")
+    with pytest.raises(kvbm.errors.NotEnoughMemoryError, match=r"more: to map its .* bytes"):
+        store.convert(stored, tmp_path / "more", "universal")
+    assert [one.name for one in tmp_path.iterdir()] == ["blocks"]

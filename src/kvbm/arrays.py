@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import addressof, c_char
 from typing import Any, NamedTuple
 
@@ -382,6 +382,20 @@ class PackedArray(np.ndarray[Any, Any]):
         """Set bytes by their flat indices."""
         super().put(indices, self._bytes(values), mode)
 
+    @property
+    def flat(self) -> Any:
+        """As `numpy.ndarray.flat`; an assignment takes bytes, too."""
+        return _Flat(self)
+
+    @flat.setter
+    def flat(self, value: Any) -> None:
+        self.flat[:] = value
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in (np.putmask, np.place) and len(args) == 3 and isinstance(args[0], PackedArray):  # they write without a cast rule
+            args = (*args[:2], args[0]._bytes(args[2]))
+        return super().__array_function__(func, types, args, kwargs)
+
     def _bytes(self, value: Any) -> Any:
         if self.dtype != np.uint8 or type(value) is int:
             return value
@@ -393,6 +407,31 @@ class PackedArray(np.ndarray[Any, Any]):
                 "bits = values.view(numpy.uint8) & 15; bits[..., ::2] | bits[..., 1::2] << 4"
             )
         return found
+
+
+class _Flat:
+    """A `numpy.flatiter` of a `PackedArray`: NumPy's own would store any value as a byte."""
+
+    def __init__(self, array: PackedArray) -> None:
+        self._array, self._flat = array, array.view(np.ndarray).flat
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._flat[key] = self._array._bytes(value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._flat[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._flat
+
+    def __len__(self) -> int:
+        return len(self._flat)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.asarray(self._flat, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flat, name)
 
 
 def array_on(memory: Any, kind: Allocation, offset: int = 0) -> npt.NDArray[Any]:

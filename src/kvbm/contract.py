@@ -567,7 +567,8 @@ def _block_shape(text: str, dtype: str) -> BlockShape:
     if "=" in text.partition(",")[0] and "dtype=" not in text:
         if dtype not in ITEMSIZE:
             raise DTypeError(
-                f"shape {text!r} names no dtype, and a block cannot have the dtype {dtype} of the arrays; add dtype=uint8"
+                f"shape {text!r} names no dtype, and a block cannot have the dtype {dtype} of the arrays; pass views of "
+                "integers, such as .view(torch.int64), .view(numpy.int64); for several integers an element, multiply hd"
             )
         text += f",dtype={dtype}"
     return load_shape(text)

@@ -404,7 +404,8 @@ class Pool(FromEngines, Shown):
         ``SharedMemory`` under them refuses to be closed (`BufferError`): close the pool first.
 
         Nothing can see memory that was freed behind the back of its framework: by ``cudaFree``, ``munmap``, CuPy's
-        ``array.data.mem.free()``, or a resize of a NumPy array that a torch tensor is a view of (``refcheck=False``).  Memory that was freed and allocated again at the same address for the same array is accepted.
+        ``array.data.mem.free()``, or a resize of a NumPy array that a torch tensor is a view of (``refcheck=False``).  Memory that
+        was freed and allocated again at the same address for the same array is accepted.
 
         Raises
         ------

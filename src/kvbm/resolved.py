@@ -6,10 +6,10 @@ import itertools
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .access import Access, Index, Step, declared
 from .errors import LayoutError
@@ -392,6 +392,13 @@ class Resolved:
     parts: tuple[Resolved, ...] = ()
     record: int = 0
     plane: str = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A view of a mapping cannot be pickled; what is computed from the fields is not kept."""
+        return {one.name: getattr(self, one.name) for one in fields(self)} | {"sizes": dict(self.sizes)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, sizes=MappingProxyType(state["sizes"]))
 
     @property
     def planes(self) -> tuple[Resolved, ...]:

@@ -289,7 +289,7 @@ def _option(kind: str, item: str, text: str) -> tuple[str, Any]:
 def _require_sizes(name: str, **given: Any) -> None:
     for what, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 17:
-            raise SpecError(f"{name}: {what}: expected a number from 1 on, got {quoted(value)}")
+            raise SpecError(f"{name}: {what}: expected a number from 1 to 131,071, got {quoted(value)}")
 
 
 def _left_over(model: BlockShape, pp: int, name: str) -> int:

@@ -38,7 +38,7 @@ from ..spans import merge_steps
 from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
 from .digests import DIGEST, PARTS, Digests, Kinds
 from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
-from .opened import Opened
+from .opened import Opened, mapped
 from .reading import Source
 
 if TYPE_CHECKING:
@@ -223,6 +223,8 @@ class Stored:
         ------
         BindError
             The file has another layout or shape, its tensors do not fit the layout, or another program has cut it.
+        NotEnoughMemoryError
+            The process has no room to map the file.
 
         Notes
         -----
@@ -459,7 +461,7 @@ def made(
             _reserve(file.fileno(), size, path)
             file.write(header)
             file.flush()
-            pages = mmap.mmap(file.fileno(), size)
+            pages = mapped(file.fileno(), size, path)
             own = Opened(path, os.open(part, os.O_RDONLY | os.O_CLOEXEC))
         pool = _bind(layout, shape, resolved, pages, offsets)
         yield pool, own

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import BindError
+from ..errors import BindError, NotEnoughMemoryError
 
-__all__ = ["Opened"]
+__all__ = ["Opened", "mapped"]
 
 #: Bytes that Linux reads in one call, at most.
 _MOST_BYTES = 0x7FFFF000
+
+
+def mapped(number: int, size: int, path: object, access: int = mmap.ACCESS_DEFAULT) -> mmap.mmap:
+    """Map a file; `NotEnoughMemoryError` if the process has no room for it."""
+    try:
+        return mmap.mmap(number, size, access=access)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise NotEnoughMemoryError(
+            f"{path}: to map its {size} bytes: {error}. Raise the limits of the process (`ulimit -v`), or use fewer blocks"
+        ) from None
 
 
 class Opened:
@@ -102,7 +115,7 @@ class Opened:
         If another program cuts the file later, access to its lost part ends the process (SIGBUS).
         """
         self.require_size()
-        return mmap.mmap(self._open(), self.size, access=mmap.ACCESS_READ)
+        return mapped(self._open(), self.size, self.path, access=mmap.ACCESS_READ)
 
     def is_at(self, path: Path) -> bool:
         """True if a path is this file, and not one that has replaced it."""
