@@ -9,6 +9,7 @@ with digests.  `offloading` makes managers offload to it when their cache is ful
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -49,10 +50,11 @@ __all__ = [
 
 
 class Parked(NamedTuple):
-    """A request in host memory: its state, and its blocks."""
+    """A request in host memory: its state, its blocks, and the model that computed them."""
 
     state: Any
     held: Held
+    model: Any
 
 
 class Batching:
@@ -98,6 +100,7 @@ class Batching:
             require("scheduler", processor.scheduler)
             self.cache = processor.cache
             self.groups = groups_of(self.cache)
+        self._same: Any = weakref.WeakSet()  # models with the weights of this one
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -244,10 +247,10 @@ class Batching:
                 self.attach(state)
                 raise
             self.release(state, reusable=False)
-        return Parked(state, held)
+        return Parked(state, held, self.manager.model)
 
     def restore(self, parked: Parked, host: Host, request_id: str | None = None) -> bool:
-        """Continue a request that was offloaded by this manager, or by another one with the same block shape.
+        """Continue a request that was offloaded by this manager, or by another one of the same model with the same block shape.
 
         Returns
         -------
@@ -257,9 +260,12 @@ class Batching:
         Raises
         ------
         BindError
-            As `reserve`; also if the manager's blocks have another shape (the request stays in host memory), or if the request was
-            restored before.
+            As `reserve`; also if the manager has another model, which the message names, or blocks of another shape (the request
+            stays in host memory), or if the request was restored before.
         """
+        if parked.model not in self._same:  # all weights are compared, once
+            _require_same(parked.model, self.manager.model)
+            self._same.add(parked.model)
         with self.paused():
             state = self.reserve(parked.state, request_id)
             try:
