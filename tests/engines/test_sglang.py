@@ -298,6 +298,22 @@ def test_without_a_check_at_lookup() -> None:
     assert linker.lookup("r", [transfer("ab")]) == []
 
 
+def test_pages_of_a_batch_that_runs_make_no_room() -> None:
+    """Though another batch begins and ends meanwhile: its copy from host memory may still run."""
+    linker = linked(mha(), host_bytes=3 * 2 * 5 * 2 * PAGE * 8 * 4)
+    assert offload(linker, transfer("abc", [1, 2, 3]))
+    assert linker.lookup("r", [transfer("a")]) == [1] and linker.load("r", [transfer("a", [6])])
+    first = linker.start_layer_wise_loading()
+    assert linker.lookup("s", [transfer("b")]) == [1] and load(linker, transfer("b", [7]), rid="s")
+    assert linker.start_layer_wise_loading() == -1
+    assert offload(linker, transfer("de", [4, 5]))  # in place of b and c, which were asked for later than a
+    assert linker.lookup("t", [transfer("a")]) == [1]
+    assert linker.finish_layer_wise_loading(first)
+    assert linker.start_layer_wise_loading() == -1  # which lets go what the lookup found
+    assert offload(linker, transfer("fgh", [1, 2, 3]))
+    assert linker.lookup("t", [transfer("a")]) == []
+
+
 def test_room() -> None:
     """The page that was not asked for the longest makes room, but none that a lookup found for the next batch."""
     pool = mha()

@@ -183,8 +183,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
     def start_layer_wise_loading(self) -> int:
         """Begin the queued loads.  Pages that other lookups found may be evicted again."""
         queued, self._queued = self._queued, {}
-        for pages in self.pools.values():
-            pages.let_go()
+        self._let_go()
         if not queued:
             return -1
         wanted: dict[PoolName, tuple[list[str], list[int]]] = {}
@@ -197,6 +196,14 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         index, self._batches = self._batches, self._batches + 1
         self.layer_done_counter.batches[index] = self._begin(wanted)
         return index
+
+    def _let_go(self) -> None:
+        """Pages may be evicted again, except those of batches that run."""
+        for name, pages in self.pools.items():
+            pages.let_go()
+            for batch in self.layer_done_counter.batches.values():
+                if name in batch.loads:
+                    pages.hold(batch.loads[name].keys)
 
     def _begin(self, wanted: Mapping[PoolName, tuple[list[str], list[int]]]) -> _Batch:
         gone = [key for name, (keys, _) in wanted.items() for key in keys if key not in self.pools[name]]
@@ -223,8 +230,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         if batch is None:
             return True
         right = [self.pools[name].loaded(loading, self._streams[0]) for name, loading in batch.loads.items()]
-        for pages in self.pools.values():
-            pages.let_go()
+        self._let_go()
         if not all(right):
             logger.error("kvbm: pages that were loaded are not what was stored: SGLang ends their requests")
         return batch.landed and all(right)
