@@ -205,7 +205,7 @@ class Scheduler:
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
         except BindError as error:
             params["do_remote_prefill"] = False
-            logger.warning("request %s: it is prefilled here: %s", printable(str(request.request_id)), error)
+            logger.warning("request %s: it is prefilled here: %s", printable(str(request.request_id)), str(error))
             return None
         return source
 
