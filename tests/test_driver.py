@@ -153,7 +153,8 @@ def refused(src, dst):
 def section(src, dst):
     kvbm.convert(src.section(l=1), dst.section(l=1), [0], [1])
 for call, devices in itertools.product(
-    (convert, transfer, digest, refused, section), (("cuda:0",) * 2, ("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cpu",) * 2, ("pinned", "cuda:0"))
+    (convert, transfer, digest, refused, section),
+    (("cuda:0",) * 2, ("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cpu",) * 2, ("pinned", "cuda:0")),
 ):
     if call is convert and "cpu" in devices and devices != ("cpu",) * 2:
         continue
@@ -174,5 +175,5 @@ print("freed")
 
 
 def test_memory_is_freed_with_the_last_reference_to_its_pool(fake_gpu: FakeDriver) -> None:
-    """Without the garbage collector, also behind the first copy of a process: no cycle, and no error that was kept, holds a pool."""
+    """Without the garbage collector, also behind the first copy of a process: no cycle and no error that was kept holds a pool."""
     assert alone(fake_gpu, FREED).strip() == "freed"

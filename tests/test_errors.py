@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import logging
 import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+
+import kvbm
+from kvbm import runtime, tuner
 from kvbm.errors import printable
+from kvbm.tuning import Way
 
 
 def test_what_is_printable_has_no_control_character_and_no_mark_of_direction() -> None:
@@ -28,3 +38,73 @@ def test_what_is_printable_is_as_short_as_asked() -> None:
             shown = printable(text, most)
             assert len(shown) <= most
             assert (shown == text) is (len(text) <= most and text.isprintable())
+
+
+def _records_of_errors(text: str) -> Iterator[int]:
+    """Lines where an error, and not its text, is passed to a log."""
+    levels = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+    def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+        for one in ast.walk(tree):
+            if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in levels:
+                yield one, one.func.attr
+
+    tree = ast.parse(text)
+    for call, level in calls(tree):
+        if level == "exception" or any(given.arg in ("exc_info", "stack_info") for given in call.keywords):
+            yield call.lineno
+    for handler in ast.walk(tree):
+        if isinstance(handler, ast.ExceptHandler) and handler.name:
+            for call, _ in calls(handler):
+                if any(isinstance(given, ast.Name) and given.id == handler.name for given in call.args):
+                    yield call.lineno
+
+
+def test_no_record_of_a_log_holds_an_error() -> None:
+    """Who keeps the records (pytest, collectors of errors) would keep its traceback, the frames there, and the pools in them."""
+    assert list(_records_of_errors("try: f()\nexcept E as e: log.error('x', e)\nlog.info('y', exc_info=True)\n")) == [3, 2]
+    folder = Path(kvbm.__file__).parent
+    found = {str(path): list(_records_of_errors(path.read_text())) for path in folder.rglob("*.py")}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+class _Memory:
+    """As a pool."""
+
+
+def test_a_failed_search_for_a_compiler_keeps_no_memory_of_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_found", None)
+    monkeypatch.setattr(runtime, "is_off", lambda: False)
+    monkeypatch.setattr(runtime, "_remembered", lambda: None)
+
+    def ask() -> None:
+        raise runtime.BuildError("there is none")
+
+    monkeypatch.setattr(runtime, "_ask", ask)
+
+    def copy() -> weakref.ref[_Memory]:
+        memory = _Memory()
+        assert runtime.why_not(0) == runtime.why_not(0) == "there is none"
+        return weakref.ref(memory)
+
+    assert copy()() is None
+
+
+def test_a_failed_choice_keeps_no_memory_of_its_callers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the record of the log is kept."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("of the table")
+
+    monkeypatch.setattr(tuner, "_find", fail)
+
+    def copy() -> weakref.ref[_Memory]:
+        memory = _Memory()
+        tuner.limits("d2d", 0, {"direct": Way(1)}, 1, 1, None)  # type: ignore[arg-type]
+        return weakref.ref(memory)
+
+    with caplog.at_level(logging.WARNING):
+        found = copy()
+    assert "ZeroDivisionError: of the table" in caplog.text and found() is None

@@ -121,7 +121,7 @@ class Origin:
 # ---- the compiler --------------------------------------------------------------------------------------------------
 
 _lock = Lock()  # held while compiling and loading, not while looking up a known kernel
-_found: Compiler | BuildError | None = None
+_found: Compiler | str | None = None
 
 
 def is_off() -> bool:
@@ -145,9 +145,9 @@ def find() -> Compiler:
             try:
                 _found = _remembered() or _ask()
             except BuildError as error:
-                _found = error
-        if isinstance(_found, BuildError):
-            raise BuildError(str(_found))
+                _found = str(error)  # not the error: its traceback would keep the pools of the copy that asked first
+        if isinstance(_found, str):
+            raise BuildError(_found)
         return _found
 
 
@@ -325,7 +325,7 @@ def cubin(name: str, capability: int) -> tuple[bytes, Origin]:
         if found is not None:
             return found, Origin(name, arch, True, time.perf_counter() - started, str(compiler), str(path))
     except ValueError as error:
-        _log.warning("kvbm: %s is replaced: %s", path, error)
+        _log.warning("kvbm: %s is replaced: %s", path, str(error))
     except OSError as error:
         _warn_unusable(f"{folder()}: {error.strerror}")
     except RuntimeError as error:  # no home

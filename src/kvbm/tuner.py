@@ -13,6 +13,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -65,7 +66,8 @@ def limits(
             why = f"the table of {table.date} has no row for {direction}"
     except Exception as error:  # a defective cache file must not stop a server
         why = reason(error)
-        _log.warning("kvbm: the table of copy speeds cannot be used, the built-in rule is (%s)", why, exc_info=True)
+        text = traceback.format_exc()  # not the error: who keeps the record would keep the pools
+        _log.warning("kvbm: the table of copy speeds cannot be used, the built-in rule is (%s)\n%s", why, text)
     if direction == "d2d":
         why = "one kernel on one GPU is the fastest way there"
     elif "direct" not in ways:

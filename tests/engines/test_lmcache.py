@@ -326,7 +326,7 @@ def test_keys_of_engines_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engine(given="mine")
     (tmp_path / "model.safetensors").write_bytes(b"weightz")
     engine()
-    assert made[0] == made[1] and len(set(made)) == 4 and all(name.startswith(f"{tmp_path}@") for name in made)
+    assert made[0] == made[1] and len(set(made)) == 4 and all(name.startswith(f"{tmp_path}-") and "@" not in name for name in made)
     plain = SimpleNamespace(cache_salt=None, lora_request=None)
     adapted = SimpleNamespace(cache_salt=None, lora_request=SimpleNamespace(lora_name="a", lora_path="/none"))
     salts = [one._get_or_create_request_tracker(request).cache_salt for request in (plain, adapted)]

@@ -39,7 +39,7 @@ class KvbmLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]  # neither
         fields = model_of(vllm_config, given, must=True)
         known = copy.copy(vllm_config)
         known.model_config = copy.copy(vllm_config.model_config)
-        known.model_config.model = f"{vllm_config.model_config.model}@{key_of(fields)[:32]}"
+        known.model_config.model = f"{vllm_config.model_config.model}-{key_of(fields)[:32]}"  # LMCache allows no @ here
         super().__init__(known, role, kv_cache_config)
         self._vllm_config = vllm_config
         logger.info("kvbm: LMCache's keys have the model %s, which is %s", known.model_config.model, named(fields))

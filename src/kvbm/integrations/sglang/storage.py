@@ -250,7 +250,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         except FileExistsError:  # another rank or engine has written it meanwhile
             return True
         except (KvbmError, OSError) as error:
-            logger.error("kvbm: %s was not stored: %s", path.name, error)
+            logger.error("kvbm: %s was not stored: %s", path.name, str(error))
             return False
         self.stats["stored"] += 1
         return True
@@ -275,10 +275,10 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             return False
         except (KvbmError, OSError) as error:
             if not is_files_fault or isinstance(error, OSError):  # such as too many open files: keep the file
-                logger.error("kvbm: %s was not loaded, a miss: %s", path.name, error)
+                logger.error("kvbm: %s was not loaded, a miss: %s", path.name, str(error))
                 return False
             self.stats["wrong"] += 1
-            logger.error("kvbm: a page is not what was stored, a miss: %s", error)
+            logger.error("kvbm: a page is not what was stored, a miss: %s", str(error))
             if file is not None and file.is_at(path):  # another rank may have written it again
                 with contextlib.suppress(OSError):
                     path.unlink()

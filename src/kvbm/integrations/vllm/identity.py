@@ -83,7 +83,7 @@ def _weights(model: Any, load: Any, must: bool) -> str:
         logger.warning(
             "kvbm: the weights of %r are not compared with those of other engines, only name and revision: %s. Set model in "
             "kv_connector_extra_config to a name that no other weights have",
-            name, error,
+            name, str(error),
         )  # fmt: skip
         return f"of {name} {revision or ''}".strip()
 

@@ -205,7 +205,7 @@ class Scheduler:
                 )
         except BindError as error:
             params["do_remote_prefill"] = False
-            logger.warning("request %s: it is prefilled here: %s", printable(str(request.request_id)), error)
+            logger.warning("request %s: it is prefilled here: %s", printable(str(request.request_id)), str(error))
             return None
         return source
 
