@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from ... import spec as layouts
-from ...errors import BindError, DigestError, KvbmError
+from ...errors import BindError, DigestError, KvbmError, escaping
 from ...layout import Layout
 from ...pool import Pool
 from ...shapes import BlockShape
@@ -29,7 +29,7 @@ from ..settings import unknown
 
 __all__ = ["KvbmStorage", "pool_of"]
 
-logger = logging.getLogger(__name__)
+logger = escaping(logging.getLogger(__name__))
 
 #: Key in a file's metadata for its name, which contains the page, its layers and its heads.
 _NAME = "sglang.page"

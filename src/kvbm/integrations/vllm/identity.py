@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import BindError, printable
+from ...errors import BindError, escaping, printable
 from .tier import key_of_files
 
 __all__ = ["differing", "folder_of", "inputs_of", "long_factors", "model_of", "of_config", "push_name"]
 
-logger = logging.getLogger("vllm.kvbm")
+logger = escaping(logging.getLogger("vllm.kvbm"))
 
 #: Names in a configuration of Hugging Face, at any depth, that change neither K nor V.
 _OTHER = frozenset({
