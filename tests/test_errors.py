@@ -13,8 +13,17 @@ import pytest
 
 import kvbm
 from kvbm import runtime, tuner
-from kvbm.errors import printable
+from kvbm.errors import escaping, printable
 from kvbm.tuning import Way
+
+SOURCES = sorted(Path(kvbm.__file__).parent.rglob("*.py"))
+
+#: Calls that write to the terminal.
+TERMINAL = {"print", "click.echo", "click.secho", "print_prose", "sys.stderr.write", "sys.stdout.write", "console.print"}
+
+
+def calls(tree: ast.AST, names: set[str]) -> Iterator[ast.Call]:
+    yield from (one for one in ast.walk(tree) if isinstance(one, ast.Call) and ast.unparse(one.func) in names)
 
 
 def test_what_is_printable_has_no_control_character_and_no_mark_of_direction() -> None:
@@ -108,3 +117,37 @@ def test_a_failed_choice_keeps_no_memory_of_its_callers(
     with caplog.at_level(logging.WARNING):
         found = copy()
     assert "ZeroDivisionError: of the table" in caplog.text and found() is None
+
+
+def test_every_logger_escapes_what_it_says() -> None:
+    """Whoever the text is from: each logger that a module keeps is made by `escaping`."""
+    found = 0
+    for source in SOURCES:
+        for one in ast.parse(source.read_text()).body:
+            if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) in ("_log", "logger", "log"):
+                assert ast.unparse(one.value).startswith("escaping("), f"{source}:{one.lineno}: {ast.unparse(one)}"
+                found += 1
+        for one in calls(ast.parse(source.read_text()), {"logging.warning", "logging.error", "logging.info", "logging.debug"}):
+            raise AssertionError(f"{source}:{one.lineno}: expected a logger of the module")
+    assert found >= 9
+
+
+def test_a_line_of_the_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = escaping(escaping(logging.getLogger("kvbm.test")))
+    log.warning("%s and %d", "\x1b[31m\nERROR forged", 7)
+    log.warning("100 % of it")
+    assert [record.getMessage() for record in caplog.records] == ["\\x1b[31m\\nERROR forged and 7", "100 % of it"]
+    assert len(log.filters) == 1
+
+
+def test_no_error_goes_to_the_terminal_as_it_is() -> None:
+    """Texts of errors may be those of peers, files and cards: `print_error` escapes them, or the caller does."""
+    for source in SOURCES:
+        for handler in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(handler, ast.ExceptHandler) or not handler.name:
+                continue
+            for call in calls(handler, TERMINAL):
+                escaped = {id(name) for one in calls(call, {"printable"}) for name in ast.walk(one)}
+                names = [one for one in ast.walk(call) if isinstance(one, ast.Name) and one.id == handler.name]
+                raw = [one for one in names if id(one) not in escaped]
+                assert not raw, f"{source}:{call.lineno}: {ast.unparse(call)}"

@@ -821,7 +821,7 @@ def first_messages(end: Endpoint) -> dict[str, list[bytes]]:
         return framed(json.dumps(told).encode())
 
     good = hello()
-    found = {
+    return {
         "nothing": [], "one byte": [b"k"], "half a frame": [good[: len(good) // 2]], "a length and silence": [good[:8]],
         "a length of 4 GiB": [b"kvb1\xff\xff\xff\xff"], "another program": [b"GET / HTTP/1.1\r\n\r\n" * 1000],
         "deep nesting": [framed(b"[" * most)], "deep objects": [framed(b'{"a":' * (most // 6))],
@@ -844,7 +844,6 @@ def first_messages(end: Endpoint) -> dict[str, list[bytes]]:
         "a world that is none": [framed(json.dumps({"engine": "e", "start": "1", "rank": 0, "world": 10**4000}).encode())],
         "an error of its own": [framed(json.dumps({"error": "BindError", "message": "\x1b" * 20_000}).encode())],
     }  # fmt: skip
-    return found
 
 
 @pytest.mark.parametrize("is_secret", [False, True])

@@ -33,6 +33,7 @@ import soaking
 from kvbm import (
     BindError,
     DigestError,
+    KvbmError,
     PeerLostError,
     Pool,
     Span,
@@ -1549,6 +1550,52 @@ def test_incarnations() -> None:
         link, back = near.meet([second.card()]), second.meet([near.card()])
         assert ended([link.send("one", span("prefill")), back.receive("one", span("decode"))]) == [None, None]
     near.close()
+
+
+HOSTILE = "\x1b[31m\nred\u202e\x9b"
+
+
+def with_texts(held: Any) -> Any:
+    """Copies of a JSON value, in each of which one text, one key or one number is hostile."""
+    if isinstance(held, dict):
+        for key, value in held.items():
+            yield {**{one: of for one, of in held.items() if one != key}, HOSTILE: value}
+            yield from ({**held, key: one} for one in with_texts(value))
+    elif isinstance(held, list):
+        yield [HOSTILE]
+        yield from ([*held[:at], one, *held[at + 1 :]] for at, value in enumerate(held) for one in with_texts(value))
+    else:
+        yield HOSTILE
+        yield {HOSTILE: HOSTILE}
+        if isinstance(held, str) and held[:1] == "{":
+            yield from (json.dumps(one) for one in with_texts(json.loads(held)))
+
+
+def test_no_text_of_a_card_comes_raw_into_an_error() -> None:
+    refused = 0
+    with Two(tp=1) as two:
+        card, of_wire = json.loads(two.end.card()), json.loads(two.end.wire.card())
+        inner = [dict(card, wire=base64.b64encode(json.dumps(one).encode()).decode()) for one in with_texts(of_wire)]
+        for changed in (*with_texts(card), *inner):
+            try:
+                link = two.ranks[0].meet([json.dumps(changed).encode()])
+            except KvbmError as error:
+                assert str(error).isprintable(), (changed, str(error))
+                refused += 1
+            else:
+                assert link.title.isprintable() and link.engine.isprintable()
+                break_up(link)
+    assert refused > 60
+
+
+def break_up(link: Any) -> None:
+    """Forget a link and its peers, as if they had never met."""
+    def forget() -> None:
+        for peer in link.peers:
+            link.endpoint._by_peer.pop(peer)
+        link.endpoint._links.remove(link)
+
+    link.endpoint.call(forget)
 
 
 def test_no_card_takes_more_than_1_mib() -> None:

@@ -6,6 +6,8 @@ Each class is also a subclass of a built-in exception, so callers can catch it w
 
 from __future__ import annotations
 
+import logging
+
 __all__ = [
     "AuthenticationError",
     "BindError",
@@ -207,3 +209,18 @@ def printable(text: str, most: int = 200) -> str:
     """A text of another program, as it may stand in a message or a log: control characters, line breaks and marks of direction as escapes, at most `most` characters."""  # noqa: E501
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+class _Printable(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage(), 10_000), ()
+        return True
+
+
+_PRINTABLE = _Printable()
+
+
+def escaping(logger: logging.Logger) -> logging.Logger:
+    """The logger, of which every line is `printable`: what a peer, a file or a card says writes no other line, and no colour."""
+    logger.addFilter(_PRINTABLE)  # once, however often it is added
+    return logger

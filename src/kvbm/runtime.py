@@ -27,14 +27,14 @@ from typing import Any
 
 from . import cache
 from .codegen import cuda_dir, source
-from .errors import BuildError
+from .errors import BuildError, escaping
 from .locks import Lock
 from .nest import Kernel, parse_kernel
 from .private import PrivateFolder
 
 __all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]
 
-_log = logging.getLogger(__name__)
+_log = escaping(logging.getLogger(__name__))
 
 #: How to get NVRTC, and how to do without.
 INSTALL = "pip install 'kvbm-layouts[runtime]'"

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from . import tuning
+from .errors import escaping
 from .locks import Lock
 from .tuning import BUILT_IN, DIRECTIONS, STRATEGIES, Choice, Row, Table, Way, reason
 
 __all__ = ["limits", "measure", "reload"]
 
-_log = logging.getLogger(__name__)
+_log = escaping(logging.getLogger(__name__))
 
 Progress: TypeAlias = Callable[[int, int], object]
 

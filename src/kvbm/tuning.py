@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import cache
+from .errors import escaping
 from .planner import size_text
 
 __all__ = ["Cost", "Row", "Table", "Way", "groups_of", "load", "machine", "path", "save"]
 
-_log = logging.getLogger(__name__)
+_log = escaping(logging.getLogger(__name__))
 
 #: Version of the file.  Files of other versions are ignored.
 VERSION = 2

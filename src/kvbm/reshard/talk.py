@@ -29,13 +29,14 @@ from ..errors import (
     PeerLostError,
     TransferTimeoutError,
     UnreachableError,
+    escaping,
     printable,
 )
 from .secret import MAGIC, PLAIN, TAG, Handshake, Secret, Session, open_to_all
 
 __all__ = ["Reception", "Talk", "connect", "listen"]
 
-_log = logging.getLogger(__name__)
+_log = escaping(logging.getLogger(__name__))
 
 #: Most bytes and values of a message.  The largest ones have a card.  What a message of this size can make Python allocate is
 #: below 1 MiB.
@@ -518,7 +519,7 @@ class Reception:
     def _refuse(self, talk: Talk, error: KvbmError) -> None:
         talk.fail(error)
         if not self._is_closed:
-            self._refusals.tell(talk, str(error))
+            self._refusals.tell(talk, str(error).removeprefix(f"{talk.peer}: "))
 
     def close(self) -> None:
         """End all conversations; the port is free afterwards."""

@@ -10,13 +10,14 @@ from lmcache.logging import init_logger
 from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
 from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
 
+from ...errors import escaping
 from ...naming import suggestion
 from ..versions import require_version
 from . import VERSIONS
 
 __all__ = ["KvbmCpuDeviceSpec", "KvbmDeviceSpec"]
 
-logger = init_logger("lmcache.kvbm")
+logger = escaping(init_logger("lmcache.kvbm"))
 
 _NAMES = ("kvbm", "kvbm_cpu")
 _WARNED: set[str] = set()

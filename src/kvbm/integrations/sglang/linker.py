@@ -16,14 +16,14 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from ... import spec as layouts
-from ...errors import BindError
+from ...errors import BindError, escaping
 from ...pool import Pool
 from ..settings import require_known
 from .host import HostPages, Loading, Storing
 
 __all__ = ["KvbmLinker", "LayerGate"]
 
-logger = logging.getLogger(__name__)
+logger = escaping(logging.getLogger(__name__))
 
 #: Number of parts of the layers, which are loaded one after the other.
 _PARTS = 8

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from ... import spec as layouts
-from ...errors import BindError, DigestError, KvbmError
+from ...errors import BindError, DigestError, KvbmError, escaping
 from ...layout import Layout
 from ...pool import Pool
 from ...shapes import BlockShape
@@ -31,7 +31,7 @@ from .identity import model_of
 
 __all__ = ["KvbmStorage", "pool_of"]
 
-logger = logging.getLogger(__name__)
+logger = escaping(logging.getLogger(__name__))
 
 #: Keys in a file's metadata: its name, which contains the page, its layers and its heads; and the name of its folder.
 _NAME, _CONTENT = "sglang.page", "sglang.content"

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import BindError, printable
+from ...errors import BindError, escaping, printable
 from ..identity import key_of_adapter, of_model, weights
 
 __all__ = ["differing", "inputs_of", "model_of", "push_name"]
 
-logger = logging.getLogger("vllm.kvbm")
+logger = escaping(logging.getLogger("vllm.kvbm"))
 
 #: Ways to guess tokens without a model, whose K and V would be among those of the target.
 _NO_DRAFT = ("ngram", "suffix")

@@ -7,9 +7,11 @@ import logging
 
 from vllm.logger import init_logger
 
+from ...errors import escaping
+
 __all__ = ["logger"]
 
-logger = init_logger("vllm.kvbm")
+logger = escaping(init_logger("vllm.kvbm"))
 
 
 class _Forward(logging.Handler):
