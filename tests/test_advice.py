@@ -22,7 +22,9 @@ ROOT = Path(kvbm.__file__).parent
 PAGES = Path(__file__).parents[1]
 
 #: Advice ``name=`` in a message.  A name inside a text of sizes (``nl=…,no=…``) follows a comma or a digit, and is none.
-_ADVISED = re.compile(r"\b(?:pass|expected|unless|or|and|use|such as|with|add|another|name)\b[^;:.]{0,60}?(?<![\w,.=-])([a-z][a-z_]*)=")
+_ADVISED = re.compile(
+    r"\b(?:pass|expected|unless|or|and|use|such as|with|add|another|name)\b[^;:.]{0,60}?(?<![\w,.=-])([a-z][a-z_]*)="
+)
 
 #: File and advised parameter → the public functions in which a caller may read it.
 READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
@@ -34,7 +36,13 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("wire/groups.py", "backend"): ("kvbm.wire.torch",),
     ("advice.py", "shape"): ("kvbm.Pool.from_vllm",),
     ("contract.py", "num_blocks"): ("kvbm.Pool",),
-    ("contract.py", "shape"): ("kvbm.Pool", "kvbm.torch.convert", "kvbm.torch.convert_", "kvbm.numpy.convert", "kvbm.jax.convert"),
+    ("contract.py", "shape"): (
+        "kvbm.Pool",
+        "kvbm.torch.convert",
+        "kvbm.torch.convert_",
+        "kvbm.numpy.convert",
+        "kvbm.jax.convert",
+    ),
     ("digesting.py", "out"): ("kvbm.Pool.digest", "kvbm.PoolSection.digest"),
     ("digesting.py", "tokens"): ("kvbm.Pool.digest", "kvbm.PoolSection.digest", "kvbm.Transfer.copy"),
     ("engines.py", "group"): ("kvbm.Pool.from_vllm",),
@@ -66,7 +74,13 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.store.add_digests",
     ),
     ("store/file.py", "verify"): ("kvbm.store.load", "kvbm.store.convert"),
-    ("streams.py", "stream"): ("kvbm.convert", "kvbm.Transfer.copy", "kvbm.Pool.digest", "kvbm.store.save", "kvbm.testing.locate"),
+    ("streams.py", "stream"): (
+        "kvbm.convert",
+        "kvbm.Transfer.copy",
+        "kvbm.Pool.digest",
+        "kvbm.store.save",
+        "kvbm.testing.locate",
+    ),
     ("transfer.py", "digests"): ("kvbm.Transfer.copy",),
     ("vllm_groups.py", "group"): ("kvbm.vllm_groups.groups", "kvbm.Pool.from_vllm"),
     ("vllm_groups.py", "layout"): ("kvbm.vllm_groups.groups", "kvbm.Pool.from_vllm"),
@@ -78,7 +92,9 @@ def _texts(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module | ast.AsyncFunctionDef) and ast.get_docstring(node, clean=False):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module | ast.AsyncFunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
             inside.add(id(node.body[0].value))  # type: ignore[attr-defined]
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -158,13 +174,20 @@ def _named() -> Iterator[tuple[str, str, str]]:
         for text in _texts(path):
             for words, rest in re.findall(r"`kvbm((?: [a-z][a-z-]*)+)([^`]*)`", text):
                 yield path.name, words, rest
-    pages = [PAGES / "README.md", PAGES / "CONTRIBUTING.md", PAGES / "SECURITY.md", *sorted((PAGES / "docs").rglob("*.md"))]
+    pages = [
+        PAGES / "README.md",
+        PAGES / "CONTRIBUTING.md",
+        PAGES / "SECURITY.md",
+        *sorted((PAGES / "docs").rglob("*.md")),
+    ]
     for page in pages:
         text = page.read_text(encoding="utf-8")
         for words, rest in re.findall(r"`kvbm((?: [a-z][a-z-]*)+)([^`\n]*)`", text):
             yield page.name, words, rest
         for block in re.findall(r"```(?:sh|console)[^\n]*\n(.*?)```", text, re.DOTALL):
-            for words, rest in re.findall(r"^(?:\$ )?kvbm((?: [a-z][a-z-]*)+)((?:\\\n|[^\n|#>])*)", block, re.MULTILINE):
+            for words, rest in re.findall(
+                r"^(?:\$ )?kvbm((?: [a-z][a-z-]*)+)((?:\\\n|[^\n|#>])*)", block, re.MULTILINE
+            ):
                 yield page.name, words, rest
 
 
@@ -173,7 +196,12 @@ def test_each_command_and_flag_that_is_named_exists() -> None:
     for place, words, rest in _named():
         command, around = _command(words.split())
         assert command is not None, f"{place}: kvbm{words}: no such command"
-        known = {option for one in [command, *around] for param in one.params for option in (*param.opts, *param.secondary_opts)}
+        known = {
+            option
+            for one in [command, *around]
+            for param in one.params
+            for option in (*param.opts, *param.secondary_opts)
+        }
         for flag in _FLAG.findall(rest):
             assert flag in known | {"--help", "--version"}, f"{place}: kvbm{words}{rest}: no flag {flag}"
         count += 1
@@ -190,7 +218,12 @@ def test_each_flag_in_a_message_is_one_of_some_command() -> None:
             yield from flags(under)
 
     known = {*flags(main), "--help", "--version"}
-    others = {"--hf-overrides", "--no-enable-prefix-caching", "--enable-prefix-caching", "--kv-transfer-config"}  # of engines
+    others = {
+        "--hf-overrides",
+        "--no-enable-prefix-caching",
+        "--enable-prefix-caching",
+        "--kv-transfer-config",
+    }  # of engines
     for path in _modules():
         if path.name in ("remote.py", "nvcc.py", "plugin.py", "cache.py"):  # other programs' flags
             continue

@@ -64,7 +64,9 @@ def layout_of(stored: Stored) -> Layout:
     require(_STORED, stored=stored)
     name = stored.layout_name
     if name is None:
-        raise BindError(f"{stored.path}: the file does not name its layout: pass the layout where the file is read (--from; src_layout=)")
+        raise BindError(
+            f"{stored.path}: the file does not name its layout: pass the layout where the file is read (--from; src_layout=)"
+        )
     if stored.fingerprint is None:
         raise BindError(
             f"{stored.path}: the file names layout {quoted(name)} without a fingerprint, so the layout may have changed since: "
