@@ -233,7 +233,13 @@ def test_each_flag_in_a_message_is_one_of_some_command() -> None:
         "--kv-transfer-config",
     }  # of engines
     for path in _modules():
-        if "integrations" in path.parts or path.name in ("runtime.py", "remote.py", "nvcc.py", "plugin.py", "cache.py"):  # other programs' flags
+        if "integrations" in path.parts or path.name in (
+            "runtime.py",
+            "remote.py",
+            "nvcc.py",
+            "plugin.py",
+            "cache.py",
+        ):  # other programs' flags
             continue
         for text in _texts(path):
             if "<!--" in text or "-->" in text:
