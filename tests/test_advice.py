@@ -168,12 +168,11 @@ def _command(words: list[str]) -> tuple[click.Command | None, list[click.Command
 
 def _under(command: click.Command) -> list[click.Command]:
     """The commands of a group: ``kvbm link --wire`` is said of all of them."""
-    found = []
-    if isinstance(command, click.Group):
-        for name in command.list_commands(click.Context(command)):
-            if (under := command.get_command(click.Context(command), name)) is not None:
-                found.append(under)
-    return found
+    if not isinstance(command, click.Group):
+        return []
+    context = click.Context(command)
+    found = (command.get_command(context, name) for name in command.list_commands(context))
+    return [one for one in found if one is not None]
 
 
 def _named() -> Iterator[tuple[str, str, str]]:
