@@ -12,6 +12,8 @@ and one or two are hostile.  The call is a violation if it
 - ends the process.  So calls run in a child (`tried`).
 """
 
+# ruff: noqa: ARG005
+
 from __future__ import annotations
 
 import ast

@@ -668,3 +668,23 @@ def test_seconds_without_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(limits, "_waits", dict)
     with pytest.raises(limits.KernelFailure, match=r"within its limit of 0.01 s$"):
         limits.run(lambda _: threading.Event().wait(30), 0.01)
+
+
+@pytest.mark.quick
+def test_memory_is_compared_before_inputs_and_cases_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: copies of an input, and the arrays of a case, were made until the machine had no memory left."""
+    from kvbm import memory
+    from kvbm.bench import measure
+    from kvbm.errors import NotEnoughMemoryError
+
+    monkeypatch.setattr(memory, "available_bytes", lambda: (3 << 20, "of this machine"))
+    data = np.zeros(2 << 20, np.uint8)
+    with pytest.raises(NotEnoughMemoryError, match="copies of the kernel's input: needs 4194304 bytes of host memory"):
+        make_match_reference(lambda x: x)(lambda x: x, data)
+    with pytest.raises(NotEnoughMemoryError, match="copies of the kernel's input"):
+        benchmark_kernel(lambda x: x, data, 0, 5)
+    case = kvbm.testing.LayoutCase(kvbm.load("nhd"), kvbm.load("hnd"), kvbm.BlockShape(nl=2, no=2, nh=4, nt=64, hd=128), 7)
+    with pytest.raises(NotEnoughMemoryError, match="layout case nhd->hnd"):
+        case.error()
+    monkeypatch.setattr(measure, "available_bytes", lambda: (77, "of this machine"))
+    assert measure.free_bytes("cpu") == 77

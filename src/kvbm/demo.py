@@ -27,6 +27,7 @@ from .commands import progress
 from .draw import table_box
 from .errors import BindError, CudaUnavailableError, DeviceNotFoundError
 from .given import quoted
+from .memory import require_memory
 from .planner import plan
 from .shapes import BlockShape, load_shape
 from .spec import load
@@ -240,6 +241,8 @@ def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str)
     import torch
 
     nbytes = layout.resolve(shape, num_blocks).nbytes
+    if device == "cpu":
+        require_memory(nbytes, f"{layout.name}: {num_blocks:,} blocks of {shape}")
     return _pool_over(torch.empty(nbytes, dtype=torch.uint8, device=device), layout, shape, num_blocks)
 
 

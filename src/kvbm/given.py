@@ -113,15 +113,15 @@ class _Quoter(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = self.maxarray = 64
         self.maxstring = self.maxlong = self.maxother = 1000
 
-    def repr_int(self, x: int, level: int) -> str:
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
         return repr(x) if x.bit_length() < 1000 else f"<an integer of {x.bit_length()} bits>"
 
-    def repr_str(self, x: str, level: int) -> str:
+    def repr_str(self, x: str, level: int) -> str:  # noqa: ARG002
         return repr(x[: self.maxstring])
 
     repr_bytes = repr_bytearray = repr_str
 
-    def repr_instance(self, x: Any, level: int) -> str:
+    def repr_instance(self, x: Any, level: int) -> str:  # noqa: ARG002
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(x, torch.Tensor):  # to print one whose storage was freed ends the process
             return f"<{type(x).__name__} of shape {tuple(x.shape)}, {x.dtype}>"

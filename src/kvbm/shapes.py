@@ -183,13 +183,15 @@ def heads_of_rank(heads: int, degree: int, rank: int) -> range:
     >>> [heads_of_rank(2, 4, rank)[0] for rank in range(4)]
     [0, 0, 1, 1]
     """
-    heads, degree = number("heads", heads, 1, error=SpecError), number("degree", degree, 1, error=SpecError)
-    rank = number("rank", rank, 0, degree - 1, error=SpecError)
-    if heads % degree and degree % heads:
+    heads, degree = (number(name, n, -LIMIT, LIMIT, SpecError) for name, n in (("heads", heads), ("degree", degree)))
+    rank = number("rank", rank, -LIMIT, LIMIT, SpecError)
+    if heads < 1 or degree < 1 or (heads % degree and degree % heads):
         raise SpecError(
             f"{heads} KV heads cannot be shared by {degree} ranks: expected a number of ranks that divides {heads}, or a "
             f"multiple of {heads}"
         )
+    if not 0 <= rank < degree:
+        raise SpecError(f"rank {rank}: expected 0 to {degree - 1}")
     first = rank * heads // degree
     return range(first, first + max(1, heads // degree))
 

@@ -23,6 +23,7 @@ from ..clock import CpuClock, GpuClock, Timed
 from ..errors import CudaError
 from ..layout import Layout
 from ..machine import cache_bytes, cuda, device_of, machine
+from ..memory import available_bytes
 from ..pool import Pool
 from ..shapes import BlockShape, numpy_name
 
@@ -106,12 +107,7 @@ def free_bytes(place: str) -> int:
         Device(device).set_current()
         free, _ = cuda(driver.cuMemGetInfo(), f"asking for the free memory of {place}")
         return int(free)
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    with contextlib.suppress(OSError, ValueError):  # a container may have a limit ("max": no limit)
-        limit, used = (int(Path("/sys/fs/cgroup", f"memory.{name}").read_text("ascii")) for name in ("max", "current"))
-        free = min(free, max(limit - used, 0))
-    return free
+    return available_bytes()[0]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

@@ -68,16 +68,18 @@ def layout_of(stored: Stored) -> Layout:
     require(_STORED, stored=stored)
     name = stored.layout_name
     if name is None:
-        raise BindError(f"{stored.path}: the file does not name its layout: pass the layout (--from; src_layout=)")
+        raise BindError(
+            f"{stored.path}: the file does not name its layout: pass the layout where the file is read (--from; src_layout=)"
+        )
     if stored.fingerprint is None:
         raise BindError(
             f"{stored.path}: the file names layout {quoted(name)} without a fingerprint, so the layout may have changed since: "
-            "pass the layout (--from; src_layout=) if you trust the name"
+            "pass the layout where the file is read (--from; src_layout=) if you trust the name"
         )
     if (layout := spec.load_shipped(name)) is None:
         raise BindError(
             f"{stored.path}: the file is in layout {quoted(name)} ({printable(stored.metadata.get('kvbm.order', '?'))}), which is "
-            "not a shipped layout: pass its .yaml file (--from; src_layout=FILE)"
+            "not a shipped layout: pass its .yaml file where the file is read (--from; src_layout=FILE)"
         )
     return layout
 

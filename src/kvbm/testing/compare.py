@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..errors import printable
 from ..given import quoted
 from . import limits
-from .data import clone, dtype_name, is_array, leaves, values
+from .data import clone, dtype_name, is_array, leaves, require_room, values
 
 __all__ = ["allclose_with_error", "find_nan", "make_match_reference"]
 
@@ -103,6 +103,7 @@ def make_match_reference(
     limits.require_limit(limit_s)
 
     def check(impl_fn: Callable[[Any], Any], data: Any) -> tuple[bool, str | None]:
+        require_room(data, 2)
         expected = reference_fn(clone(data))
         dict(leaves(expected))  # its errors are raised, too
         try:

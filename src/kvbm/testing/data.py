@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["clone", "device_index", "dtype_name", "is_array", "leaves", "nbytes", "values"]
+__all__ = ["clone", "device_index", "dtype_name", "is_array", "leaves", "nbytes", "require_room", "values"]
 
 
 def is_array(value: Any) -> bool:
@@ -57,6 +57,14 @@ def _map(function: Callable[[Any], Any], data: Any) -> Any:
 def clone(data: Any) -> Any:
     """Copy all arrays to new memory with the same strides.  Other objects are passed on unchanged."""
     return _map(_clone, data)
+
+
+def require_room(data: Any, copies: int = 1) -> None:
+    """Raise `NotEnoughMemoryError` unless host memory has room for so many copies of the data that is in host memory."""
+    from ..memory import require_memory
+
+    if device_index(data) < 0:
+        require_memory(copies * nbytes(data), "copies of the kernel's input", "use smaller inputs, or a machine with more memory")
 
 
 def _clone(value: Any) -> Any:

@@ -25,6 +25,7 @@ from ..arrays import array_on
 from ..errors import BindError, LayoutError, PlanError
 from ..given import listed, number, quoted, require_a
 from ..layout import Layout
+from ..memory import require_memory
 from ..naming import dtype_name
 from ..planner import plan
 from ..resolved import Resolved
@@ -397,6 +398,8 @@ class _Side:
 
     def __init__(self, resolved: Resolved, case: LayoutCase, salt: int) -> None:
         self.resolved, self.case = resolved, case
+        # The bytes themselves, twice, and where each lies: an address and a hash for every element.
+        require_memory(16 * resolved.nbytes, f"layout case {case}", "use a smaller batch or shape")
         self.bases: list[int] = []
         at = GUARD
         for allocation in resolved.allocations:

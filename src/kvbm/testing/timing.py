@@ -17,7 +17,7 @@ from ..errors import BindError
 from ..given import listed, quoted, require_a
 from . import limits
 from .compare import find_nan
-from .data import clone, device_index, nbytes
+from .data import clone, device_index, nbytes, require_room
 
 __all__ = ["Benchmark", "BenchmarkRecord", "benchmark_kernel", "write_csv"]
 
@@ -173,6 +173,7 @@ def benchmark_kernel(
     runs: list[float] = []
     error = None
     try:
+        require_room(test_input, count)
         sets = [clone(test_input) for _ in range(count)]
         measure = _on_gpu if device >= 0 else _on_cpu
         loop = _Loop(kernel_fn, sets, num_warmup, num_runs, TIMES_CACHE * cache, device)
