@@ -150,7 +150,7 @@ def operational_to_block(operationals: Any, blocks: Any, backend: Backend | None
 
 
 def _stacked(layout: str) -> str:
-    name = layout.lower() if isinstance(layout, str) else ""
+    name = layout.lower() if isinstance(layout, str) else ""  # type: ignore[redundant-expr]
     if name not in ("nhd", "hnd"):
         raise BindError(f"layout: expected 'NHD' or 'HND', got {quoted(layout)}")
     return name
@@ -168,7 +168,7 @@ def _chunked() -> tuple[Layout, Layout]:
 
 
 def _backend(backend: str | None) -> str:
-    name = "auto" if backend is None else backend.strip().lower() if isinstance(backend, str) else ""
+    name = "auto" if backend is None else backend.strip().lower() if isinstance(backend, str) else ""  # type: ignore[redundant-expr]
     if name not in _BACKENDS:
         raise BindError(f"backend: expected 'auto', 'kernel', 'batch' or 'async', got {quoted(backend)}")
     return _BACKENDS[name]

@@ -81,7 +81,7 @@ class Transfer:
     ) -> None:
         src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
         self._mover = Mover(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer, model=model)
-        self._verifies = verify if type(verify) is bool else flag("verify", verify)
+        self._verifies = verify if type(verify) is bool else flag("verify", verify)  # type: ignore[redundant-expr]
         self._src, self._dst = src.pool.watch, dst.pool.watch
         whole = self._mover.routes.get(None)
         self._whole = None if whole is None else whole.route

@@ -210,7 +210,7 @@ def dynamo(model: BlockShape | str, *, engine: str = "vllm", name: str = "dynamo
     SpecError
         There is no such engine, or its preset raises it.
     """
-    if not isinstance(engine, str) or engine not in _ENGINES:
+    if not isinstance(engine, str) or engine not in _ENGINES:  # type: ignore[redundant-expr]
         raise SpecError(f"{name}: engine: expected one of {', '.join(_ENGINES)}, got {quoted(engine)}")
     known = (*_NUMBERS[engine], *_TEXTS.get(engine, ()), "layers")
     if other := [key for key in options if key not in known]:

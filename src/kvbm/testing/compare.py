@@ -130,7 +130,7 @@ def find_nan(result: Any) -> str | None:
 
 def _require_tolerances(rtol: float, atol: float) -> None:
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value >= 0:  # type: ignore[redundant-expr]
             raise ValueError(f"{name}: expected a number from 0 on, got {quoted(value)}")
 
 

@@ -44,13 +44,13 @@ def digest(
         The digest, 64 bits.
     """
     named = {"": planes} if isinstance(planes, np.ndarray) else planes
-    if not isinstance(named, Mapping) or not named or not all(_is_plane(one) for one in named.items()):
+    if not isinstance(named, Mapping) or not named or not all(_is_plane(one) for one in named.items()):  # type: ignore[redundant-expr]
         raise BindError(
             "planes: expected an array of bytes [tokens, …, bytes of a row], or a mapping from names to such arrays, got "
             f"{quoted(planes)}"
         )
     first = number("first", first, 0, 1 << 48)
-    if model is not None and not (isinstance(model, Mapping) and all(_is_extents(*one, named) for one in model.items())):
+    if model is not None and not (isinstance(model, Mapping) and all(_is_extents(*one, named) for one in model.items())):  # type: ignore[redundant-expr]
         raise BindError(f"model: expected a mapping from planes to extents that hold the arrays, got {quoted(model)}")
     shapes = {name: (model or {}).get(name, held.shape[1:-1]) for name, held in named.items()}
     cells = {name: math.gcd(held.shape[-1], 16) for name, held in named.items()}

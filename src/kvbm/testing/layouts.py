@@ -190,7 +190,7 @@ def _layout(one: str | Path | Layout) -> Layout:
 
 
 def _framework(device: str, framework: str | None) -> str:
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", device):
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", device):  # type: ignore[redundant-expr]
         raise BindError(f"layout_cases: device: expected cpu, cuda or cuda:N, got {quoted(device, 60)}")
     kind = device.partition(":")[0]
     if framework is not None:

@@ -57,7 +57,7 @@ class KernelFailure(Exception):  # noqa: N818  (internal: users see only its sen
 
 def require_limit(limit_s: float) -> None:
     """Raise ValueError unless `limit_s` is a positive number."""
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not limit_s > 0:
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not limit_s > 0:  # type: ignore[redundant-expr]
         raise ValueError(f"limit_s: expected a number of seconds above 0, got {quoted(limit_s)}")
 
 

@@ -55,7 +55,7 @@ def random_faults(
 ) -> list[Fault]:
     """Return a script in which each note, put and call has a fault of these kinds with a probability of `rate`."""
     chance = random.Random(number("seed", seed, -(1 << 64), 1 << 64))
-    if not isinstance(rate, int | float) or not 0 <= rate <= 1:
+    if not isinstance(rate, int | float) or not 0 <= rate <= 1:  # type: ignore[redundant-expr]
         raise BindError(f"rate: expected a probability, got {quoted(rate)}")
     wanted, most = listed("kinds", kinds, "kinds of faults"), number("most", most, 0, 1 << 24)
     for kind in wanted:

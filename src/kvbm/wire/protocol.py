@@ -69,7 +69,7 @@ class Slab:
 
     def __post_init__(self) -> None:
         address, nbytes = whole(self.address) or 0, whole(self.nbytes) or 0
-        is_device = isinstance(self.device, str) and _DEVICE.fullmatch(self.device)
+        is_device = isinstance(self.device, str) and _DEVICE.fullmatch(self.device)  # type: ignore[redundant-expr]
         if not 0 < address < address + nbytes <= 1 << 64 or not is_device or whole(self.file) is None:
             raise BindError(
                 f"slab: expected an address, bytes and a device ('cpu', 'cuda:N'), got {quoted(self.address, 40)}, "

@@ -46,7 +46,7 @@ class KvbmLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]  # neither
 
     def _get_or_create_request_tracker(self, request: Any) -> Any:
         tracker = super()._get_or_create_request_tracker(request)
-        if inputs := inputs_of(request):
+        if inputs := inputs_of(request, None):
             salt = f"{request.cache_salt or ''}\0{inputs}"
             tracker.cache_salt = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:32]
         return tracker

@@ -93,7 +93,7 @@ def _get(held: Any, name: str) -> Any:
     return getattr(held, name, None)
 
 
-def inputs_of(request: Any, tokens: int) -> str:
+def inputs_of(request: Any, tokens: int | None) -> str:
     """Hashes of what the K and V of a request depend on beside the model, each with its name.
 
     They are of the prompt's tokens, of the adapter, of each kind of input (``image``, ``audio``) and of embeddings:
@@ -103,11 +103,13 @@ def inputs_of(request: Any, tokens: int) -> str:
     ----------
     request
         vLLM's object.
-    tokens : int
-        Number of the prompt's first tokens that count.
+    tokens : int or None
+        Number of the prompt's first tokens that count.  None: all but tokens; the result may be empty.
     """
-    ids = np.array((getattr(request, "prompt_token_ids", None) or [])[:tokens], "<i8")  # none beside embeddings
-    found: dict[str, list[Any]] = {"tokens": [tokens, hashlib.sha256(ids.tobytes()).hexdigest()]}
+    found: dict[str, list[Any]] = {}
+    if tokens is not None:
+        ids = np.array((getattr(request, "prompt_token_ids", None) or [])[:tokens], "<i8")  # none beside embeddings
+        found["tokens"] = [tokens, hashlib.sha256(ids.tobytes()).hexdigest()]
     if (adapter := getattr(request, "lora_request", None)) is not None:
         found["adapter"] = [str(adapter.lora_name), key_of_adapter(str(adapter.lora_path))]
     for feature in getattr(request, "mm_features", None) or ():
