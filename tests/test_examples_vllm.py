@@ -60,7 +60,9 @@ def settings(page: str) -> set[str]:
 def test_their_json_names_settings_that_exist(script: str, page: str) -> None:
     """They are in the docs' tables, and the code or vLLM reads them."""
     read = {
-        one.value for path in INTEGRATION.glob("*.py") for one in ast.walk(ast.parse(path.read_text("utf-8")))
+        one.value
+        for path in (*INTEGRATION.glob("*.py"), *INTEGRATION.parent.glob("*.py"))
+        for one in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(one, ast.Constant)
     }  # fmt: skip
     known = {"kv_connector", "kv_role", "kv_port", "kv_load_failure_policy", "kv_connector_extra_config"}

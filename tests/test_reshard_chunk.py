@@ -367,7 +367,11 @@ def test_a_cut_is_what_the_page_says(units: int, tokens: int, u: int, v: int, mo
 
 
 @pytest.mark.parametrize(("parts", "most", "words"), [
-    ((1, 0), 4095, "rank 0: a unit takes 4096 bytes, and a chunk at most 4095: expected most=4096 or more, and slots of 4160"),
+    (
+        (1, 0), 4095,
+        "rank 0: a unit takes 4096 bytes, and a chunk at most 4095: expected most=4096 "
+        "(chunk_bytes= of an Endpoint) or more, and slots of 4160",
+    ),
     ((0, 1), 1023, "rank 0 → rank 0: a single token takes 1024 bytes, and a chunk at most 1023: expected most=1024"),
     ((1, 1), 1024, "a unit takes 4096 bytes"),
     *(((1, 1), most, "most: expected bytes of a chunk, below 2**32, got") for most in (0, -1, 1 << 32, "x", 1.5, None, True)),

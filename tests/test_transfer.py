@@ -113,17 +113,17 @@ def test_each_range_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("layers", "match"),
     [
-        (range(0, 4, 2), r"layers: expected range\(first, last\) or two of them"),
+        (range(0, 4, 2), r"layers: expected range\(first, last\) or a tuple of two of them"),
         (range(2, 5), "within 0 to 4 of the source"),
         (range(-1, 2), "within 0 to 4 of the source"),
         (range(2, 2), "within 0 to 4 of the source"),
         ((range(2), range(3, 5)), "within 0 to 4 of the destination"),
         ((range(2), range(3)), "as many in the source as in the destination"),
-        ((range(2),), "or two of them"),
-        ((range(1), range(1), range(1)), "or two of them"),
-        ((0, 1), "or two of them"),
-        (2, "or two of them"),
-        ("02", "or two of them"),
+        ((range(2),), "or a tuple of two of them"),
+        ((range(1), range(1), range(1)), "or a tuple of two of them"),
+        ((0, 1), "or a tuple of two of them"),
+        (2, "or a tuple of two of them"),
+        ("02", "or a tuple of two of them"),
     ],
 )
 def test_layers_that_are_refused(layers: Any, match: str) -> None:

@@ -860,7 +860,8 @@ def test_errors() -> None:
         assert issubclass(error, own) and issubclass(error, kvbm.TransferError) and issubclass(error, RuntimeError)
     lost = PeerLostError("text", peer="p#1")
     assert (str(lost), lost.peer) == ("text", "p#1") and str(PeerLostError("text")) == "text"
-    codes = [error.exit_code for error in vars(kvbm.errors).values() if isinstance(error, type)]
+    found = vars(kvbm.errors).values()
+    codes = [error.exit_code for error in found if isinstance(error, type) and issubclass(error, kvbm.KvbmError)]
     assert len(codes) == len(set(codes))
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from .errors import BindError, KvbmError, printable
 
-__all__ = ["flag", "listed", "number", "quoted", "require_a", "require_text", "whole", "wholes"]
+__all__ = ["flag", "listed", "number", "quoted", "require_a", "require_like", "require_text", "whole", "wholes"]
 
 T = TypeVar("T")
 
@@ -70,6 +70,16 @@ def require_a(
         fits = False
     if not fits:
         raise error(f"{what}: expected {words}, got {quoted(value)}")
+
+
+def require_like(what: str, given: Any, names: Iterable[str], expected: str, *, methods: bool = False) -> None:
+    """Raise `BindError` unless the object has these attributes, or these methods."""
+    try:
+        found = [getattr(given, name) for name in names]
+    except Exception:  # of the object's own code: it is none
+        found = [None]
+    if any(one is None for one in found) or (methods and not all(map(callable, found))):
+        raise BindError(f"{what}: expected {expected}, got {quoted(given)}")
 
 
 def flag(what: str, value: Any, error: type[KvbmError] = BindError) -> bool:

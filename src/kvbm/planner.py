@@ -351,7 +351,7 @@ def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range
     given = (layers, layers) if isinstance(layers, range) else layers if isinstance(layers, tuple) else ()
     sides = [side for side in given if isinstance(side, range) and side.step == 1]
     if len(given) != 2 or len(sides) != 2:
-        raise PlanError(f"{title}: layers: expected range(first, last) or two of them, got {quoted(layers)}")
+        raise PlanError(f"{title}: layers: expected range(first, last) or a tuple of two of them, got {quoted(layers)}")
     for side, count, where in zip(sides, counts, ("source", "destination"), strict=True):
         if not 0 <= side.start < side.stop <= count:
             raise PlanError(f"{title}: layers: expected a range within 0 to {count} of the {where}, got {side}")

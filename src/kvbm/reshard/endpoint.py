@@ -144,19 +144,21 @@ class Endpoint:
         secret_file: str | os.PathLike[str] | Secret | None = None,
     ) -> None:
         require_wire("endpoint: wire", wire)
+        if not isinstance(engine, str) or not engine:  # type: ignore[redundant-expr]
+            raise BindError(f"endpoint: expected a name, got {quoted(engine)}")
         if isinstance(placement, Placement):
             if not isinstance(pool, Pool):
                 raise BindError(f"endpoint {engine}: pool: expected a kvbm.Pool, got {type(pool).__name__}")
             groups: dict[str, tuple[Placement, Pool]] = {"": (placement, pool)}
         else:
-            require_a(Mapping, f"endpoint {quoted(engine, 60)}: placement", placement, "a Placement, or a mapping of groups")
+            require_a(Mapping, f"endpoint {engine}: placement", placement, "a Placement, or a mapping of groups")
             groups = dict(placement)
         given = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes, "slots": slots, "max_sms": max_sms}
         for name, number in given.items():
             if not (number is None and name in ("slots", "max_sms")) and (whole(number) or 0) < 1:
-                raise BindError(f"endpoint {quoted(engine, 60)}: {name}: expected a number from 1 on, got {quoted(number, 40)}")
-        if not isinstance(engine, str) or not engine or not groups:  # type: ignore[redundant-expr]
-            raise BindError(f"endpoint: expected a name and a placement, got {quoted(engine)}")
+                raise BindError(f"endpoint {engine}: {name}: expected a number from 1 on, got {quoted(number, 40)}")
+        if not groups:
+            raise BindError(f"endpoint {engine}: expected a placement, got none")
         for place, mine in groups.values():
             require_pool(place, rank, mine)
         devices = {mine.device for _, mine in groups.values()}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import CoverageError
-from ..given import require_a
+from ..given import require_like
 from .strips import Meeting, Runs, Turns, Unit
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ def prove(made: Resharding) -> None:
     CoverageError
         The message names the rank, the axis, and what is missing, written twice, or from the wrong place.
     """
-    from .messages import Resharding  # which imports this module
-
-    require_a(Resharding, "made", made, "a kvbm.reshard.Resharding")
+    require_like("made", made, ("title", "src", "dst", "sends", "takes", "messages"), "a kvbm.reshard.Resharding")
     by_rank: dict[int, list[Message]] = {rank: [] for rank in range(made.dst.world)}
     rules = {(strips.t.every, strips.t.over) for strips in made.sends}
     for message in made.messages:

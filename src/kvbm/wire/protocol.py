@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ..errors import BindError, PeerLostError
-from ..given import quoted, require_a, whole
+from ..given import quoted, require_a, require_like, whole
 
 __all__ = [
     "CARD_BYTES",
@@ -296,8 +296,7 @@ class Peer:
 def require_wire(what: str, given: Any) -> None:
     """Raise `BindError` unless the object has the methods of a `Wire`."""
     methods = ("register", "card", "connect", "put", "get", "note", "poll", "drop", "close")
-    if not all(callable(getattr(type(given), name, None)) for name in methods):
-        raise BindError(f"{what}: expected a wire, such as kvbm.wire.nixl(name), got {quoted(given)}")
+    require_like(what, given, methods, "a wire, such as kvbm.wire.nixl(name)", methods=True)
 
 
 P = TypeVar("P", bound=Peer)
