@@ -41,7 +41,7 @@ class BuildExt(build_ext):
             sys.exit("\nkvbm: error: " + "\n".join(filter(None, details)))
 
     def build_core(self, ext):
-        from kvbm import nvcc
+        from kvbm.compile import nvcc
 
         work = Path(self.build_temp).resolve()
         self.cache = build_dir() or (ROOT / "build" if os.access(ROOT, os.W_OK) else work)
@@ -76,10 +76,12 @@ class BuildExt(build_ext):
 
     def generate(self, layouts, folder):
         """Write the kernels' text and return its files; if nothing changed that it is made from, they are there already."""
-        from kvbm import codegen, nvcc
+        from kvbm.compile import codegen, nvcc
 
         data = sorted((ROOT / "layouts").rglob("*.yaml"))
-        made_from = [*data, CUDA / "kernels.cu.in", *sorted((ROOT / "src" / "kvbm").glob("*.py"))]
+        rooms = ("layout", "planner", "compile", "digest")
+        code = [file for room in rooms for file in sorted((ROOT / "src" / "kvbm" / room).glob("*.py"))]
+        made_from = [*data, CUDA / "kernels.cu.in", *code]
         digest = nvcc.digest(list(map(repr, layouts or [])), list(map(str, data)), made_from)
         stamp = folder / "made_from.json"
         was = json.loads(stamp.read_text()) if stamp.exists() else {}
@@ -96,7 +98,7 @@ class BuildExt(build_ext):
         from Cython import __version__
         from Cython.Build import cythonize
 
-        from kvbm import nvcc
+        from kvbm.compile import nvcc
 
         source = Path(ext.sources[0])
         digest = nvcc.digest([__version__], nvcc.sources(source))
@@ -109,7 +111,7 @@ class BuildExt(build_ext):
 
     def compile(self, ext, source):
         """Compile one C++ file and return its object; what was compiled before, from the same text, is taken again."""
-        from kvbm import nvcc
+        from kvbm.compile import nvcc
 
         how = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args, str(ext.define_macros), sys.version]
         result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, nvcc.sources(source, CUDA))}.o"
@@ -145,7 +147,7 @@ def build_dir():
 
     In the source tree it is as safe as the sources.
     """
-    from kvbm.private import PrivateFolder
+    from kvbm.system.private import PrivateFolder
 
     given = os.environ.get("KVBM_BUILD_DIR")
     if not given or Path(given).resolve().is_relative_to(ROOT):
@@ -162,7 +164,7 @@ def build_dir():
 
 def find_cuda():
     """Return (compiler, targets, None), or (None, None, why there is no CUDA)."""
-    from kvbm import nvcc
+    from kvbm.compile import nvcc
 
     required = os.environ.get("KVBM_REQUIRE_CUDA", "0") not in {"", "0"}
     if os.environ.get("KVBM_CUDA") == "0":
@@ -180,7 +182,8 @@ def find_cuda():
 
 def find_layouts():
     """Return what `codegen.generate` takes (None: those shipped here) and the names of those in KVBM_LAYOUTS."""
-    from kvbm import nvcc, spec
+    from kvbm.compile import nvcc
+    from kvbm.layout import spec
 
     paths = [Path(entry) for entry in os.environ.get("KVBM_LAYOUTS", "").split(os.pathsep) if entry]
     if gone := [path for path in paths if not path.exists()]:

@@ -12,8 +12,8 @@ import click
 from kvbm.bench import copies
 from kvbm.bench.options import numbers
 from kvbm.bench.table import Record
-from kvbm.shapes import BlockShape, load_shape
-from kvbm.tuning import STRATEGIES
+from kvbm.copy.cost_model import STRATEGIES
+from kvbm.layout.shapes import BlockShape, load_shape
 
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows
 

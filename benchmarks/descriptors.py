@@ -14,8 +14,8 @@ import numpy as np
 from kvbm import _core
 from kvbm.bench.measure import Numbers
 from kvbm.errors import CudaUnavailableError
-from kvbm.machine import cuda
-from kvbm.shapes import BlockShape
+from kvbm.layout.shapes import BlockShape
+from kvbm.system.machine import cuda
 
 __all__ = ["Batch", "Pages", "Swap"]
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from kvbm import _core, spec
+from kvbm import _core
 from kvbm.bench.check import WrongCopyError
 from kvbm.bench.measure import (
     Ids,
@@ -35,12 +35,13 @@ from kvbm.bench.measure import (
     random_pool,
     read,
 )
-from kvbm.clock import CpuClock, GpuClock
+from kvbm.copy.transfer import Strategy, Transfer
 from kvbm.errors import KvbmError
-from kvbm.layout import Layout
-from kvbm.pool import Pool
-from kvbm.shapes import BlockShape, load_shape
-from kvbm.transfer import Strategy, Transfer
+from kvbm.layout import spec
+from kvbm.layout.layout import Layout
+from kvbm.layout.shapes import BlockShape, load_shape
+from kvbm.pool.pool import Pool
+from kvbm.system.clock import CpuClock, GpuClock
 
 from .messages import strategy_on
 from .race import Asked, Runner, race, race_options, row_of, runner, write_race

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from kvbm import spec, wire
-from kvbm.pool import Pool
+from kvbm import wire
+from kvbm.layout import spec
+from kvbm.layout.shapes import BlockShape
+from kvbm.link.chunk import MOST
+from kvbm.link.flows import WINDOW
+from kvbm.pool.pool import Pool
 from kvbm.reshard import Endpoint, Placement, Resharding, Span
-from kvbm.reshard.chunk import MOST
-from kvbm.reshard.flows import WINDOW
-from kvbm.shapes import BlockShape
 
 __all__ = ["CASES", "Grown", "grow", "growth", "table"]
 

@@ -19,15 +19,16 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from kvbm import _core, spec
+from kvbm import _core
 from kvbm.bench.check import Check
 from kvbm.bench.measure import Ids, Memory, is_out_of_memory, random_pool
 from kvbm.bench.options import comma_list, numbers
+from kvbm.copy.transfer import Strategy, Transfer
 from kvbm.errors import BindError, KvbmError
-from kvbm.planner import plan, size_text
-from kvbm.pool import Pool
-from kvbm.shapes import BlockShape, load_shape
-from kvbm.transfer import Strategy, Transfer
+from kvbm.layout import spec
+from kvbm.layout.shapes import BlockShape, load_shape
+from kvbm.planner.plan import plan, size_text
+from kvbm.pool.pool import Pool
 
 from .scale import split_pair
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows

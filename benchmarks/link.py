@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from kvbm import _core, spec, wire
-from kvbm.arrays import Array
+from kvbm import _core, wire
 from kvbm.bench.measure import Memory, Yardstick, device_of, make_clock, random_pool
-from kvbm.clock import Timed
-from kvbm.commands import size_option
+from kvbm.cli.common import size_option
+from kvbm.layout import spec
+from kvbm.layout.shapes import BlockShape, load_shape, round_up
+from kvbm.link.chunk import MOST
+from kvbm.link.chunks import ChunksDone
+from kvbm.memory.array_info import Array
 from kvbm.reshard import Cut, Endpoint, Packer, Placement, Span, plan
-from kvbm.reshard.chunk import MOST
-from kvbm.reshard.cut import ChunksDone
-from kvbm.shapes import BlockShape, load_shape, round_up
+from kvbm.system.clock import Timed
 
 from .interference import Model
 from .race import ROUNDS, Runner, race, race_options, row_of, runner, write_race

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvbm import spec
 from kvbm.bench.check import WrongCopyError
 from kvbm.bench.measure import Ids, cache_bytes, device_of, random_pool, read
-from kvbm.planner import between
-from kvbm.pool import Pool
-from kvbm.selection import PoolSection
-from kvbm.shapes import BlockShape, load_shape
-from kvbm.transfer import Strategy, Transfer
+from kvbm.copy.transfer import Strategy, Transfer
+from kvbm.layout import spec
+from kvbm.layout.shapes import BlockShape, load_shape
+from kvbm.planner.plan import between
+from kvbm.pool.pool import Pool
+from kvbm.pool.section import PoolSection
 
 from .race import Asked
 

@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from kvbm import spec
 from kvbm.bench.check import WrongCopyError
 from kvbm.bench.measure import Ids, Memory, Yardstick, device_of, held_blocks, is_out_of_memory, make_clock, random_pool
-from kvbm.clock import CpuClock, GpuClock, Timed
+from kvbm.copy.cost_model import STRATEGIES
 from kvbm.errors import KvbmError
-from kvbm.planner import size_text
-from kvbm.pool import Pool
-from kvbm.shapes import BlockShape, load_shape
-from kvbm.tuning import STRATEGIES
+from kvbm.layout import spec
+from kvbm.layout.shapes import BlockShape, load_shape
+from kvbm.planner.plan import size_text
+from kvbm.pool.pool import Pool
+from kvbm.system.clock import CpuClock, GpuClock, Timed
 
 from .descriptors import Batch, Pages, Swap
 from .interference import Model, memcpy

@@ -18,11 +18,12 @@ from typing import Any
 import click
 import numpy as np
 
-from kvbm import kernels, spec
+from kvbm import kernels
 from kvbm.bench.measure import device_of, make_clock, random_pool
 from kvbm.bench.options import numbers
-from kvbm.clock import CpuClock, GpuClock
-from kvbm.transfer import Transfer, convert
+from kvbm.copy.transfer import Transfer, convert
+from kvbm.layout import spec
+from kvbm.system.clock import CpuClock, GpuClock
 
 from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows
 

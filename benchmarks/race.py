@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import click
 
 from kvbm.bench.options import comma_list
-from kvbm.clock import CpuClock, GpuClock, Timed
-from kvbm.shapes import BlockShape
+from kvbm.layout.shapes import BlockShape
+from kvbm.system.clock import CpuClock, GpuClock, Timed
 
 from .section import Row, common_options, figures, write_rows
 
@@ -103,10 +103,10 @@ def runner(clock: GpuClock | CpuClock, calls: Sequence[Callable[[Any], object]])
 
 def print_table(found: Sequence[Row]) -> None:
     """Print the measurements to stdout."""
-    from kvbm import commands
+    from kvbm.cli import common
 
     counted = ("n", "MB", "ms", "GB/s", "ratio", "asked", "reached")
-    table = commands.new_table("case", "by", "beside", *counted, right=counted)
+    table = common.new_table("case", "by", "beside", *counted, right=counted)
     for row in found:
         megabytes = f"{row['total_bytes'] / 1e6:.0f}" if row["total_bytes"] else ""
         reached = "[bold red]NO[/]" if row["reached"] == "no" else row["reached"]
@@ -114,4 +114,4 @@ def print_table(found: Sequence[Row]) -> None:
             row["case"], row["by"], row["beside"], str(row["n"]), megabytes, str(row["median_ms"]), str(row["gbps"]),
             str(row["ratio"]), row["asked"], reached,
         )  # fmt: skip
-    commands.print_table(table)
+    common.print_table(table)

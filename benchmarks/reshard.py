@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from kvbm import _core, spec
+from kvbm import _core
 from kvbm.bench import peers
 from kvbm.bench.measure import View, Yardstick, device_of, is_out_of_memory, make_clock, random_pool
-from kvbm.clock import CpuClock, GpuClock, Timed
+from kvbm.copy.transfer import Transfer
 from kvbm.errors import KvbmError
-from kvbm.nest import Id, Part
+from kvbm.layout import spec
+from kvbm.layout.shapes import BlockShape, load_shape
+from kvbm.planner.loopnest import Id, Part
 from kvbm.reshard import Local, Placement, Span, plan
-from kvbm.shapes import BlockShape, load_shape
-from kvbm.transfer import Transfer
+from kvbm.system.clock import CpuClock, GpuClock, Timed
 
 from .messages import HND, NHD, Bound, Case, End, cases, strategy_on
 from .overhead import host_seconds

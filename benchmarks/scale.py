@@ -14,7 +14,6 @@ from typing import Any
 import click
 import numpy as np
 
-from kvbm import spec
 from kvbm.bench.check import Check
 from kvbm.bench.measure import (
     MOST_ARRAYS,
@@ -28,13 +27,14 @@ from kvbm.bench.measure import (
     random_pool,
 )
 from kvbm.bench.options import comma_list, numbers
-from kvbm.clock import CpuClock, GpuClock, cuda
+from kvbm.copy.transfer import Strategy, Transfer
 from kvbm.errors import BindError, SpecError
-from kvbm.layout import Layout
-from kvbm.planner import plan, size_text
-from kvbm.pool import Pool
-from kvbm.shapes import BlockShape, load_shape
-from kvbm.transfer import Strategy, Transfer
+from kvbm.layout import spec
+from kvbm.layout.layout import Layout
+from kvbm.layout.shapes import BlockShape, load_shape
+from kvbm.planner.plan import plan, size_text
+from kvbm.pool.pool import Pool
+from kvbm.system.clock import CpuClock, GpuClock, cuda
 
 from .overhead import PAIR, host_seconds
 from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows

@@ -14,7 +14,7 @@ from kvbm import _core, kernels
 from kvbm.bench.measure import commit, device_of, header, machine
 from kvbm.bench.table import Rows
 from kvbm.errors import CudaUnavailableError, KvbmError
-from kvbm.shapes import BlockShape
+from kvbm.layout.shapes import BlockShape
 
 __all__ = ["TINY", "Note", "Row", "common_options", "place_option", "require_gpu", "stamp", "write_rows"]
 

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvbm import _core, spec, wire
+from kvbm import _core, wire
 from kvbm.bench.check import WrongCopyError
 from kvbm.bench.measure import Memory, View, device_of, random_pool, read, write
-from kvbm.clock import Timed
 from kvbm.errors import KvbmError
-from kvbm.pool import Pool
+from kvbm.layout import spec
+from kvbm.layout.shapes import BlockShape
+from kvbm.pool.pool import Pool
 from kvbm.reshard import Endpoint, Placement, Span
-from kvbm.shapes import BlockShape
+from kvbm.system.clock import Timed
 
 from .race import Asked, Runner
 
@@ -224,7 +225,7 @@ class ByNixl(Way):
     """Plain NIXL: one transfer with one descriptor per side, its notification, and a notification back."""
 
     def __init__(self, side: Side) -> None:
-        from kvbm.wire.agents import Agent
+        from kvbm.wire._nixl import Agent
 
         super().__init__(side)
         self.agent = Agent(f"{type(self).__name__} {side.setting.sends}", "UCX")

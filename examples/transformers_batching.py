@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import transformers
 
-from kvbm.integrations import transformers as batching
+from kvbm.integrations.transformers import batching as batching
 
 
 def make_model(name: str | None, device: str, dtype: str) -> Any:

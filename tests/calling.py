@@ -44,7 +44,7 @@ import numpy as np
 
 import kvbm
 from kvbm import BlockShape, KvbmError, Model, Placement, Pool, Span, Transfer, reshard, store, testing, wire
-from kvbm.given import quoted
+from kvbm._arguments import quoted
 
 __all__ = ["Violation", "call", "found", "tried"]
 
@@ -341,7 +341,7 @@ def _torch_tensor(*shape: int) -> Any:
 
 
 def _endpoint(name: str = "a", hub: Any = None) -> Any:
-    from kvbm.reshard.endpoint import Endpoint
+    from kvbm.link.endpoint import Endpoint
 
     lane = wire.memory(name, hub or wire.Hub())
     made = Endpoint(
@@ -591,7 +591,7 @@ OWN: dict[str, Callable[[random.Random], Any]] = {
     "load.name": lambda rng: rng.choice(_LAYOUT_NAMES),
     "reshard.load.text": lambda rng: "vllm/tp",
     "Placement.load.path": lambda rng: next(
-        (kvbm.shapes.data_dir() / "placements").rglob("vllm*.yaml"), Path("x.yaml")
+        (kvbm.layout.shapes.data_dir() / "placements").rglob("vllm*.yaml"), Path("x.yaml")
     ),
     "Placement.parse.text": lambda rng: "mesh: tp2\nshard: {h: tp}\n",
     "reshard.plan.src": _placement,

@@ -16,7 +16,7 @@ import numpy as np
 
 import digest_oracle
 import reshard_oracle
-from kvbm.reshard.pack import NUM_CELLS
+from kvbm.reshard.packer import NUM_CELLS
 from reshard_oracle import Case, Engine, Run
 
 # ---- the reader --------------------------------------------------------------------------------------------------------

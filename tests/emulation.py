@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import processes
-from kvbm import codegen
+from kvbm.compile import codegen
 
 CUDA = processes.HERE.parent / "cuda"  #: copy.cu is in no package.
 FILES = 8  #: Libraries that the kernels are dealt to.

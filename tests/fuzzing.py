@@ -26,12 +26,13 @@ import numpy as np
 import yaml
 
 import kvbm
-from kvbm import BlockShape, KvbmError, Placement, Pool, reshard, shapes, spec, store
-from kvbm.arrays import numpy_dtype
-from kvbm.layout import Layout
-from kvbm.resolved import Resolved
-from kvbm.shapes import ITEMSIZE
-from kvbm.terms import Expression, Order, Term
+from kvbm import BlockShape, KvbmError, Placement, Pool, reshard, store
+from kvbm.layout import shapes, spec
+from kvbm.layout.layout import Layout
+from kvbm.layout.resolved import Resolved
+from kvbm.layout.shapes import ITEMSIZE
+from kvbm.layout.terms import Expression, Order, Term
+from kvbm.memory.array_info import numpy_dtype
 
 __all__ = ["KINDS", "seeds", "try_case", "try_input"]
 
@@ -629,7 +630,7 @@ def require_converts(path: Path) -> None:
     """Require that the command converts the file, or ends with the exit code of one of kvbm's errors."""
     from click.testing import CliRunner
 
-    from kvbm.cli import main
+    from kvbm.cli.app import main
 
     out = path.with_name("out.safetensors")
     out.unlink(missing_ok=True)

@@ -16,8 +16,8 @@ import numpy as np
 
 import reshard_oracle
 from kvbm import BindError, KvbmError, Span, wire
+from kvbm.layout.shapes import ITEMSIZE
 from kvbm.reshard import Endpoint
-from kvbm.shapes import ITEMSIZE
 from memory import aligned, views
 
 #: Seconds that anything may take.

@@ -66,7 +66,7 @@ def server(library: Path, *modules: str) -> Server:
 
 def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_driver.c") -> Path:
     """The libcuda.so.1 of a folder."""
-    from kvbm import codegen
+    from kvbm.compile import codegen
 
     assert COMPILER is not None
     command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 import kvbm
 import oracle
 import strategies
-from kvbm import spec
-from kvbm.access import Access, Step, normal
 from kvbm.errors import LayoutError
+from kvbm.layout import spec
+from kvbm.layout.address_map import Access, Step, normal
 from strategies import st
 from test_layout import block_shape
 

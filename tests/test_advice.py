@@ -14,7 +14,7 @@ import click
 import pytest
 
 import kvbm
-from kvbm.cli import main
+from kvbm.cli.app import main
 
 pytestmark = pytest.mark.quick
 
@@ -60,7 +60,7 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("mover.py", "layers"): ("kvbm.Transfer.copy",),
     ("mover.py", "strategy"): ("kvbm.Transfer",),
     ("pool.py", "num_blocks"): ("kvbm.Pool",),
-    ("reshard/chunk.py", "chunk_bytes"): ("kvbm.reshard.endpoint.Endpoint",),
+    ("reshard/chunk.py", "chunk_bytes"): ("kvbm.link.endpoint.Endpoint",),
     ("reshard/chunk.py", "most"): ("kvbm.reshard.chunks", "kvbm.reshard.Cut"),
     ("reshard/presets.py", "layers"): ("kvbm.reshard.presets.of_vllm",),
     ("reshard/presets.py", "model"): ("kvbm.reshard.presets.of_vllm",),

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbm
-from kvbm import arrays, spec
-from kvbm.arrays import describe, find_overlap, flat_integers
+from kvbm.layout import spec
+from kvbm.memory import array_info as arrays
+from kvbm.memory.array_info import describe, find_overlap, flat_integers
 from memory import FakeCuda
 
 SHAPE = kvbm.BlockShape(nl=1, no=2, nh=3, nt=4, hd=8, dtype="float32")

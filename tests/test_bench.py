@@ -26,11 +26,11 @@ import matrix
 import pages
 from benchmarks import __main__ as studies
 from coordinates import in_case
-from kvbm import clock
 from kvbm.bench import backends, copies, measure, peers, table
 from kvbm.bench import cli as bench_cli
 from kvbm.bench.check import Check, WrongCopyError, _Blocks
-from kvbm.cli import main
+from kvbm.cli.app import main
+from kvbm.system import clock
 from test_import import fresh
 
 SHAPE_TEXT = "nl=3,no=2,nh=4,nt=16,hd=32,dtype=bfloat16"

@@ -13,7 +13,7 @@ from benchmarks import auto
 from kvbm.bench import copies
 from kvbm.bench.table import Record
 from kvbm.errors import CudaUnavailableError
-from kvbm.shapes import load_shape
+from kvbm.layout.shapes import load_shape
 
 
 def record(backend: str, ms: float, kernel: str = "", **rest: Any) -> Record:

@@ -15,8 +15,8 @@ from benching import MODEL, ON_CPU, run
 from benchmarks import descriptors, interference, offload, race
 from kvbm.bench import measure
 from kvbm.bench.check import WrongCopyError
-from kvbm.clock import CpuClock
-from kvbm.shapes import BlockShape
+from kvbm.layout.shapes import BlockShape
+from kvbm.system.clock import CpuClock
 
 torch = pytest.importorskip("torch")
 

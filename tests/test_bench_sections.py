@@ -304,7 +304,7 @@ def _gpu_scale(tmp_path: Path) -> str:
 
 @pytest.mark.gpu
 def test_the_gpus_time_of_a_call_does_not_contain_the_hosts() -> None:
-    from kvbm.clock import GpuClock
+    from kvbm.system.clock import GpuClock
 
     with GpuClock(0) as clock:
 

@@ -77,7 +77,7 @@ def test_names_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["kvbm.contract", "kvbm.bridge", "kvbm.jax", "kvbm.torch.functions", "kvbm.torch.fences"]
+    "name", ["kvbm.memory.array_checks", "kvbm._bridge", "kvbm.jax", "kvbm.torch.functions", "kvbm.torch.fences"]
 )
 def test_docstrings(name: str) -> None:
     if name == "kvbm.jax":

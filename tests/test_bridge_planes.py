@@ -188,7 +188,7 @@ def test_numpy(src: str, dst: str) -> None:
     middle = kvbm.numpy.convert(numpy_arrays(one, memory), src, dst, text(shape))
     kinds = kvbm.load(dst).resolve(kvbm.BlockShape(*shape), 3).allocations
     assert [(array.shape, array.dtype) for array in middle] == [
-        (kind.shape, kvbm.arrays.numpy_dtype(kind.dtype)) for kind in kinds
+        (kind.shape, kvbm.memory.array_info.numpy_dtype(kind.dtype)) for kind in kinds
     ]
     before = other.copy()
     kvbm.numpy.convert_(middle, numpy_arrays(back, other), dst, src, text(shape), [0, 1, 2], [2, 0, 1])

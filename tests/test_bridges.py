@@ -19,8 +19,9 @@ import kvbm.numpy
 import matrix
 import oracle
 from conftest import why_no_gpu
-from kvbm import bridge, contract
-from kvbm.arrays import Array, describe
+from kvbm import _bridge
+from kvbm.memory import array_checks
+from kvbm.memory.array_info import Array, describe
 from memory import Bound, FakeCuda, aligned, numpy_views, placed
 
 SIZES = "nl=2,no=2,nh=4,nt=16,hd=32"
@@ -195,19 +196,19 @@ def test_pools_as_numpy_arrays() -> None:
 
 
 def test_foreign_devices_are_refused_by_name() -> None:
-    who = contract.Caller("convert", "input")
-    sized = contract.side_of("vllm/LBHNC", of("float32")).sized(3)
+    who = array_checks.Caller("convert", "input")
+    sized = array_checks.side_of("vllm/LBHNC", of("float32")).sized(3)
     (kind,) = sized.kinds
     look = lambda device, **rest: Array(0, kind.shape, kind.strides, "float32", device, **rest)  # noqa: E731
-    side = contract.side_of("vllm/flash_attn_nhd", of("float32")).sized(3)
+    side = array_checks.side_of("vllm/flash_attn_nhd", of("float32")).sized(3)
     seen = [Array(0, side.kinds[0].shape, side.kinds[0].strides, "float32", d) for d in ("cuda:0", "cuda:1")]
     with pytest.raises(kvbm.BindError, match=r"convert: input #1 is on cuda:1, input #0 on cuda:0; .*kvbm\.Transfer"):
-        contract.require(who, seen, side)
-    contract.require(who, [look("cuda:3")], sized)
+        array_checks.require(who, seen, side)
+    array_checks.require(who, [look("cuda:3")], sized)
     with pytest.raises(kvbm.BindError, match=r"convert: inputs: vllm/LBHNC .* holds 3 blocks in 1 arrays, got 2"):
-        contract.require(who, [look("cpu")] * 2, sized)
+        array_checks.require(who, [look("cpu")] * 2, sized)
     with pytest.raises(kvbm.BindError, match=r"convert: input #0 is read-only"):
-        contract.require_writable(who, [look("cpu", readonly=True)])
+        array_checks.require_writable(who, [look("cpu", readonly=True)])
 
     class Foreign:
         def __dlpack__(self, **rest: Any) -> None: ...
@@ -215,7 +216,7 @@ def test_foreign_devices_are_refused_by_name() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (7, 0)  # Vulkan
 
-    from kvbm.bridge import Bridge
+    from kvbm._bridge import Bridge
 
     any_ = Bridge("any", "anything", lambda _: True, "copy", lambda *_: None)
     with pytest.raises(
@@ -230,7 +231,7 @@ def test_sides_are_what_layouts_are(name: str) -> None:
     import fractions
 
     layout, shape = kvbm.load(name), of("bfloat16")
-    side = contract.Side(layout, shape)
+    side = array_checks.Side(layout, shape)
     for blocks in (1, 4, 9):
         resolved, sized = layout.resolve(shape, blocks), side.sized(blocks)
         assert sized.arrays == resolved.table_size
@@ -240,7 +241,7 @@ def test_sides_are_what_layouts_are(name: str) -> None:
         assert sized.nbytes == max(one.nbytes for one in resolved.allocations) or layout.pitch
         symbol = side.sized(fractions.Fraction(blocks))  # no int, but it can be calculated with
         assert [tuple(kind) for kind in symbol.kinds] == [tuple(kind) for kind in sized.kinds]
-        assert side.blocks(contract.Caller("x", "input"), [a.shape for a in resolved.allocations]) == blocks
+        assert side.blocks(array_checks.Caller("x", "input"), [a.shape for a in resolved.allocations]) == blocks
 
 
 # ---- JAX -------------------------------------------------------------------------------------------------------------
@@ -417,7 +418,7 @@ def test_cupy_fences_a_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "kvbm.cupy", raising=False)
     module = importlib.import_module("kvbm.cupy")
     monkeypatch.delitem(sys.modules, "kvbm.cupy")
-    monkeypatch.setattr(bridge, "convert_pools", lambda *_, stream: done.append(f"copy on {stream}"))
+    monkeypatch.setattr(_bridge, "convert_pools", lambda *_, stream: done.append(f"copy on {stream}"))
     looking = module._BRIDGE._replace(look=lambda memory, what: describe(memory.array, what))
     given = [Memory((2, 3, 4, 16, 2, 32), "float32")]
     (out,) = looking.convert(given, "vllm/LBHNC", "vllm/BLHNC", SIZES, stream=7)

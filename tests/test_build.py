@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm import nvcc
+from kvbm.compile import nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
 CXX = shutil.which("g++") or shutil.which("clang++")

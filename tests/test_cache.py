@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm import cache
+from kvbm.system import cache
 
 
 def names(folder: Path) -> list[str]:

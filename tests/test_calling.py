@@ -10,7 +10,7 @@ import pytest
 
 import calling
 import kvbm
-from kvbm.given import flag, listed, number, quoted, require_a, require_text, whole, wholes
+from kvbm._arguments import flag, listed, number, quoted, require_a, require_text, whole, wholes
 
 
 @pytest.mark.slow

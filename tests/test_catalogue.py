@@ -19,8 +19,8 @@ import yaml
 import kvbm
 import plane_oracle
 from coordinates import in_case
-from kvbm import spec
-from kvbm.shapes import data_dir
+from kvbm.layout import spec
+from kvbm.layout.shapes import data_dir
 
 LAYOUTS = Path(data_dir())
 

@@ -23,9 +23,10 @@ from click.testing import CliRunner, Result
 import kvbm
 import matrix
 import oracle
-from kvbm import doctor, reshard
-from kvbm.cli import main
-from kvbm.shapes import shape_names
+from kvbm import reshard
+from kvbm.cli import doctor
+from kvbm.cli.app import main
+from kvbm.layout.shapes import shape_names
 from memory import numpy_dtype, placed
 
 SHAPE = "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16"
@@ -79,7 +80,7 @@ def test_tables_are_not_cut_in_a_terminal() -> None:
     """A table that needs 60 columns has lines of 60 in a terminal of 30; only cells of several words are wrapped."""
     from rich.console import Console
 
-    from kvbm.commands import new_table, print_table
+    from kvbm.cli.common import new_table, print_table
 
     text = io.StringIO()
     table = new_table("one", "two", "words", wrapped=("words",))
@@ -209,7 +210,7 @@ def test_reshard_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.extend(made)
         return Figure()
 
-    monkeypatch.setattr("kvbm.reshard.picture.draw", draw)
+    monkeypatch.setattr("kvbm.show.reshard_figure.draw", draw)
     path = tmp_path / "made.svg"
     assert ok("reshard", "vllm:tp4", "vllm:tp2", "--shape", SHAPE, "--svg", path) == f"{path}\n"
     assert "<svg" in path.read_text(encoding="utf-8") and [made.title for made in drawn] == ["vllm:tp4 → vllm:tp2"]
@@ -355,7 +356,7 @@ def test_doctor_cuts_nothing_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatc
     text = io.StringIO()
     console = Console(file=text, width=40, force_terminal=True, color_system=None)
     monkeypatch.setattr(doctor, "findings", lambda: iter([("ok", "kvbm", path)]))
-    monkeypatch.setattr("kvbm.cli.terminal", lambda: console)
+    monkeypatch.setattr("kvbm.cli.app.terminal", lambda: console)
     assert call("doctor").exit_code == 0
     assert path in "".join(text.getvalue().split()) and "…" not in text.getvalue()
 
@@ -762,17 +763,17 @@ def test_convert_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_numpy_dtype_agrees() -> None:
-    from kvbm import arrays
+    from kvbm.memory import array_info
 
     for dtype in oracle.ITEMSIZE:
-        assert arrays.numpy_dtype(dtype).itemsize == numpy_dtype(dtype).itemsize
+        assert array_info.numpy_dtype(dtype).itemsize == numpy_dtype(dtype).itemsize
 
 
 def test_exactly_one_of_four_makes_a_new_file(tmp_path: Path) -> None:
     """Red: all four said that they had."""
     _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
     code = (
-        "import sys, time; from kvbm.cli import main\nfrom kvbm import store, transfer\n"
+        "import sys, time; from kvbm.cli.app import main\nfrom kvbm import store, transfer\n"
         "at = float(sys.argv.pop())\nwhile time.time() < at: time.sleep(0.001)\nmain()"
     )
     args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]
@@ -941,7 +942,7 @@ def test_planes_are_listed_and_shown() -> None:
     for name in kvbm.layouts():
         layout = kvbm.load(name)
         if layout.planes:
-            shape = kvbm.spec.example_shape(layout)
+            shape = kvbm.layout.spec.example_shape(layout)
             text = ok("show", name, "--shape", shape)
             each = layout.resolve(kvbm.load_shape(shape), 1024)
             for plane, part in zip(layout.planes, each.parts, strict=True):
@@ -1069,7 +1070,7 @@ def test_convert_planes_without_a_code(tmp_path: Path) -> None:
 
     safetensors = pytest.importorskip("safetensors")
     text = 'order: "[<x y> l] b"\nplanes: {x: {order: t d, dtype: int4}, y: {order: t, dtype: float64}}\n'
-    mine = kvbm.spec.parse(text, name="mine")
+    mine = kvbm.layout.spec.parse(text, name="mine")
     shape = kvbm.load_shape("nl=1,no=1,nh=1,nt=3,hd=6")
     with store.create(tmp_path / "a.safetensors", mine, shape, 5) as pool:
         for number, array in enumerate(pool.arrays):
@@ -1081,7 +1082,7 @@ def test_convert_planes_without_a_code(tmp_path: Path) -> None:
         assert (x == 1).all() and (y == 2).all()
     stored = store.read(tmp_path / "a.safetensors")
     assert stored.tensors["alloc_00001"].begin % 8 == 0 and stored.pool(mine).num_blocks == 5
-    other = kvbm.spec.parse(text.replace("int4", "uint4"), name="other")
+    other = kvbm.layout.spec.parse(text.replace("int4", "uint4"), name="other")
     with pytest.raises(kvbm.BindError, match="the file is in layout 'mine'"):
         stored.pool(other)
 
@@ -1127,7 +1128,7 @@ def test_convert_planes_refuses(tmp_path: Path) -> None:
 def test_ctrl_c_ends_every_command_with_130() -> None:
     import click
 
-    from kvbm.commands import Group
+    from kvbm.cli.common import Group
 
     for group in (Group("kvbm"), Group("outer")):
         @group.command("stopped")

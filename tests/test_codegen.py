@@ -19,7 +19,9 @@ import pytest
 import kvbm
 import matrix
 from coordinates import in_case
-from kvbm import codegen, nest, nvcc, prepare, spec
+from kvbm.compile import codegen, nvcc, prepare
+from kvbm.layout import spec
+from kvbm.planner import loopnest
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 PROGRAMS = Path(__file__).parent / "programs"
@@ -146,9 +148,9 @@ def test_names_tell_everything(files: dict[str, str]) -> None:
     """A parsed name gives the same kernel: the name has everything that changes the code."""
     for line in files["manifest.txt"].splitlines():
         name = line.split("\t")[0]
-        assert "__".join(form.name for form in nest.parse_kernel(name)) == name
+        assert "__".join(form.name for form in loopnest.parse_kernel(name)) == name
     with pytest.raises(kvbm.PlanError, match="rows_x"):
-        nest.parse_kernel("rows_x")
+        loopnest.parse_kernel("rows_x")
 
 
 def test_index_of_kernels() -> None:
@@ -220,11 +222,11 @@ def test_few_kernels_are_few(files: dict[str, str]) -> None:
 
 def test_few_kernels_run_every_plan() -> None:
     """Each form that a shipped layout needs has its few kernel; ordinary kernels never replace it, nor it them."""
-    few = [form for name in FEW for form in nest.parse_kernel(name)]
+    few = [form for name in FEW for form in loopnest.parse_kernel(name)]
     assert all(form.few for form in few)
     names = (GOLDEN / "shipped_kernels.txt").read_text(encoding="utf-8").split()
     # Records and pages have none: their parts run one by one, as the rows that they are. What digests has all multiprocessors.
-    wanted = {form for name in names for form in nest.parse_kernel(name) if not form.few}
+    wanted = {form for name in names for form in loopnest.parse_kernel(name) if not form.few}
     wanted = {form for form in wanted if form.kind.partition("_")[0] not in ("record", "page", "digest") and not form.sums}
     assert len(wanted) > 50
     for form in wanted:

@@ -16,7 +16,8 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from kvbm import _core, spec
+from kvbm import _core
+from kvbm.layout import spec
 from memory import Bound, aligned, placed, views
 from test_layout import block_shape
 

@@ -32,7 +32,8 @@ import oracle
 import plane_oracle
 import strategies
 from digest_oracle import MASK, Block
-from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool, spec
+from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool
+from kvbm.layout import spec
 from kvbm.testing.digests import digest as defined
 from memory import FakeCuda, numpy_views
 from processes import FakeDriver
@@ -817,7 +818,7 @@ def test_one_pool() -> None:
 
 def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
     """Work that was enqueued before the failure may write it later: it must not be another copy's digests."""
-    from kvbm.digesting import Proof
+    from kvbm.digest.run import Proof
 
     class Pinned:
         given = 0
@@ -838,7 +839,7 @@ def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
 
 
 def test_the_error_of_a_proof() -> None:
-    from kvbm.digesting import Proof
+    from kvbm.digest.run import Proof
 
     untold: list[DigestError] = []
     pairs = kvbm._core.Pairs([4, 5, 6], [0, 1, 2], 8, 8)
@@ -870,7 +871,7 @@ def test_the_error_of_a_proof() -> None:
 
 def test_an_error_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waiter for the copy gets the error; the next copy reports only its own."""
-    from kvbm.digesting import Proof
+    from kvbm.digest.run import Proof
 
     s, d = Plain("nhd", SMALL, 3), Plain("universal", SMALL, 3, dst=True)
     watch = Proof.watch

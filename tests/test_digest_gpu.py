@@ -13,7 +13,8 @@ import kvbm
 import matrix
 import oracle
 import plane_oracle
-from kvbm import BindError, BlockShape, DigestError, LayoutError, Pool, spec
+from kvbm import BindError, BlockShape, DigestError, LayoutError, Pool
+from kvbm.layout import spec
 from memory import interface_views, numpy_views, placed
 from test_digest import ALIGNS, HEADS, LATENTS, WAYS, expected, sizes_of
 from test_planes import Side as PlanarSide

@@ -21,8 +21,10 @@ import oracle
 import plane_oracle
 import strategies
 from chunking import case, engine, is_sendable
-from kvbm import BlockShape, DTypeError, LayoutError, Model, PlanError, Pool, digest, spec
-from kvbm.nest import Mode
+from kvbm import BlockShape, DTypeError, LayoutError, Model, PlanError, Pool
+from kvbm.digest import cells
+from kvbm.layout import spec
+from kvbm.planner.loopnest import Mode
 from memory import numpy_views
 from processes import FakeDriver
 from test_digest import HEADS, LATENTS, expected
@@ -66,7 +68,7 @@ SHAPE = BlockShape(nl=2, no=2, nh=4, nt=16, hd=64, dtype="float16")
 def planned(name: str, shape: BlockShape, model: Model | None = None) -> list[Any] | str:
     """The fused launches of a copy onto the same layout, or why there are none."""
     whole = kvbm.load(name).resolve(shape, 3).section
-    return digest.fused(whole, whole, digest.keys_of(whole, model), (16, 16), name)
+    return cells.fused(whole, whole, cells.keys_of(whole, model), (16, 16), name)
 
 
 def test_copies_of_whole_cells_are_fused() -> None:
@@ -80,7 +82,7 @@ def test_copies_of_whole_cells_are_fused() -> None:
 
 def test_there_are_as_many_words_as_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the condition on each part was wrong, the number of words would show it."""
-    monkeypatch.setattr(digest, "_require_cells", lambda *_: None)
+    monkeypatch.setattr(cells, "_require_cells", lambda *_: None)
     assert not isinstance(planned("nhd", SHAPE), str)
     for name in ("vllm/cpu", "vllm/paged_attn_v0"):
         reason = planned(name, SHAPE)
@@ -296,7 +298,7 @@ def test_the_condition_is_that_cells_are_whole() -> None:
         held = len(groups[0])
         whole = all(found == set(range(held)) for found in groups.values())
         rng.shuffle(modes)
-        got = digest._cell_bytes(modes)
+        got = cells._cell_bytes(modes)
         assert got in (0, held) and (whole or not got), modes
         if whole and held in (1, 2, 4, 8, 16):
             seen[got] = seen.get(got, 0) + 1

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import kvbm
-from kvbm import spec
-from kvbm.terms import AXES, FUNCTIONS, SIZES
+from kvbm.layout import spec
+from kvbm.layout.terms import AXES, FUNCTIONS, SIZES
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "reference" / "layouts.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(# ([^\n]*)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -57,7 +57,7 @@ def test_what_the_text_says() -> None:
 
 def test_all_of_the_language_is_there() -> None:
     """Every key, axis, dtype, function and size is documented, and axes have the names that the code uses."""
-    for name in (*spec.KEYS, *spec.PLANE_KEYS, *kvbm.shapes.ITEMSIZE, *AXES):
+    for name in (*spec.KEYS, *spec.PLANE_KEYS, *kvbm.layout.shapes.ITEMSIZE, *AXES):
         assert f"`{name}`" in PAGE, name
     for name in (*SIZES, *FUNCTIONS):
         assert re.search(rf"\b{name}\b", PAGE), name

@@ -226,7 +226,7 @@ def test_vllm_nvfp4() -> None:
 
 def test_vllm_planes_with_dims_or_a_shape() -> None:
     caches = [bytes_of(NB, NH, NT, 36) for _ in range(NL)]
-    mine = kvbm.spec.parse(
+    mine = kvbm.layout.spec.parse(
         'order: "[l] b h t <data scale>"\naxes: {s: hd//16}\n'
         "planes: {data: {order: d, dtype: int4}, scale: {order: s, dtype: int8}}",
         name="mine",

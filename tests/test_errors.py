@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import kvbm
-from kvbm import runtime, tuner
+from kvbm.compile import nvrtc
+from kvbm.copy import autotune
+from kvbm.copy.cost_model import Way
 from kvbm.errors import escaping, printable
-from kvbm.tuning import Way
 
 SOURCES = sorted(Path(kvbm.__file__).parent.rglob("*.py"))
 
@@ -82,18 +83,18 @@ class _Memory:
 
 
 def test_a_failed_search_for_a_compiler_keeps_no_memory_of_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_found", None)
-    monkeypatch.setattr(runtime, "is_off", lambda: False)
-    monkeypatch.setattr(runtime, "_remembered", lambda: None)
+    monkeypatch.setattr(nvrtc, "_found", None)
+    monkeypatch.setattr(nvrtc, "is_off", lambda: False)
+    monkeypatch.setattr(nvrtc, "_remembered", lambda: None)
 
     def ask() -> None:
-        raise runtime.BuildError("there is none")
+        raise nvrtc.BuildError("there is none")
 
-    monkeypatch.setattr(runtime, "_ask", ask)
+    monkeypatch.setattr(nvrtc, "_ask", ask)
 
     def copy() -> weakref.ref[_Memory]:
         memory = _Memory()
-        assert runtime.why_not(0) == runtime.why_not(0) == "there is none"
+        assert nvrtc.why_not(0) == nvrtc.why_not(0) == "there is none"
         return weakref.ref(memory)
 
     assert copy()() is None
@@ -107,11 +108,11 @@ def test_a_failed_choice_keeps_no_memory_of_its_callers(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of the table")
 
-    monkeypatch.setattr(tuner, "_find", fail)
+    monkeypatch.setattr(autotune, "_find", fail)
 
     def copy() -> weakref.ref[_Memory]:
         memory = _Memory()
-        tuner.limits("d2d", 0, {"direct": Way(1)}, 1, 1, None)  # type: ignore[arg-type]
+        autotune.limits("d2d", 0, {"direct": Way(1)}, 1, 1, None)  # type: ignore[arg-type]
         return weakref.ref(memory)
 
     with caplog.at_level(logging.WARNING):

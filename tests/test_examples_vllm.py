@@ -123,7 +123,7 @@ def exported() -> set[str]:
 
 def exported_by_links() -> set[str]:
     pytest.importorskip("prometheus_client")
-    from kvbm.reshard.metrics import Links
+    from kvbm.link.metrics import Links
 
     return {one.name + ("_total" if one.type == "counter" else "") for one in Links().describe()}
 

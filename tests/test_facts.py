@@ -8,10 +8,10 @@ import re
 import numpy as np
 
 import kvbm
-from kvbm import facts
 from kvbm.errors import LayoutError
-from kvbm.resolved import Resolved
-from kvbm.spec import example_shape, layouts_dir, load_dir, parse
+from kvbm.layout.resolved import Resolved
+from kvbm.layout.spec import example_shape, layouts_dir, load_dir, parse
+from kvbm.show import facts
 
 #: Sets of axes that the pictures hold, and some more.
 HELD = [(), ("l",), ("o",), ("l", "o"), ("t",), ("h",), ("l", "o", "t"), ("l", "o", "h"), ("l", "o", "h", "t"), ("d",), ("h", "t")]

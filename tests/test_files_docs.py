@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvbm import store
-from kvbm.cli import main
+from kvbm.cli.app import main
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in ("howto/files.md", "reference/file-format.md"))

@@ -129,7 +129,7 @@ def test_wider_arrays_have_one_format_only() -> None:
 
 
 def test_two_formats_of_one_plane_are_refused() -> None:
-    layouts = [kvbm.spec.parse(text, name=name) for text, name in ((PLANES, "apart"), (RECORD, "record"))]
+    layouts = [kvbm.layout.spec.parse(text, name=name) for text, name in ((PLANES, "apart"), (RECORD, "record"))]
     shape = f"{SIZES},dtype=bfloat16"
     for one, other in itertools.product(layouts, repeat=2):
         for a, b in itertools.product((*RAW[:2], *TYPED[:2]), repeat=2):

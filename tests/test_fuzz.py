@@ -10,7 +10,8 @@ import pytest
 
 import fuzzing
 import kvbm
-from kvbm import BlockShape, LayoutError, access, resolved, spec
+from kvbm import BlockShape, LayoutError
+from kvbm.layout import address_map, resolved, spec
 from kvbm.store import header
 
 #: Cases of a kind.
@@ -33,7 +34,7 @@ def _as_it_is(name: str, said: Any, start: int) -> header.Entry:
 CHECKS: dict[str, tuple[str, Any, str, Any, Any]] = {
     "splits cover an axis": ("layout", resolved, "_require_cover", lambda *_: None, AssertionError),
     "planes are apart": ("layout", resolved, "_require_apart", lambda *_: None, AssertionError),
-    "digits go on": ("layout", access.Step, "continues", lambda *_: True, AssertionError),
+    "digits go on": ("layout", address_map.Step, "continues", lambda *_: True, AssertionError),
     "a header holds numbers": ("file", header, "_entry", _as_it_is, (LookupError, TypeError, ValueError)),
 }
 

@@ -16,8 +16,8 @@ from hypothesis import given
 import kvbm
 import matrix
 import strategies
-from kvbm import identity, spec
-from kvbm.cli import main
+from kvbm.cli.app import main
+from kvbm.layout import identity, spec
 
 LAYOUTS = spec.load_dir(matrix.LAYOUTS)
 #: One name of each fingerprint.

@@ -42,7 +42,7 @@ def test_describing_needs_no_numpy_and_nothing_compiled() -> None:
         "import sys, kvbm\n"
         "plan = kvbm.plan(kvbm.load('nhd'), kvbm.load('universal'), kvbm.load_shape('llama-3.1-8b'))\n"
         "str(plan), plan.explain()\n"
-        "from kvbm import codegen\n"
+        "from kvbm.compile import codegen\n"
         "codegen.generate([kvbm.load('nhd')])\n"
         "print(sorted(sys.modules))"
     )
@@ -52,7 +52,7 @@ def test_describing_needs_no_numpy_and_nothing_compiled() -> None:
 
 def test_the_command_line_loads_its_commands_when_they_are_asked_for() -> None:
     loaded = fresh("import sys, kvbm.cli; print(sorted(sys.modules))")
-    for name in ("numpy", "torch", "rich", "cuda", "kvbm._core", "kvbm.bench", "kvbm.testing", "kvbm.doctor"):
+    for name in ("numpy", "torch", "rich", "cuda", "kvbm._core", "kvbm.bench", "kvbm.testing", "kvbm.cli.doctor"):
         assert f"'{name}'" not in loaded, name
 
 

@@ -25,10 +25,11 @@ from kvbm.integrations.vllm.holding import Hold, Holds, Push
 from kvbm.integrations.vllm.identity import push_name
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
 from kvbm.integrations.vllm.version import require_version
-from kvbm.reshard import Endpoint, Link, notes
-from kvbm.reshard import talk as talk_module
-from kvbm.reshard.secret import Secret
-from kvbm.reshard.talk import Reception, Talk, connect
+from kvbm.link import notes
+from kvbm.link import talk as talk_module
+from kvbm.link.secret import Secret
+from kvbm.link.talk import Reception, Talk, connect
+from kvbm.reshard import Endpoint, Link
 
 MODEL = kvbm.BlockShape(nl=2, no=2, nh=4, nt=4, hd=8, dtype="float32")
 TOKENS = range(30)
@@ -556,7 +557,7 @@ def test_a_lock_that_is_held_ends_with_the_callers_limit(engines: Any, monkeypat
 
 def test_names_are_compared_before_placements_are_read(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of 600 groups is refused, whose placements nobody reads; so is one of another model."""
-    from kvbm.reshard import endpoint
+    from kvbm.link import endpoint
 
     prefill, decode = engines("p"), engines("d")
     port = prefill.listen()

@@ -20,7 +20,8 @@ import matrix
 import oracle
 from coordinates import in_case
 from digest_oracle import of_cells
-from kvbm import PlanError, _core, kernels, nest
+from kvbm import PlanError, _core, kernels
+from kvbm.planner import loopnest as nest
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
 from processes import FakeDriver, compile_fake_driver
 

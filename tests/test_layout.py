@@ -17,7 +17,7 @@ import kvbm
 import matrix
 import oracle
 import strategies
-from kvbm import spec
+from kvbm.layout import spec
 from memory import placed
 
 SHAPE = kvbm.BlockShape(nl=3, no=2, nh=4, nt=8, hd=32, dtype="bfloat16")
@@ -284,14 +284,14 @@ def test_shapes() -> None:
 
 @pytest.mark.parametrize("dtype", sorted(oracle.ITEMSIZE))
 def test_itemsize(dtype: str) -> None:
-    from kvbm.shapes import ITEMSIZE
+    from kvbm.layout.shapes import ITEMSIZE
 
     assert ITEMSIZE[dtype] == oracle.ITEMSIZE[dtype]
     assert kvbm.BlockShape(nl=1, no=1, nh=1, nt=1, hd=6, dtype=dtype).nbytes == 6 * oracle.ITEMSIZE[dtype]
 
 
 def test_dtypes_are_these() -> None:
-    from kvbm.shapes import ITEMSIZE
+    from kvbm.layout.shapes import ITEMSIZE
 
     assert set(ITEMSIZE) == {*oracle.ITEMSIZE, *oracle.PAIRED}
 

@@ -42,9 +42,10 @@ from kvbm import (
     reshard,
     wire,
 )
-from kvbm.reshard import chunk, flows, notes, pack, ring
-from kvbm.reshard import endpoint as endpoints
-from kvbm.reshard import link as links
+from kvbm.link import chunk, flows, notes, ring
+from kvbm.link import endpoint as endpoints
+from kvbm.link import link as links
+from kvbm.reshard import packer as pack
 from linking import (
     LIMIT,
     Deaf,
@@ -1178,7 +1179,7 @@ def test_a_failed_receive_writes_nothing_more() -> None:
 
 def test_offers_that_are_none() -> None:
     """Offers of a rank that sends nothing here, or of other plans, layers, tokens: the receive fails, the endpoint works on."""
-    from kvbm.reshard.link import _identity
+    from kvbm.link.link import _identity
 
     for model, change in (
         (kvbm.load_shape("llama-3.1-8b,nl=2,nh=1,hd=16,dtype=float16"), {}),
@@ -1200,7 +1201,7 @@ def test_offers_that_are_none() -> None:
 
 
 def test_a_slot_that_there_is_not() -> None:
-    from kvbm.reshard.link import _identity
+    from kvbm.link.link import _identity
 
     with Two() as two:
         link = two.by_hand()
@@ -1215,7 +1216,7 @@ def test_a_slot_that_there_is_not() -> None:
 
 def test_no_note_takes_more_than_1_mib() -> None:
     """Every kind of note with the largest and the smallest numbers, alone and mixed, while a transfer runs in each direction."""
-    from kvbm.reshard.link import _identity
+    from kvbm.link.link import _identity
 
     rng = random.Random(2)
     numbers = [0, 1, 2, 3, 255, (1 << 16) - 1, (1 << 24) - 1, (1 << 32) - 1, (1 << 48) - 1, (1 << 63), (1 << 64) - 1]
@@ -1267,7 +1268,7 @@ def test_no_note_takes_more_than_1_mib() -> None:
 
 def test_any_notes_in_any_order() -> None:
     """Well-formed and meaningless notes: transfers may fail, the endpoint works on, and no slot is lost."""
-    from kvbm.reshard.link import _identity
+    from kvbm.link.link import _identity
 
     rng = random.Random(1)
     with Two() as two:

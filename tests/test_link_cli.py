@@ -25,9 +25,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import kvbm
-from kvbm import BindError, DigestError, KvbmError, PeerLostError, TransferTimeoutError, commands, errors, wire
-from kvbm.cli import main
-from kvbm.reshard import linkcli, talk, trial
+from kvbm import BindError, DigestError, KvbmError, PeerLostError, TransferTimeoutError, errors, wire
+from kvbm.cli import common, link
+from kvbm.cli.app import main
+from kvbm.link import talk, trial
 from linking import until
 
 LIMIT = 120.0  # seconds; nothing takes them, and nothing waits longer
@@ -86,7 +87,7 @@ class Serving:
             self.served.append(trial.Served(""))
             with contextlib.closing(connection):
                 try:
-                    linkcli._serve(
+                    link._serve(
                         talk.Talk(connection, LIMIT),
                         self.side,
                         "127.0.0.1",
@@ -409,10 +410,10 @@ ASKED = {**GOOD, "tokens": 40, "chunk_bytes": 1 << 16, "ring_bytes": 1 << 20, "t
 
 
 @contextlib.contextmanager
-def together(memory: int = 1 << 30, *, once: bool = False) -> Iterator[tuple[linkcli.Senders, int]]:
+def together(memory: int = 1 << 30, *, once: bool = False) -> Iterator[tuple[link.Senders, int]]:
     """`kvbm link serve` as it is, and its port."""
     side = trial.Side("server", "cpu", HND, 64)
-    senders = linkcli.Senders(side, only=None, memory=memory, timeout=60.0, once=once, as_json=True)
+    senders = link.Senders(side, only=None, memory=memory, timeout=60.0, once=once, as_json=True)
     reception = talk.Reception("127.0.0.1", 0, senders.serve, timeout=LIMIT, name="senders")
     with contextlib.closing(reception):
         yield senders, reception.port
@@ -720,7 +721,7 @@ def test_somebody_silent_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_sizes(text: str, size: int | None) -> None:
     if size is not None:
-        assert commands.size_of(text) == size
+        assert common.size_of(text) == size
         return
     done = CliRunner().invoke(main, ["link", "send", "h", f"--bytes={text}"])
     assert done.exit_code == 2 and "expected bytes such as 64MiB" in done.stderr
@@ -735,7 +736,7 @@ def test_sizes(text: str, size: int | None) -> None:
 def test_addresses(text: str, address: tuple[str, int] | None) -> None:
     context: Any = None
     if address is not None:
-        assert linkcli._address(context, context, text) == address
+        assert link._address(context, context, text) == address
         return
     done = CliRunner().invoke(main, ["link", "send", text])
     assert done.exit_code == 2 and "expected HOST:PORT" in done.stderr

@@ -13,7 +13,7 @@ import pytest
 
 import kvbm
 from kvbm import BindError, DigestError, PeerLostError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
-from kvbm.reshard.chunk import TRAILER
+from kvbm.link.chunk import TRAILER
 from linking import LIMIT, Linked, close_all, ended, held, until, written
 from programs.links import carrier
 from reshard_oracle import Case, Engine, Told

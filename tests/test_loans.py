@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, wire
-from kvbm.reshard import endpoint
-from kvbm.reshard.cut import Cut
-from kvbm.reshard.ring import Ring
-from kvbm.wire import loans
+from kvbm.link import endpoint
+from kvbm.link.chunks import Cut
+from kvbm.link.ring import Ring
+from kvbm.wire import _mapped as loans
 from linking import LIMIT, Linked, Wires, ended, memory_files, plain_case, right_cases, until
 from processes import FakeDriver
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm import digesting, locating
 from kvbm.bench.measure import random_pool
+from kvbm.copy import diff
+from kvbm.digest import run
 from kvbm.errors import BindError, DigestError, PlanError
 from kvbm.testing import locate
 
@@ -76,7 +77,7 @@ def product(at: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     return [dict(zip(at, each, strict=True)) for each in itertools.product(*at.values())]
 
 
-def rows(found: kvbm.locating.Mismatch) -> list[tuple[int, ...]]:
+def rows(found: kvbm.copy.diff.Mismatch) -> list[tuple[int, ...]]:
     """The rows of the reported regions, as (l, o, h, t)."""
     axes = [[region.at.get(axis, (0,)) for axis in "loht"] for region in found.regions]
     return [row for each in axes for row in itertools.product(*each)]
@@ -119,7 +120,7 @@ def test_random_rectangles_are_found_exactly(pools: Any, seed: int) -> None:
         if all(region.exact for region in one.regions):
             assert sorted(named) == sorted(wrong[one.dst])
         else:
-            assert len(one.regions) == locating.MOST_REGIONS and set(named) >= wrong[one.dst]
+            assert len(one.regions) == diff.MOST_REGIONS and set(named) >= wrong[one.dst]
         assert len(named) == len(set(named))
 
 
@@ -167,7 +168,7 @@ def test_errors_as_they_happen(pools: Any) -> None:
     for c in range(16):  # a checkerboard: no few products
         flip(dst, 1, {"l": c % 3, "o": c % 2, "h": c % 4, "t": c})
     text = said()
-    assert "within " in text and text.count(";") == locating.MOST_REGIONS - 1
+    assert "within " in text and text.count(";") == diff.MOST_REGIONS - 1
 
 
 PLANAR = [
@@ -228,11 +229,11 @@ def test_many_pairs_and_few_digests(pools: Any) -> None:
     for block in range(6):
         for at in product(ALL):
             flip(dst, block, at)
-    text = str(locating.locate(src.whole, dst.whole, *BATCH, most_pairs=2))
+    text = str(diff.locate(src.whole, dst.whole, *BATCH, most_pairs=2))
     assert text.splitlines()[2] == "and 4 more: pairs 2–5"
-    text = str(locating.locate(src.whole, dst.whole, [0], [5], most_digests=60))
+    text = str(diff.locate(src.whole, dst.whole, [0], [5], most_digests=60))
     assert text == "pair 0 (block 0 → block 5): within all layers, K and V, all heads, all tokens, elements 0–7"
-    text = str(locating.locate(src.whole, dst.whole, [0], [5], most_digests=10))
+    text = str(diff.locate(src.whole, dst.whole, [0], [5], most_digests=10))
     assert text == "pair 0 (block 0 → block 5): within all layers, K and V, all heads, all tokens"
 
 
@@ -263,7 +264,7 @@ def test_pairs_that_are_skipped_and_ids_that_do_not_fit(pools: Any) -> None:
 def test_blocks_that_change_while_they_are_looked_into(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     src, dst = pools
     flip(dst, 5, {})
-    plain, calls = locating._digest, []
+    plain, calls = diff._digest, []
 
     def digest(*given: Any) -> Any:
         calls.append(given)
@@ -271,7 +272,7 @@ def test_blocks_that_change_while_they_are_looked_into(pools: Any, monkeypatch: 
             flip(dst, 5, {})
         return plain(*given)
 
-    monkeypatch.setattr(locating, "_digest", digest)
+    monkeypatch.setattr(diff, "_digest", digest)
     text = "pair 0 (block 0 → block 5): nothing any more: it changed while it was looked into"
     assert str(locate(src, dst, *BATCH)) == text
 
@@ -281,7 +282,7 @@ def test_products_cover_and_are_disjoint() -> None:
     for _ in range(200):
         wrong = random_.random(tuple(random_.integers(1, 5, 3))) < random_.random()
         covered = np.zeros(wrong.shape, int)
-        for box, exact in locating._products(wrong, 6):
+        for box, exact in diff._products(wrong, 6):
             where = np.ix_(*box)
             assert not exact or wrong[where].all()
             covered[where] += 1
@@ -300,13 +301,13 @@ class Disturbed:
 
     def __enter__(self) -> pytest.MonkeyPatch:
         self.patch = pytest.MonkeyPatch()
-        plain = digesting.Proof.watch
+        plain = run.Proof.watch
 
         def watch(proof: Any, done: Any) -> None:
             self.wrote(proof)
             plain(proof, done)
 
-        self.patch.setattr(digesting.Proof, "watch", watch)
+        self.patch.setattr(run.Proof, "watch", watch)
         return self.patch
 
     def __exit__(self, *_: object) -> None:
@@ -405,7 +406,7 @@ def test_ids_on_the_device_are_said_to_be_there() -> None:
         def ids(self) -> Any:
             return None, [1]
 
-    assert "ids are on the device" in locating.told(None, None, Pairs(), None, (0,))  # type: ignore[arg-type]
+    assert "ids are on the device" in diff.told(None, None, Pairs(), None, (0,))  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

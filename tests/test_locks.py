@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 import kvbm
-from kvbm import runtime, spec, store, tuner
+from kvbm import store
+from kvbm.compile import nvrtc
+from kvbm.copy import autotune
 from kvbm.errors import BuildError
-from kvbm.locks import Lock
+from kvbm.layout import spec
+from kvbm.system.locks import Lock
 from memory import Bound
 
 SHAPE = kvbm.BlockShape(nl=2, no=2, nh=2, nt=2, hd=8, dtype="float16")
@@ -65,13 +68,13 @@ def of_the_compiler() -> tuple[Lock, Callable[[], object]]:
     def find() -> None:
         os.environ["KVBM_NVRTC"] = "1"
         with contextlib.suppress(BuildError):
-            runtime.find()
+            nvrtc.find()
 
-    return runtime._lock, find
+    return nvrtc._lock, find
 
 
 def of_the_tables() -> tuple[Lock, Callable[[], object]]:
-    return tuner._lock, tuner.reload
+    return autotune._lock, autotune.reload
 
 
 def of_the_operators() -> tuple[Lock, Callable[[], object]]:

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import kvbm
 import matrix
-from kvbm.cli import main
-from kvbm.matching import parse
+from kvbm.cli.app import main
+from kvbm.matching.match import parse
 
 SHAPE = "nl=2,no=2,nh=4,nt=8,hd=16,dtype=float16"
 SQUARE = "nl=2,no=2,nh=8,nt=8,hd=64,dtype=bfloat16"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm import memory as pinning
+from kvbm.memory import allocation as pinning
 from processes import FakeDriver
 
 # ---- memory of our own ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbm import BindError, KvbmError
-from kvbm.reshard.metrics import _COUNTERS, Links
+from kvbm.link.metrics import _COUNTERS, Links
 from linking import Linked, ended, plain_case, until
 
 prometheus = pytest.importorskip("prometheus_client")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,21 +23,56 @@ FILES = {
 }
 
 
-def imports(name: str, text: str, is_package: bool) -> Iterator[str]:
-    """A module's imports, also inside functions, as full names; without those for type checkers only."""
+#: The rooms, in the order of docs/explanation/architecture.md: a module imports only its own room and those before it.
+ROOMS = (
+    ("_version", "_shown", "errors", "_arguments", "system"),
+    ("layout",),
+    ("planner",),
+    ("compile",),
+    ("memory",),
+    ("digest",),
+    ("engines",),
+    ("matching",),
+    ("pool",),
+    ("copy",),
+    ("kernels", "_bridge"),
+    ("numpy", "cupy", "numba", "jax", "torch"),
+    ("reshard",),
+    ("store",),
+    ("wire",),
+    ("link",),
+    ("integrations",),
+    ("show",),
+    ("cli",),
+    ("testing", "bench", "__main__"),
+)
+#: Modules that only give names to users.  They may name modules of any room.  kvbm itself imports only `kvbm.reshard` of them.
+FACADES = ("kvbm", "kvbm.reshard", "kvbm.reshard.metrics", "kvbm.shapes", "kvbm.vllm_groups")
+#: Commands of `kvbm` that are defined above the command line, and imported when they are used.
+COMMANDS = {("kvbm.cli.app", "kvbm.bench.cli"), ("kvbm.cli.app", "kvbm.testing.smoke")}
+
+
+def imports(name: str, text: str, is_package: bool, literal: bool = True) -> Iterator[str]:
+    """A module's imports as full names: also inside functions, for type checkers, and (if `literal`) by texts.
+
+    A text text is an argument of `import_module`, or a relative name of a module in a table, such as ``"..testing.smoke"``.
+    """
     package = name if is_package else name.rpartition(".")[0]
-    nodes: list[ast.AST] = [ast.parse(text)]
-    for node in nodes:
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            nodes += node.orelse
-            continue
-        nodes += ast.iter_child_nodes(node)
+
+    def absolute(level: int, rest: str) -> str:
+        parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+        return ".".join(filter(None, [*parents, rest]))
+
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join(filter(None, [*parents, node.module]))
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            yield from (f"{absolute(node.level, node.module or '')}.{alias.name}" for alias in node.names)
+        elif literal and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if found := re.fullmatch(r"(\.+)([a-z_][\w.]*)", node.value):
+                yield absolute(len(found[1]), found[2])
+            elif node.value in FILES and node.value not in FACADES:
+                yield node.value
 
 
 @cache
@@ -45,9 +80,14 @@ def graph() -> dict[str, set[str]]:
     """Module → modules of kvbm that it imports; for `from .a import b` that is a.b if this module exists, else a."""
     found: dict[str, set[str]] = {}
     for name, path in FILES.items():
-        whole = set(imports(name, path.read_text(encoding="utf-8"), path.name == "__init__.py"))
-        found[name] = {n if n in FILES else n.rpartition(".")[0] for n in whole} & set(FILES) - {name}
+        found[name] = modules(imports(name, path.read_text(encoding="utf-8"), path.name == "__init__.py")) - {name}
     return found
+
+
+def modules(names: Iterable[str]) -> set[str]:
+    """Imported names → modules of kvbm that have them.  The compiled half stands below all rooms."""
+    names = {name for name in names if not name.startswith("kvbm._core")}
+    return {name if name in FILES else name.rpartition(".")[0] for name in names} & set(FILES)
 
 
 def reaches(start: str, goal: str, edges: dict[str, set[str]]) -> bool:
@@ -62,22 +102,81 @@ def reaches(start: str, goal: str, edges: dict[str, set[str]]) -> bool:
     return False
 
 
+def floor(module: str) -> int:
+    """The place of a module's room in `ROOMS`."""
+    room = module.split(".")[1]
+    return next(number for number, names in enumerate(ROOMS) if room in names)
+
+
+def upward(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports of rooms that come later, and of the package itself."""
+    return sorted(
+        (name, other)
+        for name, others in edges.items()
+        for other in others
+        if name not in FACADES and (name, other) not in COMMANDS
+        if (other in FACADES and other != "kvbm.reshard") or floor(other) > floor(name)
+    )
+
+
+def test_a_room_imports_only_the_rooms_before_it() -> None:
+    """Also inside functions, for type checkers, and by literal names."""
+    assert upward(graph()) == []
+
+
+def test_an_upward_import_is_found() -> None:
+    names = {"kvbm.layout.spec": {"kvbm.pool.pool"}, "kvbm.pool.pool": {"kvbm.layout.spec", "kvbm"}, "kvbm": {"kvbm.cli"}}
+    assert upward(names) == [("kvbm.layout.spec", "kvbm.pool.pool"), ("kvbm.pool.pool", "kvbm")]
+
+
 def test_no_module_imports_itself() -> None:
-    """Neither through other modules, nor inside functions."""
-    assert not [name for name in FILES if reaches(name, name, graph())]
+    """Neither through other modules, nor inside functions.  Imports between rooms have their order; these are within rooms."""
+    rooms = [[name for name in FILES if name not in FACADES and floor(name) == number] for number in range(len(ROOMS))]
+    for room in rooms:
+        inside = {name: running(name) & set(room) for name in room}
+        assert not [name for name in room if reaches(name, name, inside)]
+
+def running(name: str) -> set[str]:
+    """The imports of a module, without those for type checkers only, and without names that a package looks up lazily."""
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body = [ast.Pass()]
+    return modules(imports(name, ast.unparse(tree), FILES[name].name == "__init__.py", literal=False)) - {name}
+
+
+def test_what_describes_imports_nothing_that_is_built_or_installed_later() -> None:
+    """The build runs these rooms with Python and PyYAML alone."""
+    rooms = ("kvbm.layout.", "kvbm.planner.", "kvbm.compile.codegen", "kvbm.compile.nvcc", "kvbm.digest.cells")
+    for name in FILES:
+        if name.startswith(rooms):
+            text = FILES[name].read_text(encoding="utf-8")
+            whole = {found.partition(".")[0] for found in imports(name, text, False)}
+            assert not whole & {"numpy", "torch", "click", "rich", "cuda", "ml_dtypes"}, name
+            assert "kvbm._core" not in set(imports(name, text, False)), name
+
+
+def test_the_root_has_only_public_modules_and_the_start_of_everything() -> None:
+    root = {name.removeprefix("kvbm.") for name, path in FILES.items() if path.parent == SRC / "kvbm"}
+    assert len(root) <= 14 and root <= {
+        "kvbm", "__main__", "_version", "_shown", "_arguments", "_bridge", "errors", "kernels", "numpy", "cupy", "numba", "jax", "shapes",
+        "vllm_groups",
+    }  # fmt: skip
 
 
 def test_the_graph_is_read_right() -> None:
-    """Names of packages, parents, functions, and imports for type checkers only."""
+    """Names of packages, parents, functions, imports for type checkers, and literal names."""
     text = (
         "import a.b\nfrom . import c\nfrom .d import e\nfrom ..f import g\n"
-        "if TYPE_CHECKING:\n    import no\nelse:\n    import yes\n"
-        "def f():\n    from h import i\n"
+        "if TYPE_CHECKING:\n    import too\n"
+        "def f():\n    from h import i\n    import_module('.j', __package__)\n    import_module('kvbm.pool')\n"
     )
-    assert set(imports("p.q.r", text, False)) == {"a.b", "p.q.c", "p.q.d.e", "p.f.g", "yes", "h.i"}
+    assert set(imports("p.q.r", text, False)) == {
+        "a.b", "p.q.c", "p.q.d.e", "p.f.g", "too", "h.i", "p.q.j", "kvbm.pool",
+    }  # fmt: skip
     assert set(imports("p.q", "from . import c\n", True)) == {"p.q.c"}
     assert reaches("a", "a", {"a": {"b"}, "b": {"a"}}) and not reaches("a", "a", {"a": {"b"}, "b": {"b"}})
-    assert {"kvbm.layout", "kvbm.errors"} <= graph()["kvbm.planner"]
+    assert {"kvbm.layout.layout", "kvbm.errors"} <= graph()["kvbm.planner.plan"]
 
 
 # ---- the quick tests ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm import naming
+from kvbm.layout import naming
 
 SHAPE = "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bf16"
 
@@ -120,4 +120,4 @@ def test_bridges_take_layouts(tmp_path: Path) -> None:
     for src in (kvbm.load("nhd"), kvbm.load(file), file):
         assert np.array_equal(kvbm.numpy.convert(arrays, src, kvbm.load("universal"), SHAPE)[0], want[0])
     with pytest.raises(kvbm.SpecError, match="was not loaded from a file"):
-        kvbm.numpy.convert(arrays, kvbm.spec.parse('order: "[b l o] t h d"'), "universal", SHAPE)
+        kvbm.numpy.convert(arrays, kvbm.layout.spec.parse('order: "[b l o] t h d"'), "universal", SHAPE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm import nvcc
+from kvbm.compile import nvcc
 from kvbm.errors import BuildError
 
 BANNER = "Cuda compilation tools, release {0}, V{0}.88"

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import kvbm
 import pages
-from kvbm.cli import main
+from kvbm.cli.app import main
 
 #: Files, not names of Python.
 FILES = {"kvbm.h"}

@@ -18,12 +18,16 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import kvbm
-from kvbm import draw, gallery, picture, planpicture, spec
-from kvbm.cells import Cell, sections
-from kvbm.cli import main
+from kvbm.cli.app import main
 from kvbm.errors import KvbmError, SpecError
-from kvbm.facts import address_lines, axis_rows
-from kvbm.whereabouts import element_at, loop_axes
+from kvbm.layout import spec
+from kvbm.show import figure as picture
+from kvbm.show import html as gallery
+from kvbm.show import plan_figure
+from kvbm.show import text as draw
+from kvbm.show.contents import Cell, sections
+from kvbm.show.elements import element_at, loop_axes
+from kvbm.show.facts import address_lines, axis_rows
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -407,7 +411,7 @@ def test_k_and_v_alternate_as_they_do() -> None:
 
 def test_runs_go_where_the_addresses_say() -> None:
     made = plan("nhd", "universal")
-    drawn = planpicture.draw_plan(made)
+    drawn = plan_figure.draw_plan(made)
     runs = [re.fullmatch(r"(source|destination) (\d+) @(\d+)", box.get_label()) for box in boxes(drawn)]
     found = {(match[1], int(match[2])): int(match[3]) for match in runs if match}
     assert len(found) == 18
@@ -450,7 +454,7 @@ def test_runs_go_where_the_addresses_say() -> None:
 def test_copies(src: str, dst: str, shape: str) -> None:
     """Kernel and loop nest are next to the runs, and nothing overlaps."""
     made = plan(src, dst, shape)
-    drawn = planpicture.draw_plan(made)
+    drawn = plan_figure.draw_plan(made)
     said = texts(drawn)
     assert set(str(made).splitlines()[1:]) <= set(said) and f"kernel {', '.join(made.kernels())}" in said
     assert all(any(line.startswith(f"{part.label}: ") for line in said) for part in made.parts if part.label)
@@ -486,7 +490,7 @@ def test_an_address_leads_back_to_its_element(name: str) -> None:
 def test_runs_and_chunks_have_the_names_of_what_they_hold() -> None:
     """Heads and tokens at both ends of an arrow; the chunks of nhd are named by layer, K and V."""
     made = plan("vllm/flash_attn_nhd", "universal", "llama-3.1-8b")
-    said = texts(planpicture.draw_plan(made))
+    said = texts(plan_figure.draw_plan(made))
     assert {"h0 t0", "h1 t0", "h7 t15", "l0", "l31", "K and V", "the same for"} <= set(said)
     (part,) = made.parts
     loops = [*reversed(part.outer), *reversed(part.inner[1:])]
@@ -498,17 +502,17 @@ def test_runs_and_chunks_have_the_names_of_what_they_hold() -> None:
 def test_chunks_that_interleave_are_drawn_in_pieces() -> None:
     """In universal a layer has a piece in every head; each is drawn at its place in the address map."""
     made = plan("vllm/flash_attn_nhd", "universal", "llama-3.1-8b")
-    drawn = planpicture.draw_plan(made)
+    drawn = plan_figure.draw_plan(made)
     labels = [re.fullmatch(r"destination (?:chunk|piece) (\d+) @0,(\d+)", box.get_label()) for box in boxes(drawn)]
     places = [(int(match[1]), int(match[2])) for match in labels if match]
     assert [index for index, _ in places] == [0, 1, 31, 32, 33, 255] and len(set(places)) == 6
     for index, offset in places:
         h, layer = divmod(index, 32)
         assert made.dst.accesses[0].address(0, {"h": h, "l": layer}) == (0, offset)
-    dark = [box.get_label() for box in boxes(drawn) if box.get_facecolor() == matplotlib.colors.to_rgba(planpicture.FILL_OWN)]
+    dark = [box.get_label() for box in boxes(drawn) if box.get_facecolor() == matplotlib.colors.to_rgba(plan_figure.FILL_OWN)]
     assert [label.split(" @")[0] for label in dark] == ["destination chunk 0", "destination piece 32"]
     assert "chunks interleave" in texts(drawn)
-    whole = planpicture.draw_plan(plan("nhd", "hnd", "llama-3.1-8b"))
+    whole = plan_figure.draw_plan(plan("nhd", "hnd", "llama-3.1-8b"))
     assert not any("piece" in box.get_label() for box in boxes(whole)) and "chunks interleave" not in texts(whole)
 
 

@@ -22,7 +22,7 @@ import oracle
 import plane_oracle
 import strategies
 from coordinates import in_case
-from kvbm import spans, spec
+from kvbm.layout import overlap, spec
 from memory import FakeCuda, Strided, aligned
 from plane_oracle import FAMILIES, TABLE, Arena, held
 from processes import FakeDriver
@@ -61,7 +61,7 @@ def every_shape() -> list[tuple[str, Shape]]:
 def numpy_arrays(arena: Arena, buffer: np.ndarray) -> list[np.ndarray]:
     """The engine's tensors, dense, in their usual shapes."""
     return [
-        np.ndarray(tensor.shape, kvbm.shapes.numpy_name(tensor.dtype), buffer, base)
+        np.ndarray(tensor.shape, kvbm.layout.shapes.numpy_name(tensor.dtype), buffer, base)
         for tensor, base in zip(arena.placed.tensors, arena.bases, strict=True)
     ]
 
@@ -238,7 +238,7 @@ def cuda_arrays(arena: Arena, buffer: Any) -> list[Any]:
     for tensor, base in zip(arena.placed.tensors, arena.bases, strict=True):
         itemsize = plane_oracle.ITEMS[tensor.dtype][0]
         if base % itemsize:
-            typestr = np.dtype(kvbm.shapes.numpy_name(tensor.dtype)).str
+            typestr = np.dtype(kvbm.layout.shapes.numpy_name(tensor.dtype)).str
             made.append(Strided(buffer.data_ptr() + base, tensor.shape, None, typestr, buffer))
         else:
             kind = torch.uint8 if tensor.dtype == "float4_e2m1fn" else getattr(torch, tensor.dtype)
@@ -248,7 +248,7 @@ def cuda_arrays(arena: Arena, buffer: Any) -> list[Any]:
 
 def fake_arrays(arena: Arena, buffer: np.ndarray) -> list[FakeCuda]:
     return [
-        FakeCuda(tensor.shape, kvbm.shapes.numpy_name(tensor.dtype), address=buffer.ctypes.data + base)
+        FakeCuda(tensor.shape, kvbm.layout.shapes.numpy_name(tensor.dtype), address=buffer.ctypes.data + base)
         for tensor, base in zip(arena.placed.tensors, arena.bases, strict=True)
     ]
 
@@ -730,7 +730,7 @@ def bound(layout: kvbm.Layout, shape: kvbm.BlockShape, arena: Arena, buffer: np.
         layout,
         shape,
         [
-            np.ndarray(a.shape, kvbm.shapes.numpy_name(a.dtype), buffer, base, a.strides)
+            np.ndarray(a.shape, kvbm.layout.shapes.numpy_name(a.dtype), buffer, base, a.strides)
             for a, base in zip(resolved.allocations, arena.bases, strict=True)
         ],
     )
@@ -1301,7 +1301,7 @@ def nests(draw: Any) -> tuple[Any, Any]:
     sizes = [draw(st.sampled_from((1, 2, 4))) for _ in range(2)]
     sides = [grown([], size) for size in sizes]
     if draw(st.booleans()):
-        stride = max(spans.reach(side, size) for side, size in zip(sides, sizes, strict=True)) + draw(
+        stride = max(overlap.reach(side, size) for side, size in zip(sides, sizes, strict=True)) + draw(
             st.integers(0, 30)
         )
         sides = [[(extent, stride), *side] for side in sides for extent in [draw(st.just(3))]]
@@ -1323,5 +1323,5 @@ def test_whether_nests_meet(given_: Any) -> None:
 
     a, b = given_
     meet = bool(bytes_of(*a) & bytes_of(*b))
-    assert spans.meet(*a, *b) is meet
-    assert spans.meet(*b, *a) is meet
+    assert overlap.meet(*a, *b) is meet
+    assert overlap.meet(*b, *a) is meet

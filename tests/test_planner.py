@@ -15,7 +15,10 @@ import matrix
 import oracle
 import strategies
 from coordinates import in_case
-from kvbm import _core, nest, prepare, section, spec
+from kvbm import _core
+from kvbm.compile import prepare
+from kvbm.layout import region, spec
+from kvbm.planner import loopnest
 from memory import aligned, placed
 from test_layout import SHAPE, block_shape
 
@@ -374,7 +377,7 @@ def test_text() -> None:
 
 
 def test_what_fits_a_kernel_is_what_was_compiled() -> None:
-    assert (nest.MAX_OUTER, nest.MAX_INNER, nest.MAX_PARTS, section.MAX_UNIT_DIGITS) == (
+    assert (loopnest.MAX_OUTER, loopnest.MAX_INNER, loopnest.MAX_PARTS, region.MAX_UNIT_DIGITS) == (
         _core.MAX_OUTER,
         _core.MAX_INNER,
         _core.MAX_PARTS,

@@ -16,9 +16,9 @@ import pytest
 import kvbm
 import kvbm.numpy
 import oracle
-from kvbm.memory import available_bytes, total_bytes
-from kvbm.shapes import ITEMSIZE, PACKED, numpy_name
-from kvbm.spec import example_shape, layouts_dir, load_dir
+from kvbm.layout.shapes import ITEMSIZE, PACKED, numpy_name
+from kvbm.layout.spec import example_shape, layouts_dir, load_dir
+from kvbm.memory.allocation import available_bytes, total_bytes
 from memory import Bound, FakeCuda, FakeDlpack, aligned, numpy_dtype
 
 SHAPE = kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=8, dtype="float32")
@@ -176,7 +176,7 @@ def test_non_contiguous() -> None:
 
 
 def test_wrong_stride_where_the_layout_has_a_pitch() -> None:
-    from kvbm import spec
+    from kvbm.layout import spec
 
     layout = spec.parse('order: "b l o h t d"\npitch: {b: "4096 B"}', name="padded")
     right = np.ndarray((2, 2, 2, 3, 4, 8), "float32", np.zeros(8192, np.uint8), 0, (4096, 768, 384, 128, 32, 4))
@@ -382,7 +382,7 @@ def test_the_same_memory_in_two_pools() -> None:
 
 
 def test_no_refinement() -> None:
-    from kvbm import spec
+    from kvbm.layout import spec
 
     shape = kvbm.BlockShape(nl=1, no=2, nh=2, nt=12, hd=4, dtype="uint8")
     pools = [
@@ -400,7 +400,7 @@ def test_no_refinement() -> None:
 
 def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
     """K and V in one array, `o` outside `b`: the array does not show the number of blocks, which must be given."""
-    layout = kvbm.spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
+    layout = kvbm.layout.spec.parse('order: {k: "o b l t d", v: "o b l d t"}\npitch: {o: "65536B"}')
     shape = kvbm.BlockShape(nl=2, no=2, nh=1, nt=4, hd=8, dtype="uint8")
     padded = kvbm.Pool.allocate(layout, shape, 6)
     plain = kvbm.Pool.allocate(kvbm.load("universal"), shape, 6)
@@ -420,7 +420,7 @@ def test_a_pitch_that_leaves_room_behind_blocks_of_two_orders() -> None:
 def test_a_number_of_blocks_is_found_or_asked_for_and_never_guessed() -> None:
     """Over all shipped layouts and layouts with room behind the blocks; arrays as given, and records and rows as flat bytes."""
     own = [
-        kvbm.spec.parse(text, name=f"own {number}")
+        kvbm.layout.spec.parse(text, name=f"own {number}")
         for number, text in enumerate((
             'order: {k: "o b l t h d", v: "o b l h d t"}\npitch: {o: "65536 B"}',
             'order: {k: "l o b t h d", v: "l o b h d t"}\npitch: {l: "131072 B"}',
@@ -520,7 +520,7 @@ def test_arguments_of_foreign_types_end_in_errors_of_kvbm() -> None:
         with pytest.raises(kvbm.KvbmError, match=said):
             call()
     with pytest.raises((kvbm.LayoutError, kvbm.SpecError)):
-        kvbm.spec.parse('order: "[l] b t h o d"\npitch: {b: "1if nh else 2"}', name="warns").resolve(SHAPE, 2)
+        kvbm.layout.spec.parse('order: "[l] b t h o d"\npitch: {b: "1if nh else 2"}', name="warns").resolve(SHAPE, 2)
 
 
 # ---- what allocate makes ---------------------------------------------------------------------------------------------
@@ -595,7 +595,7 @@ def test_allocate_compares_the_bytes_with_the_machine(monkeypatch: pytest.Monkey
     for part in (str(1_000_000 * shape.nbytes), "available", "fewer blocks"):
         assert part in str(caught.value), part
     assert isinstance(caught.value, kvbm.errors.NotEnoughMemoryError)
-    monkeypatch.setattr("kvbm.memory.available_bytes", lambda: (3 << 20, "in this test"))
+    monkeypatch.setattr("kvbm.memory.allocation.available_bytes", lambda: (3 << 20, "in this test"))
     kvbm.Pool.allocate("universal", "nl=1,no=1,nh=1,nt=1024,hd=1024,dtype=uint8", 3)
     with pytest.raises(MemoryError, match="3145728 are available in this test"):
         kvbm.Pool.allocate("universal", "nl=1,no=1,nh=1,nt=1024,hd=1024,dtype=uint8", 4)

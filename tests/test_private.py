@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.private import PrivateFolder
+from kvbm.system.private import PrivateFolder
 
 #: A user that is not this one; files are given to it.
 OTHER = 12345
@@ -143,11 +143,11 @@ def at_calls(acts: dict[int, Callable[[], Any]], call: Callable[[], Any]) -> int
 @pytest.mark.slow
 def test_another_folder_in_its_place_at_any_step_is_not_read(tmp_path: Path) -> None:
     """Whoever may rename above it puts a folder of his there, and takes it away, at any two steps."""
-    from kvbm import runtime
+    from kvbm.compile import nvrtc
 
     key, cubin = bytes(32), {name: b"\x7fELF" + bytes(14) + b"\xbe\0" + name.encode() for name in ("mine", "theirs")}
     for name, code in cubin.items():
-        whole = runtime._MAGIC + key + hashlib.sha256(key + code).digest() + code
+        whole = nvrtc._MAGIC + key + hashlib.sha256(key + code).digest() + code
         with PrivateFolder(tmp_path / name / "nvrtc", make=True) as private:
             private.write("code", whole)
     for one in (tmp_path / "theirs", tmp_path / "theirs" / "nvrtc", tmp_path / "theirs" / "nvrtc" / "code"):
@@ -167,7 +167,7 @@ def test_another_folder_in_its_place_at_any_step_is_not_read(tmp_path: Path) -> 
 
     def look() -> None:
         try:
-            found.append(runtime._read(place / "nvrtc" / "code", key))
+            found.append(nvrtc._read(place / "nvrtc" / "code", key))
         except (OSError, ValueError):
             found.append(None)
 

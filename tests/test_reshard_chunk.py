@@ -23,8 +23,8 @@ import digest_oracle
 import reshard_oracle
 from chunking import Told, case, engine
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard
+from kvbm.link.chunk import MOST, TRAILER, cut, key_of, mark_of
 from kvbm.reshard import Cut, Packer, Trailer
-from kvbm.reshard.chunk import MOST, TRAILER, cut, key_of, mark_of
 from kvbm.reshard.sequence import Parts
 from kvbm.reshard.strips import Family, Meeting
 from linking import gpu_memory

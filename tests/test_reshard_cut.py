@@ -23,11 +23,13 @@ import plane_oracle
 import processes
 import reshard_oracle
 from chunking import Carried, case, engine, far_cells, is_sendable
-from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, spec, wire
-from kvbm.reshard import Cut, Packer, Trailer, pack
-from kvbm.reshard import cut as cuts
-from kvbm.reshard.chunk import TRAILER
-from kvbm.reshard.pack import NUM_CELLS
+from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, wire
+from kvbm.layout import spec
+from kvbm.link import chunks as cuts
+from kvbm.link.chunk import TRAILER
+from kvbm.reshard import Cut, Packer, Trailer
+from kvbm.reshard import packer as pack
+from kvbm.reshard.packer import NUM_CELLS
 from linking import until
 from memory import aligned
 from test_reshard_pack import memory

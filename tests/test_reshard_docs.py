@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvbm import BlockShape, CoverageError, Placement, SpecError, load_shape, reshard
-from kvbm.cli import main
+from kvbm.cli.app import main
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "howto" / "reshard.md").read_text(encoding="utf-8")
 

@@ -12,7 +12,8 @@ import pytest
 
 import processes
 import reshard_oracle
-from kvbm import BindError, BlockShape, CoverageError, Placement, PlanError, Pool, Span, load, reshard, spec
+from kvbm import BindError, BlockShape, CoverageError, Placement, PlanError, Pool, Span, load, reshard
+from kvbm.layout import spec
 from kvbm.reshard import local, messages, sequence, strips
 from linking import gpu_memory
 from reshard_oracle import on_host, random_case

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvbm import Placement, gallery, load_shape, reshard
+from kvbm import Placement, load_shape, reshard
 from kvbm.errors import KvbmError
-from kvbm.reshard import picture
 from kvbm.reshard.report import sentence
+from kvbm.show import html, reshard_figure
 from test_picture import _nothing_overlaps, boxes, texts
 
 pytest.importorskip("matplotlib")
@@ -84,7 +84,7 @@ CASES: dict[str, Callable[[], tuple[reshard.Resharding, ...]]] = {
 @functools.cache
 def drawn(name: str) -> tuple[tuple[reshard.Resharding, ...], Any]:
     steps = CASES[name]()
-    return steps, picture.draw(*steps)
+    return steps, reshard_figure.draw(*steps)
 
 
 def labels(figure: Any, pattern: str) -> list[tuple[str, ...]]:
@@ -145,7 +145,7 @@ def test_bytes_of_turns_are_those_of_the_tokens_that_go() -> None:
 def test_bars_say_what_a_rank_holds_and_who_sends_it(name: str) -> None:
     """Computed from the strips alone, for each coordinate."""
     for made in drawn(name)[0]:
-        drawing = picture._Drawing(picture.Sheet(), made)
+        drawing = reshard_figure._Drawing(reshard_figure.Sheet(), made)
         for side, some in enumerate((drawing.sources, drawing.targets)):
             for box, axis in itertools.product(some, "lht"):
                 cells = drawing._cells(side, box, axis)
@@ -171,14 +171,14 @@ def test_neighbours_differ_in_colour_and_in_grey() -> None:
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
         return 0.3 * red + 0.59 * green + 0.11 * blue
 
-    light, dark = ([grey(fill) for fill, *_ in picture._COLOURS[i::2]] for i in (0, 1))
-    assert min(light) - max(dark) > 60 and len(set(picture._COLOURS)) == 10
+    light, dark = ([grey(fill) for fill, *_ in reshard_figure._COLOURS[i::2]] for i in (0, 1))
+    assert min(light) - max(dark) > 60 and len(set(reshard_figure._COLOURS)) == 10
     for name in ("uneven stages", "64 to 16"):
         (made,) = drawn(name)[0]
-        drawing = picture._Drawing(picture.Sheet(), made)
+        drawing = reshard_figure._Drawing(reshard_figure.Sheet(), made)
         for j in range(len(drawing.targets)):
             senders = [drawing.colours[i] for i, target in sorted(drawing.ribbons) if target == j]
-            assert len(set(senders)) == len(senders) or len(senders) > len(picture._COLOURS)
+            assert len(set(senders)) == len(senders) or len(senders) > len(reshard_figure._COLOURS)
 
 
 def test_nothing_is_imported_before_a_picture_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +187,12 @@ def test_nothing_is_imported_before_a_picture_is_made(monkeypatch: pytest.Monkey
     made = CASES["one rank"]()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(KvbmError, match="pictures need matplotlib"):
-        picture.draw(*made)
+        reshard_figure.draw(*made)
 
 
 def test_the_picture_in_the_docs_is_current(tmp_path: Path) -> None:
     """The texts are equal; the digits of curves depend on matplotlib."""
-    gallery.save(drawn("tp4 to tp2")[1], tmp_path / "made.svg")
+    html.save(drawn("tp4 to tp2")[1], tmp_path / "made.svg")
     made, kept = (
         re.findall(r">([^<\n]+)<", path.read_text("utf-8")) for path in (tmp_path / "made.svg", DOCS / "howto" / "reshard.svg")
     )

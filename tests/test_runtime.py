@@ -31,8 +31,13 @@ from hypothesis import strategies as st
 import kvbm
 import oracle
 import strategies
-from kvbm import _core, cli, codegen, doctor, nest, nvcc, prepare, runtime, spec
-from kvbm.nest import Mode
+from kvbm import _core
+from kvbm.cli import app, doctor
+from kvbm.compile import codegen, nvcc, prepare
+from kvbm.compile import nvrtc as runtime
+from kvbm.layout import spec
+from kvbm.planner import loopnest
+from kvbm.planner.loopnest import Mode
 from memory import aligned, numpy_views, placed
 from processes import FakeDriver
 
@@ -460,7 +465,7 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     )
     # Of records and pages there are general kernels, which are built, as all that digest are.
     names = [name for name in names if not name.startswith(("record_", "page_", "digest_", "sum_"))]
-    parsed = {name: nest.parse_kernel(name) for name in names}
+    parsed = {name: loopnest.parse_kernel(name) for name in names}
     assert {(f.kind, f.few, len(forms)) for forms in parsed.values() for f in forms} == {
         ("copy", False, 1), ("copy", False, 2), ("rows", False, 1), ("rows", True, 1), ("tile", False, 1),
         ("tile", False, 2), ("tile", True, 1),
@@ -498,7 +503,7 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
 
 
 @st.composite
-def parts(draw: Any) -> nest.Part:
+def parts(draw: Any) -> loopnest.Part:
     """Any loop nest, mostly with too many modes."""
     step = st.integers(-(2**40), 2**40)
     outer = [
@@ -512,10 +517,10 @@ def parts(draw: Any) -> nest.Part:
         for side in (Mode(2, run.extent, 999), Mode(2, 777, run.extent)):
             inner.insert(draw(st.integers(0, len(inner))), side)
     start = [draw(st.integers(0, 99)) for _ in range(4)]
-    return nest.Part(*start, tuple(outer), (run, *inner), (0, 0), (0, 0))
+    return loopnest.Part(*start, tuple(outer), (run, *inner), (0, 0), (0, 0))
 
 
-def moved(part: nest.Part) -> Counter[tuple[int, int, int, int]]:
+def moved(part: loopnest.Part) -> Counter[tuple[int, int, int, int]]:
     """Source and destination offsets of each run of a part."""
     at = [(part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset)]
     for mode in (*part.outer, *part.inner[1:]):
@@ -527,21 +532,21 @@ def moved(part: nest.Part) -> Counter[tuple[int, int, int, int]]:
 @pytest.mark.slow  # compiles with NVRTC
 @given(parts(), st.sampled_from(["rows", "tile"]))
 @strategies.cases(200)
-def test_pieces_are_the_whole(part: nest.Part, kind: str) -> None:
+def test_pieces_are_the_whole(part: loopnest.Part, kind: str) -> None:
     """Every run once, with no more modes than a kernel has, in pieces of one structure; parts that fit are not changed."""
     kind = kind if part.spans else "rows"
-    most = nest.MAX_INNER + (kind == "tile")
+    most = loopnest.MAX_INNER + (kind == "tile")
     pieces = part.fit(kind)
     assert sum((moved(piece) for piece in pieces), Counter()) == moved(part)
-    assert all(len(piece.outer) <= nest.MAX_OUTER and len(piece.inner) <= most for piece in pieces)
+    assert all(len(piece.outer) <= loopnest.MAX_OUTER and len(piece.inner) <= most for piece in pieces)
     assert {(piece.outer, piece.inner) for piece in pieces} == {(pieces[0].outer, pieces[0].inner)}
-    if len(part.outer) <= nest.MAX_OUTER and len(part.inner) <= most:
+    if len(part.outer) <= loopnest.MAX_OUTER and len(part.inner) <= most:
         assert pieces == (part,)
     if kind == "tile":
         assert all(piece.spans == part.spans for piece in pieces)
     extents = sorted(mode.extent for mode in part.outer)
-    if len(part.inner) <= most and len(extents) > nest.MAX_OUTER:
-        assert len(pieces) == np.prod(extents[: -nest.MAX_OUTER]), "the shortest are peeled off"
+    if len(part.inner) <= most and len(extents) > loopnest.MAX_OUTER:
+        assert len(pieces) == np.prod(extents[: -loopnest.MAX_OUTER]), "the shortest are peeled off"
 
 
 DEEP_SHAPE = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=8, dtype="uint16")
@@ -583,7 +588,7 @@ def test_any_nest_converts_on_the_host(name: str) -> None:
             assert np.array_equal(src.buffer, src.before)
             made = kvbm.plan(src.layout, dst.layout, shape, num_blocks=(4, 5))
             deep.append(
-                any(len(part.outer) > nest.MAX_OUTER or len(part.inner) > nest.MAX_INNER for part in made.parts)
+                any(len(part.outer) > loopnest.MAX_OUTER or len(part.inner) > loopnest.MAX_INNER for part in made.parts)
             )
             copies = prepare.prepare(made, src.pool.alignment, dst.pool.alignment)
             assert len(copies) == sum(len(part.fit(part.kind)) for part in made.parts)
@@ -624,7 +629,7 @@ def test_a_build_has_the_pieces_kernels() -> None:
     big = kvbm.BlockShape(nl=3, no=2, nh=32, nt=64, hd=11, dtype="bfloat16")
     for pair in itertools.permutations([declared(DEEP["outside"]), kvbm.load("nhd")]):
         made = kvbm.plan(*pair, big, num_blocks=(13, 17))
-        assert made.forms()[0].outer > nest.MAX_OUTER
+        assert made.forms()[0].outer > loopnest.MAX_OUTER
         assert {form.name for form in made.fit().forms()} <= names
 
 
@@ -672,7 +677,7 @@ def test_plan_tells_what_is_not_built(tmp_path: Path, cache: Path, monkeypatch: 
     def told(order: str) -> str:
         (tmp_path / "mine.yaml").write_text(f'order: "{order}"\n')
         done = CliRunner().invoke(
-            cli.main,
+            app.main,
             ["plan", str(tmp_path / "mine.yaml"), "nhd", "--shape", "nl=4,no=2,nh=8,nt=32,hd=64,dtype=bfloat16"],
         )
         assert done.exit_code == 0, done.output

@@ -11,7 +11,7 @@ import pytest
 
 from kvbm import BindError
 from kvbm.errors import AuthenticationError
-from kvbm.reshard.secret import FRAME, NOTE, PLAIN, Channel, Handshake, Notes, Secret, Session, open_to_all
+from kvbm.link.secret import FRAME, NOTE, PLAIN, Channel, Handshake, Notes, Secret, Session, open_to_all
 
 SECRET = Secret(b"0123456789abcdef")
 OTHER = Secret(b"0123456789abcdeg")

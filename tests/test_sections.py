@@ -21,7 +21,8 @@ import kvbm
 import matrix
 import oracle
 import plane_oracle
-from kvbm import BlockShape, PlanError, Pool, spec
+from kvbm import BlockShape, PlanError, Pool
+from kvbm.layout import spec
 from memory import FakeCuda, interface_views, numpy_views, placed
 from processes import FakeDriver
 from test_planes import Side as PlanarSide

@@ -12,8 +12,9 @@ import pytest
 from click import Context
 from click.testing import CliRunner, Result
 
-from kvbm import BindError, SpecError, tuning
-from kvbm.cli import main
+from kvbm import BindError, SpecError
+from kvbm.cli.app import main
+from kvbm.copy import cost_model
 from kvbm.integrations.vllm import models, serving
 from processes import FakeDriver
 
@@ -143,11 +144,11 @@ def test_between_engines_a_window_is_sent_and_no_more() -> None:
 def test_measured_speeds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from the table: 64 blocks at 50 GB/s are 50 GB/s."""
     rows = [
-        tuning.Row(direction, name, run, block, total, total / 50e9)
-        for direction in ("d2h", "h2d") for name in tuning.STRATEGIES for run in (1 << 14, 1 << 20)
+        cost_model.Row(direction, name, run, block, total, total / 50e9)
+        for direction in ("d2h", "h2d") for name in cost_model.STRATEGIES for run in (1 << 14, 1 << 20)
         for block in (1 << 20,) for total in (1 << 20, 16 << 20, 256 << 20)
     ]  # fmt: skip
-    table = tuning.Table("a GPU", "1", "2026-01-01", "0", tuple(rows))
+    table = cost_model.Table("a GPU", "1", "2026-01-01", "0", tuple(rows))
     monkeypatch.setattr(serving, "_table", lambda _: table)
     for one in told(LLAMA)["offloading"]["copies"]:
         assert one["gbps"] == pytest.approx(50, rel=0.01) and one["measured"] == table.title
@@ -309,7 +310,7 @@ SCHEMA = {
             "properties": {"copies": {"items": {
                 "required": ["way", "stage", "groups", "blocks", "bytes", "kernels", "strategy", "launches", "descriptors",
                              "vllm_descriptors", "gbps", "measured"],
-                "properties": {"gbps": {"type": ["number", "null"]}, "strategy": {"enum": list(tuning.STRATEGIES)}},
+                "properties": {"gbps": {"type": ["number", "null"]}, "strategy": {"enum": list(cost_model.STRATEGIES)}},
             }}},
         },
         "disaggregation": {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvbm
 from coordinates import in_case
-from kvbm.shapes import data_dir, heads_of_rank
+from kvbm.layout.shapes import data_dir, heads_of_rank
 
 #: Layers, K and V or one latent, KV heads, elements of a head: read in each model's config.json, and typed in again here.
 MODELS = {
@@ -124,7 +124,7 @@ def test_a_degree_that_is_not(text: str) -> None:
 def test_a_file_with_a_wrong_key(tmp_path: object) -> None:
     from pathlib import Path
 
-    from kvbm import shapes
+    from kvbm.layout import shapes
 
     path = Path(str(tmp_path)) / "mine.yaml"
     good = "title: x\nnl: 1\nno: 2\nnh: 4\nnt: 16\nhd: 8\ndtype: int8\ntp: [1, 2]\n"

@@ -44,7 +44,7 @@ def test_an_option_without_a_default(site: Any) -> None:
     import markdown
     from mkdocs_click._docs import make_command_docs
 
-    from kvbm.cli import main
+    from kvbm.cli.app import main
 
     text = "\n".join(make_command_docs("kvbm", main, style="table"))
     html = site.on_page_content(markdown.markdown(text, extensions=["tables"]), PAGE, None, None)
@@ -64,7 +64,7 @@ def test_every_command_is_on_the_page(site: Any) -> None:
     """mkdocs-click shows the commands that a group has loaded."""
     from mkdocs_click._docs import make_command_docs
 
-    from kvbm.cli import main
+    from kvbm.cli.app import main
 
     site.on_startup("build", False)
     text = "\n".join(make_command_docs("kvbm", main, style="table"))

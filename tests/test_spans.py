@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm import BindError, Pool, Transfer, spec
-from kvbm.spans import meet
+from kvbm import BindError, Pool, Transfer
+from kvbm.layout import spec
+from kvbm.layout.overlap import meet
 
 Nest = tuple[tuple[int, int], ...]
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import kvbm
 from coordinates import in_case
-from kvbm import BlockShape, KvbmError, LayoutError, SpecError, load, spec
-from kvbm.spec import parse
-from kvbm.terms import Expression
+from kvbm import BlockShape, KvbmError, LayoutError, SpecError, load
+from kvbm.layout import spec
+from kvbm.layout.spec import parse
+from kvbm.layout.terms import Expression
 
 BAD = sorted((Path(__file__).parent / "data" / "bad").glob("*.yaml"))
 

@@ -206,7 +206,7 @@ def test_texts_of_a_file_reach_messages_escaped(tmp_path: Path) -> None:
 def test_names_of_files_reach_the_terminal_escaped(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from kvbm.cli import main
+    from kvbm.cli.app import main
 
     path = tmp_path / "x\x1b[31m\u202e\x9b"
     store.save(path, noise("nhd", FEW))
@@ -350,7 +350,7 @@ def test_a_shape_that_does_not_fit_the_layout_names_the_file(tmp_path: Path) -> 
     shape = json.dumps(json.dumps({"nl": 1, "no": 3, "nh": 1, "nt": 2, "hd": 2, "dtype": "int16"}))
     header = changed(("__metadata__", "kvbm.shape"), shape).replace(kvbm.load("universal").fingerprint, "")
     stored = store.read(write(tmp_path / "in", header.replace('"kvbm.fingerprint": "", ', "")))
-    halves = kvbm.spec.parse("order: {k: '[b] l o h t d', v: '[b] l o h d t'}")
+    halves = kvbm.layout.spec.parse("order: {k: '[b] l o h t d', v: '[b] l o h d t'}")
     with pytest.raises(kvbm.BindError, match=f"{tmp_path / 'in'}: .*no must be 1 or 2, got 3"):
         stored.pool(halves)
 
@@ -385,7 +385,7 @@ def stored(path: Path) -> store.Digests:
 def test_digests_are_those_of_the_definition(tmp_path: Path) -> None:
     """Digests of blocks, layers and tokens, computed by NumPy, for every layout of a file."""
     text = 'order: "[b] t l o h d"\n'
-    pool = noise(kvbm.spec.parse(text, name="canonical"), FEW)
+    pool = noise(kvbm.layout.spec.parse(text, name="canonical"), FEW)
     bytes_ = [array.view(np.uint8) for array in pool.arrays]  # t l o h, bytes
     for name in ("nhd", "universal", "hnd", "vllm/LBHNC", "vllm/paged_attn_v0"):
         store.save(tmp_path / "out", pool, layout=kvbm.load(name), force=True)
@@ -403,7 +403,7 @@ def test_digests_are_those_of_the_definition(tmp_path: Path) -> None:
 
 def test_digests_of_planes_in_four_bits(tmp_path: Path) -> None:
     text = 'order: "[<x y> l] b"\nplanes: {x: {order: t d, dtype: int4}, y: {order: t, dtype: float64}}\n'
-    pool = noise(kvbm.spec.parse(text, name="mine"), "nl=2,no=1,nh=1,nt=3,hd=6", 5)
+    pool = noise(kvbm.layout.spec.parse(text, name="mine"), "nl=2,no=1,nh=1,nt=3,hd=6", 5)
     store.save(tmp_path / "out", pool, [4, 0])
     found = stored(tmp_path / "out")
     for row, block in enumerate((4, 0)):
@@ -587,7 +587,7 @@ def test_files_without_digests(tmp_path: Path) -> None:
 def test_a_layout_without_digests(tmp_path: Path) -> None:
     """Layouts with bytes of elements along another axis than the last have no digests: the file is written without, and says so."""
     text = 'order: "[<x y> l] b"\nplanes: {x: {order: d t, dtype: int4}, y: {order: t, dtype: float32}}\n'
-    layout = kvbm.spec.parse(text, name="mine")
+    layout = kvbm.layout.spec.parse(text, name="mine")
     pool = noise(layout, "nl=2,no=1,nh=1,nt=4,hd=6")
     with pytest.raises(kvbm.PlanError):
         pool.digest()
@@ -994,7 +994,7 @@ def test_blocks_that_are_read_are_those_that_are_mapped(
     monkeypatch.setattr(blocks, "_STEP_BYTES", step)
     monkeypatch.setattr(reading, "_PIECE_BYTES", 1000)
     done = 0
-    for layout in kvbm.spec.load_dir(kvbm.spec.layouts_dir()):
+    for layout in kvbm.layout.spec.load_dir(kvbm.layout.spec.layouts_dir()):
         for text in (
             "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16", "nl=2,no=1,nh=1,nt=64,hd=576,dtype=bfloat16",
             "nl=2,no=1,nh=1,nt=64,hd=512,dtype=float8_e4m3fn", "nl=2,no=2,nh=4,nt=16,hd=64,dtype=float4_e2m1fn",

@@ -27,7 +27,7 @@ import pytest
 from click.testing import CliRunner
 
 import kvbm.testing
-from kvbm.cli import main
+from kvbm.cli.app import main
 from kvbm.errors import SpecError
 from kvbm.testing import (
     CORRECTNESS_TESTS,
@@ -403,7 +403,7 @@ def test_a_kernel_that_hangs(hanging: Any) -> None:
 
 def test_many_calls_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """No single call hangs; the loop ends by itself, and no thread continues."""
-    monkeypatch.setattr("kvbm.machine.cache_bytes", lambda device: 1 << 20)  # the time to overwrite a large one counts
+    monkeypatch.setattr("kvbm.system.machine.cache_bytes", lambda device: 1 << 20)  # the time to overwrite a large one counts
     pause = threading.Event()
     _, error = benchmark_kernel(lambda x: pause.wait(0.02), 1, 0, 1000, limit_s=1.5)
     assert error is not None
@@ -494,7 +494,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A clock in nanoseconds that only the kernel advances."""
     now = [0]
     monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: now[0])
-    monkeypatch.setattr("kvbm.machine.cache_bytes", lambda place: 1000)
+    monkeypatch.setattr("kvbm.system.machine.cache_bytes", lambda place: 1000)
     return now
 
 
@@ -673,11 +673,11 @@ def test_seconds_without_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.quick
 def test_memory_is_compared_before_inputs_and_cases_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: copies of an input, and the arrays of a case, were made until the machine had no memory left."""
-    from kvbm import memory
     from kvbm.bench import measure
     from kvbm.errors import NotEnoughMemoryError
+    from kvbm.memory import allocation
 
-    monkeypatch.setattr(memory, "available_bytes", lambda: (3 << 20, "of this machine"))
+    monkeypatch.setattr(allocation, "available_bytes", lambda: (3 << 20, "of this machine"))
     data = np.zeros(2 << 20, np.uint8)
     with pytest.raises(NotEnoughMemoryError, match="copies of the kernel's input: needs 4194304 bytes of host memory"):
         make_match_reference(lambda x: x)(lambda x: x, data)

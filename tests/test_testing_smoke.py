@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import sshd
 from kvbm import errors
-from kvbm.cli import main
+from kvbm.cli.app import main
 from kvbm.testing import remote, smoke
 from ports import free_ports
 
@@ -119,7 +119,7 @@ def test_a_kernel_that_ends_the_process(tmp_path: Path, capfd: Any, body: str, c
 
 def test_a_wrong_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies by kvbm are also checked."""
-    from kvbm import transfer
+    from kvbm.copy import transfer
     from kvbm.testing import nvfp4
 
     assert nvfp4.convert is transfer.convert  # bound before it is replaced: the example stays right

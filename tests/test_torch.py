@@ -19,7 +19,9 @@ import kvbm  # noqa: E402
 import kvbm.torch  # noqa: E402
 import matrix  # noqa: E402
 import oracle  # noqa: E402
-from kvbm import _core, contract, transfer  # noqa: E402
+from kvbm import _core  # noqa: E402
+from kvbm.copy import transfer  # noqa: E402
+from kvbm.memory import array_checks  # noqa: E402
 from kvbm.torch import batches, functions, operators  # noqa: E402
 from memory import Bound, aligned, placed, torch_views  # noqa: E402
 
@@ -681,7 +683,7 @@ def test_the_first_backward_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     """The backward copy is planned with the forward copy, so the first backward pass takes no longer than the second."""
     tensors = small("nhd", 3)
     batches._faces.clear()
-    contract.side_of.cache_clear()
+    array_checks.side_of.cache_clear()
     out = kvbm.torch.convert(tensors, "nhd", "universal", SMALL)
     for module, name in ((batches, "plan"), (batches, "prepare"), (batches, "Face"), (batches, "Batch")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("planned in the backward"))
@@ -1022,13 +1024,13 @@ def test_nothing_imports_the_bridges() -> None:
     code = (
         "import sys, kvbm\n"
         "kvbm.convert, kvbm.kernels, kvbm.Pool\n"
-        "names = ('torch', 'cupy', 'numba', 'jax', 'kvbm.torch', 'kvbm.bridge', 'kvbm.numpy')\n"
+        "names = ('torch', 'cupy', 'numba', 'jax', 'kvbm.torch', 'kvbm._bridge', 'kvbm.numpy')\n"
         "print([name for name in names if name in sys.modules])\n"
         "kvbm.numpy.convert\n"
         "print([name for name in names if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.splitlines() == ["[]", "['kvbm.bridge', 'kvbm.numpy']"]
+    assert done.stdout.splitlines() == ["[]", "['kvbm._bridge', 'kvbm.numpy']"]
 
 
 def test_a_tensor_whose_storage_was_resized_is_refused_and_never_read() -> None:

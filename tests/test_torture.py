@@ -13,7 +13,8 @@ import pytest
 
 import processes
 import torturing
-from kvbm import digesting, kernels
+from kvbm import kernels
+from kvbm.digest import run as digesting
 
 TOOL = Path(__file__).resolve().parents[1] / "tools" / "torture.py"
 

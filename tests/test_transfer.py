@@ -21,7 +21,10 @@ import pytest
 import kvbm
 import matrix
 import oracle
-from kvbm import _core, digesting, prepare, spec
+from kvbm import _core
+from kvbm.compile import prepare
+from kvbm.digest import run
+from kvbm.layout import spec
 from memory import Bound, aligned, numpy_views, placed
 from processes import FakeDriver
 from test_planner import at_slot, execute, has_whole_runs, run_two_steps, step
@@ -645,7 +648,7 @@ def test_explain_of_digests_across_a_link() -> None:
             self.kernel = name
 
     one, other = [Kernel("digest_a")], [Kernel("digest_b"), Kernel("digest_b")]
-    made = digesting.CopyDigests("cells of 16 bytes are copied in words of 2", [Kernel("sum_rows")], (one, other))  # type: ignore[arg-type, list-item]
+    made = run.CopyDigests("cells of 16 bytes are copied in words of 2", [Kernel("sum_rows")], (one, other))  # type: ignore[arg-type, list-item]
     direct, staged, engine = made.explain(("direct", "staged", "engine"), of_dst=True)
     assert direct.endswith(
         "by a pass of their own (2 launches of digest_b) over the destination when the copy is done: cells of 16 bytes are copied "

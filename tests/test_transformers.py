@@ -36,7 +36,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.distributed import DistributedHelper  # noqa: E402
 from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
 
-from kvbm.integrations import transformers as batching  # noqa: E402
+from kvbm.integrations.transformers import batching as batching  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODELS = ["llama", "hybrid"]
@@ -232,9 +232,9 @@ def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "4.57.1")
     monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.offloading_manager", None)
-    monkeypatch.delitem(sys.modules, "kvbm.integrations.transformers")
+    monkeypatch.delitem(sys.modules, "kvbm.integrations.transformers.batching")
     with pytest.raises(ImportError, match=re.escape("transformers 4.57.1 has no supported continuous batching")):
-        importlib.import_module("kvbm.integrations.transformers")
+        importlib.import_module("kvbm.integrations.transformers.batching")
 
 
 def _without(name: str) -> Callable[[Any], None]:

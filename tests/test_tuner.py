@@ -18,8 +18,10 @@ import pytest
 from click.testing import CliRunner
 
 import kvbm
-from kvbm import cli, doctor, planner, tuner, tuning
-from kvbm.tuning import Row, Way
+from kvbm.cli import app, doctor
+from kvbm.copy import autotune, cost_model
+from kvbm.copy.cost_model import Row, Way
+from kvbm.planner import plan
 from processes import FakeDriver
 from test_tuning import DRIVER, GPU, KIB, MIB, PLAIN
 
@@ -33,15 +35,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("KVBM_TUNE", raising=False)
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(tuning, "machine", lambda _: (GPU, DRIVER))
-        monkeypatch.setattr(tuner, "measure", Measured(kvbm.KvbmError("this test did not ask for it")))
-    tuner.reload()
+        monkeypatch.setattr("kvbm.system.machine.gpu_and_driver", lambda _: (GPU, DRIVER))
+        monkeypatch.setattr(autotune, "measure", Measured(kvbm.KvbmError("this test did not ask for it")))
+    autotune.reload()
     yield
-    tuner.reload()
+    autotune.reload()
 
 
-def limits(direction: str, ways: dict[str, Way] = ALL, block: int = 2 * MIB) -> tuning.Choice:
-    return tuner.limits(direction, 0, ways, block, tuning.CHUNK_BYTES, kvbm.Transfer)
+def limits(direction: str, ways: dict[str, Way] = ALL, block: int = 2 * MIB) -> cost_model.Choice:
+    return autotune.limits(direction, 0, ways, block, cost_model.CHUNK_BYTES, kvbm.Transfer)
 
 
 # ---- without a table -----------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ def test_the_built_in_rule(direction: str, runs: Any, found: Any, monkeypatch: p
 
 def test_a_table_is_read_where_measuring_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBM_TUNE", "0")
-    tuning.save(PLAIN)
+    cost_model.save(PLAIN)
     why = limits("d2h").why
     assert "measured on this machine" in why and GPU in why and DRIVER in why and PLAIN.date in why
     assert "KVBM_TUNE=0" in limits("h2d").why
@@ -79,10 +81,10 @@ def test_a_table_is_read_where_measuring_is_forbidden(monkeypatch: pytest.Monkey
 
 def test_one_gpu_alone_is_never_measured() -> None:
     assert limits("d2d") == (((0, "direct"),), "one kernel on one GPU is the fastest way there")
-    tuning.save(PLAIN)  # which does not know d2d
-    tuner.reload()
+    cost_model.save(PLAIN)  # which does not know d2d
+    autotune.reload()
     assert limits("d2d").limits == ((0, "direct"),)
-    assert tuner.measure.asked == []  # type: ignore[attr-defined]
+    assert autotune.measure.asked == []  # type: ignore[attr-defined]
 
 
 class Measured:
@@ -91,7 +93,7 @@ class Measured:
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.asked = error, []  # type: ignore[var-annotated]
 
-    def __call__(self, device: int, mover: Any, *, directions: Any, peers: Any) -> tuning.Table:
+    def __call__(self, device: int, mover: Any, *, directions: Any, peers: Any) -> cost_model.Table:
         assert bool(peers) == (directions == ("p2p",)), "no context on a GPU that this process does not use"
         assert mover is kvbm.Transfer
         self.asked.append((device, *directions))
@@ -99,13 +101,13 @@ class Measured:
         if self.error:
             raise self.error
         rows = (Row(d, name, KIB, MIB, MIB, t) for d in directions for name, t in (("direct", 2e-4), ("engine", 1e-4)))
-        return tuning.Table(GPU, DRIVER, "2026-01-31", "0.0.7", tuple(rows))
+        return cost_model.Table(GPU, DRIVER, "2026-01-31", "0.0.7", tuple(rows))
 
 
 def test_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     measured = Measured()
-    monkeypatch.setattr(tuner, "measure", measured)
-    monkeypatch.setattr(tuner, "_used_peers", lambda _: [1])
+    monkeypatch.setattr(autotune, "measure", measured)
+    monkeypatch.setattr(autotune, "_used_peers", lambda _: [1])
     answers: list[Any] = []
     with caplog.at_level(logging.INFO, "kvbm"):
         threads = [threading.Thread(target=lambda: answers.append(limits("d2h"))) for _ in range(8)]
@@ -115,35 +117,35 @@ def test_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest
             thread.join()
     assert len(answers) == 8 and {str(found) for found, _ in answers} == {"((0, 'engine'),)"}
     assert measured.asked == [(0, "d2h", "h2d", "d2d")]
-    assert "KVBM_TUNE=0" in caplog.text and str(tuning.path(GPU, DRIVER)) in caplog.text
-    tuner.reload()  # as another process
+    assert "KVBM_TUNE=0" in caplog.text and str(cost_model.path(GPU, DRIVER)) in caplog.text
+    autotune.reload()  # as another process
     for direction in ("h2d", "d2h", "d2d"):
         assert "2026-01-31" in limits(direction)[1]
     assert len(measured.asked) == 1
     limits("p2p")
     assert measured.asked[1:] == [(0, "p2p")], "only what is missing"
-    tuner.reload()
-    assert tuning.load(GPU, DRIVER).directions == tuning.DIRECTIONS  # type: ignore[union-attr]
+    autotune.reload()
+    assert cost_model.load(GPU, DRIVER).directions == cost_model.DIRECTIONS  # type: ignore[union-attr]
 
 
 def test_measuring_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     measured = Measured(kvbm.CudaError("out of memory on cuda:0"))
-    monkeypatch.setattr(tuner, "measure", measured)
+    monkeypatch.setattr(autotune, "measure", measured)
     for _ in range(3):
         found, why = limits("d2h")
         assert found == BUILT_IN
         assert "built-in rule" in why and "out of memory on cuda:0" in why
     assert len(measured.asked) == 1, "not at every transfer"
     assert len(caplog.records) == 1
-    assert not tuning.path(GPU, DRIVER).exists()
-    tuner.reload()
+    assert not cost_model.path(GPU, DRIVER).exists()
+    autotune.reload()
     limits("d2h")
     assert len(measured.asked) == 2
 
 
 def test_a_bug_in_here_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuning.save(PLAIN)
-    monkeypatch.setattr(tuning.Table, "choose", lambda *_: 1 // 0)
+    cost_model.save(PLAIN)
+    monkeypatch.setattr(cost_model.Table, "choose", lambda *_: 1 // 0)
     found, why = limits("d2h")
     assert found == BUILT_IN and "division" in why
 
@@ -157,7 +159,7 @@ def test_not_while_a_capture_is_going_on(monkeypatch: pytest.MonkeyPatch) -> Non
         is_current_stream_capturing=lambda: bool(asked.append(stream.cuda_stream)) or stream.cuda_stream == 7,
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
-    monkeypatch.setattr(tuner, "measure", measured)
+    monkeypatch.setattr(autotune, "measure", measured)
     stream.cuda_stream = 7
     assert "capture" in limits("d2h")[1]
     assert not measured.asked
@@ -172,7 +174,7 @@ def test_a_folder_that_cannot_be_written(
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "file" / "cache"))
     measured = Measured()
-    monkeypatch.setattr(tuner, "measure", measured)
+    monkeypatch.setattr(autotune, "measure", measured)
     for _ in range(2):
         assert "measured on this machine" in limits("d2h")[1]
     assert len(measured.asked) == 1
@@ -183,8 +185,8 @@ def test_a_folder_that_cannot_be_written(
 
 
 def test_synthetic_layouts_have_the_runs_that_they_are_filed_under() -> None:
-    for run, block, sizes_ in tuner.grid():
-        near, far, shape = tuner._shapes(run, block)
+    for run, block, sizes_ in autotune.grid():
+        near, far, shape = autotune._shapes(run, block)
         assert shape.nbytes == block and all(size % block == 0 for size in sizes_)
         for src, dst, gathers in ((near, far, True), (far, near, False)):
             made = kvbm.plan(src, dst, shape, num_blocks=64)
@@ -203,7 +205,7 @@ def test_ctrl_c_ends_the_measuring_thread() -> None:
         return []
 
     with pytest.raises(KeyboardInterrupt):
-        tuner._on_a_thread(work, stop)
+        autotune._on_a_thread(work, stop)
     assert ended == [True]
 
 
@@ -223,21 +225,21 @@ def test_measure_on_a_gpu(tmp_path: Path) -> None:
 
     torch.cuda.init()
     device = torch.cuda.current_device()
-    tuner.measure(0, kvbm.Transfer, directions=("d2d",))  # contexts and kernels are loaded
+    autotune.measure(0, kvbm.Transfer, directions=("d2d",))  # contexts and kernels are loaded
     free = torch.cuda.mem_get_info(0)[0]
     begin = time.perf_counter()
-    made = tuner.measure(0, kvbm.Transfer)
+    made = autotune.measure(0, kvbm.Transfer)
     assert time.perf_counter() - begin < 10
     assert torch.cuda.current_device() == device
     if "PYTEST_XDIST_WORKER" not in os.environ:  # other processes use the GPU's memory too
         assert torch.cuda.mem_get_info(0)[0] >= free - 32 * MIB
     for direction in ("d2h", "h2d"):
-        for run in tuner.RUNS:
+        for run in autotune.RUNS:
             names = {row.strategy for row in made.rows if (row.direction, row.run_bytes) == (direction, run)}
-            assert names == set(tuning.STRATEGIES)
+            assert names == set(cost_model.STRATEGIES)
     assert "d2d" in made.directions and ("p2p" in made.directions) == (torch.cuda.device_count() > 1)
     assert all(1e-7 < row.seconds < 1 for row in made.rows)
-    tuning.save(made)
+    cost_model.save(made)
     shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=128)
     near, far = kvbm.load("nhd"), kvbm.load("universal")
     stream = torch.cuda.Stream()
@@ -249,7 +251,7 @@ def test_measure_on_a_gpu(tmp_path: Path) -> None:
                     done = move.copy(range(n), range(n), stream=stream)
                     done.synchronize()
                     assert (
-                        f"{n} block{'s' if n > 1 else ''} ({planner.size_text(n * shape.nbytes)}): {done.strategy}"
+                        f"{n} block{'s' if n > 1 else ''} ({plan.size_text(n * shape.nbytes)}): {done.strategy}"
                         in (move.explain(n))
                     )
 
@@ -264,7 +266,7 @@ def test_a_capture_elsewhere_stays_whole() -> None:
     with torch.cuda.graph(graph):
         x += 1
         assert "capture" in limits("d2h")[1]
-        made = tuner.measure(0, kvbm.Transfer, directions=("d2h",))
+        made = autotune.measure(0, kvbm.Transfer, directions=("d2h",))
         x += 1
     graph.replay()
     torch.cuda.synchronize()
@@ -275,13 +277,13 @@ def test_a_capture_elsewhere_stays_whole() -> None:
 
 
 def call(*args: str) -> Any:
-    return CliRunner().invoke(cli.main, ["tune", *args], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app.main, ["tune", *args], env={"COLUMNS": "200"})
 
 
 def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def measure(device: int, mover: Any, progress: Callable[[int, int], object]) -> tuning.Table:
+    def measure(device: int, mover: Any, progress: Callable[[int, int], object]) -> cost_model.Table:
         assert mover is kvbm.Transfer
         calls.append(device)
         progress(1, 2)
@@ -289,17 +291,17 @@ def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
 
     result = call("--show")
     assert result.exit_code == 1 and "`kvbm tune` makes it" in result.output
-    monkeypatch.setattr(tuner, "measure", measure)
+    monkeypatch.setattr(autotune, "measure", measure)
     monkeypatch.setenv("KVBM_TUNE", "0")  # is for what happens by itself
     limits("d2h")
     result = call("--device", "3")
     assert result.exit_code == 0, result.output
-    assert calls == [3] and tuning.load(GPU, DRIVER) == PLAIN
+    assert calls == [3] and cost_model.load(GPU, DRIVER) == PLAIN
     assert "measured on this machine" in limits("d2h")[1], "this process takes it too"
-    assert str(tuning.path(GPU, DRIVER)) in result.output and "2026-01-31" in result.output
+    assert str(cost_model.path(GPU, DRIVER)) in result.output and "2026-01-31" in result.output
     (row,) = [line.split() for line in result.output.splitlines() if " 4 KiB" in line]
-    (end, _), _ = PLAIN.choose("d2h", dict.fromkeys(tuning.STRATEGIES, Way(4 * KIB)), MIB).limits
-    text = f"direct up to {planner.size_text(end * MIB)}, then staged"
+    (end, _), _ = PLAIN.choose("d2h", dict.fromkeys(cost_model.STRATEGIES, Way(4 * KIB)), MIB).limits
+    text = f"direct up to {plan.size_text(end * MIB)}, then staged"
     assert " ".join(row) == f"d2h 4 KiB {text} 49.8 54.6 11.1"
     shown = call("--show")
     assert shown.exit_code == 0 and shown.output == result.output and calls == [3]
@@ -319,7 +321,7 @@ def test_tune_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_tune_is_in_the_help_and_doctor_tells_of_it() -> None:
-    assert "tune" in CliRunner().invoke(cli.main, ["--help"]).output
+    assert "tune" in CliRunner().invoke(app.main, ["--help"]).output
     info = {"name": GPU, "capability": (9, 0), "sms": 132, "memory": 1 << 37}
     core = SimpleNamespace(
         driver_version=lambda: 13000,
@@ -329,6 +331,6 @@ def test_tune_is_in_the_help_and_doctor_tells_of_it() -> None:
     )
     ((mark, text),) = [(mark, text) for mark, what, text in doctor._gpus(core, "", "") if what == "tuning"]
     assert mark == "note" and "kvbm tune" in text and GPU in text
-    tuning.save(PLAIN)
+    cost_model.save(PLAIN)
     ((mark, text),) = [(mark, text) for mark, what, text in doctor._gpus(core, "", "") if what == "tuning"]
-    assert mark == "ok" and str(tuning.path(GPU, DRIVER)) in text
+    assert mark == "ok" and str(cost_model.path(GPU, DRIVER)) in text

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm import tuner, tuning
-from kvbm.tuning import BUILT_IN, Cost, Row, Way
+from kvbm.copy import autotune, cost_model
+from kvbm.copy.cost_model import BUILT_IN, Cost, Row, Way
 
 GPU, DRIVER = "Test GPU 80GB (PCIe)", "580.1"
 KIB, MIB = 1 << 10, 1 << 20
 ROOT = Path(__file__).resolve().parents[1]
-PLAIN = tuning.Table(
+PLAIN = cost_model.Table(
     GPU,
     DRIVER,
     "2026-01-31",
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBM_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def chosen(choice: tuning.Choice, n: int) -> str:
+def chosen(choice: cost_model.Choice, n: int) -> str:
     return next((name for limit, name in choice.limits[:-1] if n <= limit), choice.limits[-1][1])
 
 
@@ -60,30 +60,30 @@ def machines(draw: Any) -> tuple[str, dict[str, Cost]]:
     """A direction, and the costs of the strategies in it."""
     direction = draw(st.sampled_from(("d2h", "h2d", "p2p")))
     found = {}
-    for name in tuning.STRATEGIES:
+    for name in cost_model.STRATEGIES:
         staged = name == "staged"
-        slopes = tuple((run, float(us) / 1e6 / MIB) for run, us in zip(tuner.RUNS, draw(rising), strict=True))
+        slopes = tuple((run, float(us) / 1e6 / MIB) for run, us in zip(autotune.RUNS, draw(rising), strict=True))
         fixed, group, exposed = (draw(st.floats(0, most)) for most in (4e-5, 1e-5 * staged, 3e-12 * staged))
         found[name] = Cost(name, direction != "h2d", fixed, group, exposed, slopes)
     return direction, found
 
 
-def measured(direction: str, costs: dict[str, Cost], noise: float = 0.0, seed: int = 1) -> tuning.Table:
+def measured(direction: str, costs: dict[str, Cost], noise: float = 0.0, seed: int = 1) -> cost_model.Table:
     """The result of `tuner.measure` on such a machine."""
     random = np.random.default_rng(seed)
     rows = [
         Row(direction, name, run, block, total, float(cost.seconds(total // block, block, Way(run))) * factor)
         for name, cost in costs.items()
-        for run, block, totals in tuner.grid()
+        for run, block, totals in autotune.grid()
         for total in totals
         for factor in [float(random.uniform(1 - noise, 1 + noise))]
     ]
-    return tuning.Table(GPU, DRIVER, "2026-01-31", "0", tuple(rows))
+    return cost_model.Table(GPU, DRIVER, "2026-01-31", "0", tuple(rows))
 
 
 #: Blocks and pieces that are not in the grid: Llama 3.1 8B, 70B, 70B on four GPUs, DeepSeek; whole, an array a layer, …
 UNTUNED = [
-    (block, dict(zip(tuning.STRATEGIES, map(Way, runs), strict=True)))
+    (block, dict(zip(cost_model.STRATEGIES, map(Way, runs), strict=True)))
     for block, pieces in ((2 * MIB, 32), (5 * MIB, 80), (1310720, 80), (4497408, 61))
     for runs in (
         (256, block, 256),
@@ -110,7 +110,7 @@ def test_the_choice_is_within_2_percent_of_the_best_also_away_from_what_was_meas
 def test_the_predicted_time_of_the_choice_is_the_least(machine: Any, way: Any, some: Any, chunk: int) -> None:
     (direction, costs), (block, ways) = machine, way
     every = {(direction, name): cost for name, cost in costs.items()}
-    choice = tuning.choose(every, direction, ways, block, chunk * MIB)
+    choice = cost_model.choose(every, direction, ways, block, chunk * MIB)
     ends = [limit for limit, _ in choice.limits]
     assert 1 <= len(ends) <= 8 and ends == sorted(set(ends))
     if len(ends) == 8:
@@ -138,7 +138,7 @@ def test_no_rows_make_a_cost_that_falls_with_bytes_or_with_pieces(rows: list[Row
 
 
 def test_a_fit_finds_what_made_the_rows() -> None:
-    slopes = tuple(zip(tuner.RUNS, (9e-11, 3e-11, 2e-11, 1.8e-11), strict=True))
+    slopes = tuple(zip(autotune.RUNS, (9e-11, 3e-11, 2e-11, 1.8e-11), strict=True))
     for direction in ("d2h", "h2d"):
         cost = Cost("staged", direction == "d2h", 9e-6, 4e-6, 1e-12, slopes)
         found = measured(direction, {"staged": cost}).costs[direction, "staged"]
@@ -165,10 +165,10 @@ def test_groups_are_those_of_the_engine(block: int, chunk: int, gathers: bool) -
     text = (ROOT / "cuda" / "staging.cpp").read_text(encoding="utf-8")
     small_bytes = re.search(r"kSmallGroupBytes = (\d+) << 20", text)
     at_once = re.search(r"<= (\d+) \* kSmallGroupBytes", text)
-    assert small_bytes and int(small_bytes[1]) << 20 == tuning._SMALL_GROUP
-    assert at_once and int(at_once[1]) == tuning._AT_ONCE
+    assert small_bytes and int(small_bytes[1]) << 20 == cost_model._SMALL_GROUP
+    assert at_once and int(at_once[1]) == cost_model._AT_ONCE
     counts = [*range(1, 40), 64, 1000]
-    found = tuning._groups(counts, block, chunk, gathers=gathers)
+    found = cost_model._groups(counts, block, chunk, gathers=gathers)
     for n, groups, exposed in zip(counts, *found, strict=True):
         most = max(chunk // block, 1)
         if gathers and n <= most and n * block <= 8 * MIB:
@@ -200,7 +200,7 @@ def test_the_built_in_costs_are_those_of_an_h200(direction: str) -> None:
         for name, seconds in times.items():
             predicted = float(BUILT_IN[direction, name].seconds(n, block, ways[name]))
             assert predicted == pytest.approx(seconds, rel=0.04), (pattern, n, name)
-        choice = tuning.choose(BUILT_IN, direction, ways, block)
+        choice = cost_model.choose(BUILT_IN, direction, ways, block)
         assert times[chosen(choice, n)] <= 1.02 * min(times.values()), (pattern, n, choice)
 
 
@@ -217,15 +217,15 @@ def test_on_a_noisy_h200_the_choice_is_still_within_2_percent(direction: str) ->
 
 def test_on_one_gpu_the_engine_must_be_ahead() -> None:
     for ahead, name in ((1.049, "direct"), (1.051, "engine")):
-        made = tuning.Table(GPU, DRIVER, "", "", tuple(
+        made = cost_model.Table(GPU, DRIVER, "", "", tuple(
             Row("d2d", strategy, MIB, MIB, total, total * 1e-12 * factor)
             for strategy, factor in (("direct", ahead), ("engine", 1.0)) for total in (MIB, 4 * MIB)
         ))  # fmt: skip
-        assert made.choose("d2d", dict.fromkeys(tuning.STRATEGIES, Way(MIB)), MIB).limits == ((0, name),)
+        assert made.choose("d2d", dict.fromkeys(cost_model.STRATEGIES, Way(MIB)), MIB).limits == ((0, name),)
 
 
 def test_what_was_not_measured_is_not_taken() -> None:
-    ways = dict.fromkeys(tuning.STRATEGIES, Way(MIB))
+    ways = dict.fromkeys(cost_model.STRATEGIES, Way(MIB))
     assert PLAIN.choose("h2d", ways, MIB) is None
     assert PLAIN.choose("d2h", {"engine": Way(MIB)}, MIB).limits == ((0, "engine"),)
     assert PLAIN.directions == ("d2h",)
@@ -242,7 +242,7 @@ def test_several_launches_cost_several_times_the_fixed_time() -> None:
 
 def test_at_most_eight_entries_are_left() -> None:
     made = [(2**i + i % 3, ("direct", "staged")[i % 2]) for i in range(20)]
-    found = tuning._few(list(made))
+    found = cost_model._few(list(made))
     assert 2 < len(found) <= 8 and [limit for limit, _ in found] == sorted({limit for limit, _ in found})
     assert all(one[1] != behind[1] for one, behind in itertools.pairwise(found)) and found[-1] == made[-1]
 
@@ -251,16 +251,16 @@ def test_at_most_eight_entries_are_left() -> None:
 
 
 def test_round_trip() -> None:
-    where = tuning.save(PLAIN)
-    assert tuning.load(GPU, DRIVER) == PLAIN
-    assert where == tuning.path(GPU, DRIVER) and where.name == "tuning-test-gpu-80gb-pcie-580.1-v2.json"
+    where = cost_model.save(PLAIN)
+    assert cost_model.load(GPU, DRIVER) == PLAIN
+    assert where == cost_model.path(GPU, DRIVER) and where.name == "tuning-test-gpu-80gb-pcie-580.1-v2.json"
     assert [p.name for p in where.parent.iterdir()] == [where.name]
-    assert tuning.load(GPU, "580.2") is None and tuning.load("another", DRIVER) is None
+    assert cost_model.load(GPU, "580.2") is None and cost_model.load("another", DRIVER) is None
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def folder() -> str:
-        return str(tuning.path(GPU, DRIVER).parent)
+        return str(cost_model.path(GPU, DRIVER).parent)
 
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
@@ -304,39 +304,39 @@ def change(**given: Any) -> Callable[[str], str]:
     ],
 )
 def test_a_file_that_is_not_a_table(broken: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
-    where = tuning.save(PLAIN)
+    where = cost_model.save(PLAIN)
     where.write_text(broken(where.read_text(encoding="utf-8")), encoding="utf-8")
-    assert tuning.load(GPU, DRIVER) is None
+    assert cost_model.load(GPU, DRIVER) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert str(where) in record.getMessage() and "`kvbm tune` remakes it" in record.getMessage()
 
 
 def test_a_file_cut_anywhere(caplog: pytest.LogCaptureFixture) -> None:
-    where = tuning.save(PLAIN)
+    where = cost_model.save(PLAIN)
     whole = where.read_bytes().rstrip()
     for length in range(len(whole)):
         where.write_bytes(whole[:length])
-        assert tuning.load(GPU, DRIVER) is None
+        assert cost_model.load(GPU, DRIVER) is None
     assert len(caplog.records) == len(whole)
     where.write_bytes(b"\xff" + whole)
-    assert tuning.load(GPU, DRIVER) is None
+    assert cost_model.load(GPU, DRIVER) is None
     where.unlink()
     where.mkdir()
-    assert tuning.load(GPU, DRIVER) is None and "remakes" in caplog.records[-1].getMessage()
+    assert cost_model.load(GPU, DRIVER) is None and "remakes" in caplog.records[-1].getMessage()
 
 
 def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = tuning.save(PLAIN)
+    where = cost_model.save(PLAIN)
 
     def fails(self: Path, target: Path) -> None:
-        assert where.exists() and tuning.load(GPU, DRIVER) == PLAIN
+        assert where.exists() and cost_model.load(GPU, DRIVER) == PLAIN
         raise OSError("disk full")
 
     monkeypatch.setattr(Path, "replace", fails)
     with pytest.raises(OSError, match="disk full"):
-        tuning.save(replace(PLAIN, date=""))
-    assert tuning.load(GPU, DRIVER) == PLAIN
+        cost_model.save(replace(PLAIN, date=""))
+    assert cost_model.load(GPU, DRIVER) == PLAIN
     assert [p.name for p in where.parent.iterdir()] == [where.name]
 
 
@@ -347,11 +347,11 @@ def test_two_processes_at_once(caplog: pytest.LogCaptureFixture) -> None:
     seen: set[tuple[str, int]] = set()
     end = time.monotonic() + 120
     while len(seen) < 2 and time.monotonic() < end and all(writer.poll() is None for writer in writers):
-        found = tuning.load(GPU, DRIVER)
+        found = cost_model.load(GPU, DRIVER)
         if found is not None:
             seen.add((found.date, len(found.rows)))
     for writer in writers:
         writer.communicate()
     assert [writer.returncode for writer in writers] == [0, 0]
     assert seen == {("1", 500), ("2", 1000)} and not caplog.records
-    assert len(list(tuning.path(GPU, DRIVER).parent.iterdir())) == 1
+    assert len(list(cost_model.path(GPU, DRIVER).parent.iterdir())) == 1

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from kvbm import BindError, BlockShape, Pool, load  # noqa: E402
 from kvbm.integrations.vllm.copier import Copier, Finished, HostMemory, shared_memory  # noqa: E402
 from kvbm.integrations.vllm.pages import Pages, as_bytes  # noqa: E402
-from kvbm.spec import parse  # noqa: E402
+from kvbm.layout.spec import parse  # noqa: E402
 
 KV = BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32")
 LATENT = BlockShape(nl=2, no=1, nh=1, nt=4, hd=24, dtype="bfloat16")

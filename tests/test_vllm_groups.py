@@ -12,10 +12,10 @@ import torch
 
 import kvbm
 from kvbm import BindError
+from kvbm.engines.vllm import ORDERS, groups
 from kvbm.errors import SpecError
 from kvbm.integrations.vllm.caches import Caches
 from kvbm.reshard import presets
-from kvbm.vllm_groups import ORDERS, groups
 
 NB, NH, NT, HD = 5, 4, 16, 32
 IDS = [4, 0, 2]

@@ -14,7 +14,7 @@ import pytest
 from kvbm import BindError
 from kvbm.integrations.identity import key_of_files, longest_counts
 from kvbm.integrations.vllm.identity import differing, inputs_of, model_of
-from kvbm.reshard.model import differences, named
+from kvbm.link.model import differences, named
 
 HELD = {
     "model_type": "llama", "hidden_size": 64, "rms_norm_eps": 1e-6, "sliding_window": None, "max_position_embeddings": 2048,

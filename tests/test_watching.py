@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import kvbm
-from kvbm import spec, watching
+from kvbm.layout import spec
+from kvbm.memory import liveness
 
 LAYOUT = spec.parse('order: "[l] b t d"', name="layers")
 BLOCKS, ROW = 3, (3, 2, 4)
@@ -34,10 +35,10 @@ def shape(layers: int) -> kvbm.BlockShape:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways in which torch's tensors are looked at: their fields in C, and their methods, where the fields are not found."""
     if request.param == "asked":
-        monkeypatch.setattr(watching, "_known", [])
-        monkeypatch.setattr(watching, "_find_fields", lambda _: None)
+        monkeypatch.setattr(liveness, "_known", [])
+        monkeypatch.setattr(liveness, "_find_fields", lambda _: None)
     else:
-        assert watching.torch_fields() is not None, "this release of torch has its fields elsewhere"
+        assert liveness.torch_fields() is not None, "this release of torch has its fields elsewhere"
     return str(request.param)
 
 
@@ -173,7 +174,7 @@ def test_deleted_arrays_of_jax_are_found() -> None:
 def test_memory_of_kvbm_that_was_freed_is_found() -> None:
     """A second pool over the arrays of `Pool.allocate(device="cuda")`, after the first one was closed."""
     gone = SimpleNamespace(is_deleted=lambda: True)
-    assert not watching.has_memory(gone, 0, 0) and watching.has_memory(object(), 0, 0)
+    assert not liveness.has_memory(gone, 0, 0) and liveness.has_memory(object(), 0, 0)
 
 
 def test_autograd_is_told_of_all_tensors(way: str) -> None:

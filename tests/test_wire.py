@@ -26,7 +26,7 @@ import pytest
 
 import kvbm
 from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
-from kvbm.wire import agents, groups, loans, storage
+from kvbm.wire import _mapped, _nixl, _nixl_storage, _torch
 from kvbm.wire.protocol import CARD_BYTES, Card, _sum
 from linking import LIMIT, close_all, until
 from processes import FakeDriver
@@ -417,7 +417,7 @@ def test_a_put_fails_if_the_connection_ends_first(place: str) -> None:
     empty = by._empty  # type: ignore[attr-defined]
 
     def late(*arguments: Any) -> Any:
-        if arguments[1:] == ("recv", groups._RECEIPTS):
+        if arguments[1:] == ("recv", _torch._RECEIPTS):
             assert ended.wait(LIMIT)
         return empty(*arguments)
 
@@ -645,7 +645,7 @@ def test_a_drop_that_may_not_wait_does_not(pair: Open, monkeypatch: pytest.Monke
         os.kill(pid, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patch:
-            for module in (agents, groups, loans, storage):
+            for module in (_nixl, _torch, _mapped, _nixl_storage):
                 patch.setattr(module, "deadline", lambda seconds: lambda: seconds <= 0 or pytest.fail("it waits"))
             with contextlib.suppress(TransferTimeoutError):
                 near.drop(0.0)

@@ -47,9 +47,10 @@ import plane_oracle
 import reshard_oracle
 import test_sections
 from failing import ADVICE, LIVE, every_call, in_child
-from kvbm import BlockShape, CudaError, DigestError, KvbmError, LayoutError, PlanError, Pool, spec, store
-from kvbm.digest import alike, alone, keys_of
-from kvbm.planner import between
+from kvbm import BlockShape, CudaError, DigestError, KvbmError, LayoutError, PlanError, Pool, store
+from kvbm.digest.cells import alike, alone, keys_of
+from kvbm.layout import spec
+from kvbm.planner.plan import between
 from kvbm.testing import locate
 from memory import aligned, interface_views, numpy_views, placed
 from test_digest import expected

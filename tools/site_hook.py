@@ -50,7 +50,7 @@ def on_startup(command: str, dirty: bool) -> None:  # noqa: ARG001
     """Load the commands that `kvbm` loads when they are used: mkdocs-click shows no others."""
     from click import Context
 
-    from kvbm.cli import main
+    from kvbm.cli.app import main
 
     context = Context(main)
     for name in main.lazy:

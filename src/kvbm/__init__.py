@@ -14,9 +14,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._shown import Shown as _Shown
+from ._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import kernels
-    from .digest import Model
+    from .copy.transfer import Transfer, convert
+    from .digest.cells import Model
     from .errors import (
         BindError,
         BuildError,
@@ -34,18 +38,16 @@ if TYPE_CHECKING:
         TransferError,
         TransferTimeoutError,
     )
-    from .layout import Layout
-    from .matching import Match, match
-    from .planner import Plan, plan
-    from .pool import Pool
+    from .layout.layout import Layout
+    from .layout.shapes import BlockShape, load_shape, shape_names
+    from .layout.spec import layouts, load
+    from .matching.match import Match, match
+    from .planner.plan import Plan, plan
+    from .pool.pool import Pool
+    from .pool.section import PoolSection
     from .reshard.placement import Placement
     from .reshard.sequence import Span
-    from .selection import PoolSection
-    from .shapes import BlockShape, load_shape, shape_names
-    from .spec import layouts, load
-    from .transfer import Transfer, convert
 
-__version__ = "0.1.0"
 
 #: Public name → the module that defines it.
 _HOME = {
@@ -57,23 +59,23 @@ _HOME = {
         ),
         "errors",
     ),
-    "BlockShape": "shapes",
-    "Layout": "layout",
-    "Match": "matching",
-    "Model": "digest",
+    "BlockShape": "layout.shapes",
+    "Layout": "layout.layout",
+    "Match": "matching.match",
+    "Model": "digest.cells",
     "Placement": "reshard.placement",
-    "PoolSection": "selection",
+    "PoolSection": "pool.section",
     "Span": "reshard.sequence",
-    "Plan": "planner",
-    "Pool": "pool",
-    "Transfer": "transfer",
-    "convert": "transfer",
-    "layouts": "spec",
-    "load": "spec",
-    "load_shape": "shapes",
-    "match": "matching",
-    "plan": "planner",
-    "shape_names": "shapes",
+    "Plan": "planner.plan",
+    "Pool": "pool.pool",
+    "Transfer": "copy.transfer",
+    "convert": "copy.transfer",
+    "layouts": "layout.spec",
+    "load": "layout.spec",
+    "load_shape": "layout.shapes",
+    "match": "matching.match",
+    "plan": "planner.plan",
+    "shape_names": "layout.shapes",
 }  # fmt: skip
 
 __all__ = [
@@ -129,3 +131,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+#: The pictures of notebooks are imported when the first is asked for.
+_Shown.view = staticmethod(lambda: importlib.import_module(".show.notebook", __name__))

@@ -8,11 +8,11 @@ from typing import Any
 
 import cupy
 
-from . import _core, bridge
-from .arrays import numpy_dtype, span
-from .contract import Kind
-from .memory import bits_of
-from .pool import Pool
+from . import _bridge, _core
+from .memory.allocation import bits_of
+from .memory.array_checks import Kind
+from .memory.array_info import numpy_dtype, span
+from .pool.pool import Pool
 
 __all__ = ["arrays", "convert", "convert_"]
 
@@ -42,7 +42,7 @@ def _fenced(stream: Any, like: Any) -> Iterator[Any]:
             current.wait_event(side.record())
 
 
-_BRIDGE = bridge.Bridge(
+_BRIDGE = _bridge.Bridge(
     "cupy",
     "a cupy.ndarray",
     lambda array: isinstance(array, cupy.ndarray),
@@ -55,6 +55,6 @@ convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 def arrays(pool: Pool) -> list[Any]:
     """A GPU pool's arrays as CuPy arrays on the same memory, with ml_dtypes for bfloat16 and fp8.  Keep the pool open."""
-    found = bridge.views(pool, "cupy", "use kvbm.numpy.arrays", on_gpu=True)
+    found = _bridge.views(pool, "cupy", "use kvbm.numpy.arrays", on_gpu=True)
     with cupy.cuda.Device(int(pool.device.partition(":")[2])):
         return [cupy.asarray(bits_of(array)).view(numpy_dtype(dtype)) for array, dtype in found]

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import bridge
-from .arrays import Array, dense, describe, numpy_dtype, of_view
-from .contract import Kind
+from . import _bridge
 from .errors import BindError
-from .layout import Layout
-from .memory import Arrays, DeviceArray, DeviceMemory
-from .resolved import Allocation
-from .shapes import BlockShape
+from .layout.layout import Layout
+from .layout.resolved import Allocation
+from .layout.shapes import BlockShape
+from .memory.allocation import Arrays, DeviceArray, DeviceMemory
+from .memory.array_checks import Kind
+from .memory.array_info import Array, dense, describe, numpy_dtype, of_view
 
 __all__ = ["convert"]
 
@@ -153,7 +153,7 @@ def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
     return array if array.dtype == dtype else array.view(dtype)
 
 
-_BRIDGE = bridge.Bridge(
+_BRIDGE = _bridge.Bridge(
     "jax",
     "a jax.Array",
     lambda array: isinstance(array, jax.Array | _Memory),

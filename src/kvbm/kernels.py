@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from .arrays import TOLD, Array, dense, describe, written
+from ._arguments import flag, quoted
+from .compile.prepare import prepare
+from .copy.executor import current_stream, require_compatible, require_disjoint, torch_stream
 from .errors import BindError, DTypeError
-from .given import flag, quoted
-from .layout import Layout
-from .mover import current_stream, require_compatible, require_disjoint, torch_stream
-from .planner import plan
-from .pool import Pool
-from .prepare import prepare
-from .shapes import ITEMSIZE, BlockShape
-from .spec import load, parse
+from .layout.layout import Layout
+from .layout.shapes import ITEMSIZE, BlockShape
+from .layout.spec import load, parse
+from .memory.array_info import TOLD, Array, dense, describe, written
+from .planner.plan import plan
+from .pool.pool import Pool
 
 __all__ = [
     "MemcpyBatchMode",

@@ -11,11 +11,11 @@ from typing import Any
 
 from numba import cuda
 
-from . import bridge
-from .arrays import bits_dtype
-from .contract import Kind
-from .memory import bits_of
-from .pool import Pool
+from . import _bridge
+from .memory.allocation import bits_of
+from .memory.array_checks import Kind
+from .memory.array_info import bits_dtype
+from .pool.pool import Pool
 
 __all__ = ["arrays", "convert", "convert_"]
 
@@ -32,7 +32,7 @@ def _stream(stream: Any, _: Any) -> AbstractContextManager[Any]:
     return nullcontext(int(getattr(handle, "value", handle) or 0))
 
 
-_BRIDGE = bridge.Bridge(
+_BRIDGE = _bridge.Bridge(
     "numba",
     "a numba.cuda device array",
     lambda array: cuda.is_cuda_array(array) and hasattr(array, "copy_to_host"),
@@ -45,5 +45,5 @@ convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 def arrays(pool: Pool) -> list[Any]:
     """A GPU pool's arrays as Numba arrays on the same memory; bfloat16 and fp8 as unsigned integers.  Keep the pool open."""
-    found = bridge.views(pool, "numba", "on the CPU Numba uses NumPy arrays", on_gpu=True)
+    found = _bridge.views(pool, "numba", "on the CPU Numba uses NumPy arrays", on_gpu=True)
     return [cuda.as_cuda_array(bits_of(array)) for array, _ in found]

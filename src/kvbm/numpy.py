@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import bridge
-from .arrays import PackedArray, as_packed, empty, numpy_dtype, span
-from .contract import Kind
-from .pool import Pool
+from . import _bridge
+from .memory.array_checks import Kind
+from .memory.array_info import PackedArray, as_packed, empty, numpy_dtype, span
+from .pool.pool import Pool
 
 __all__ = ["arrays", "convert", "convert_"]
 
@@ -23,7 +23,7 @@ def _empty(kind: Kind, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return made.view(PackedArray) if isinstance(like, PackedArray) else made
 
 
-_BRIDGE = bridge.Bridge(
+_BRIDGE = _bridge.Bridge(
     "numpy", "a numpy.ndarray", lambda array: isinstance(array, np.ndarray), "numpy.ascontiguousarray", _empty
 )
 convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
@@ -31,7 +31,7 @@ convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 def arrays(pool: Pool) -> list[npt.NDArray[Any]]:
     """A pool's arrays as NumPy arrays on the same memory, with ml_dtypes for bfloat16 and fp8.  Keep the pool open."""
-    found = bridge.views(pool, "numpy", "NumPy has no GPU arrays", on_gpu=False)
+    found = _bridge.views(pool, "numpy", "NumPy has no GPU arrays", on_gpu=False)
     return [numpy_view(array, dtype) for array, dtype in found]
 
 

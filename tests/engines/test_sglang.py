@@ -650,7 +650,7 @@ def arguments(model: Path, **more: Any) -> Any:
 def test_fields_of_an_engine(models: Callable[[str], Path], tmp_path: Path) -> None:
     """What SGLang itself makes of its arguments: each that changes K and V is named, and no other."""
     from kvbm.integrations.sglang.identity import model_of
-    from kvbm.reshard.model import differences, named
+    from kvbm.link.model import differences, named
 
     model, adapter = tmp_path / "model", tmp_path / "adapter"
     shutil.copytree(models("llama"), model)

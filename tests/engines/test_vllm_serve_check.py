@@ -14,9 +14,9 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kvbm.engines.vllm import ORDERS
 from kvbm.integrations.vllm import models as config_json
 from kvbm.integrations.vllm import serving
-from kvbm.vllm_groups import ORDERS
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
 

@@ -12,8 +12,8 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheLayout, UniformT
 from vllm.v1.worker.utils import allocate_kv_cache
 
 import kvbm
+from kvbm.engines.vllm import ORDERS, groups
 from kvbm.testing.engines import vllm_caches, vllm_writes
-from kvbm.vllm_groups import ORDERS, groups
 
 # vLLM has a library for each kind of CPU; not all have all operators.
 HAS_AVX512 = torch.cpu._is_avx512_supported()

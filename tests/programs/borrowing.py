@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 from kvbm import PeerLostError, wire
-from kvbm.reshard.ring import Ring
+from kvbm.link.ring import Ring
 from programs import meeting
 
 

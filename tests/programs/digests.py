@@ -16,7 +16,7 @@ import kvbm
 import plane_oracle
 from failing import every_call
 from kvbm import BlockShape, DigestError
-from kvbm.digest import alone, keys_of
+from kvbm.digest.cells import alone, keys_of
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
 from programs.sections import SIDES, batches, check, ends

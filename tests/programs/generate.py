@@ -5,7 +5,7 @@ import json
 import sys
 
 import kvbm
-from kvbm import codegen
+from kvbm.compile import codegen
 
 files = codegen.generate([kvbm.load(name) for name in sys.argv[1:]])
 print(json.dumps([list(files), {n: hashlib.sha256(t.encode()).hexdigest() for n, t in files.items()}]))

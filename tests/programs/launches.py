@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import kvbm
-from kvbm import cli, kernels, store
+from kvbm import kernels, store
+from kvbm.cli import app
 from kvbm.store import blocks
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, pool, pump, random, refused, same, seed, shape
@@ -173,7 +174,7 @@ def files_are_converted_on_the_gpu(path: str) -> None:
     before = count("launches")
     for device in ("cpu", "cuda:0"):
         to = ["--to", "vllm/paged_attn_v0", "--device", device]
-        cli.main(["convert", str(folder / "in"), str(folder / device), *to], standalone_mode=False)
+        app.main(["convert", str(folder / "in"), str(folder / device), *to], standalone_mode=False)
     assert count("launches") - before >= 3
     assert (folder / "cpu").read_bytes() == (folder / "cuda:0").read_bytes()
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import kvbm
-from kvbm import _core, runtime
+from kvbm import _core
+from kvbm.compile import nvrtc as runtime
 from programs.fake_gpu import count, pool, same
 
 SHAPE = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=64, dtype="float16")

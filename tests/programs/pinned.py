@@ -14,7 +14,7 @@ import numpy as np
 
 import kvbm
 from kvbm import _core
-from kvbm import memory as pinning
+from kvbm.memory import allocation as pinning
 from programs.fake_gpu import count, driver, refused
 
 flash, nhd, universal, whole = map(kvbm.load, ("vllm/flash_attn_nhd", "nhd", "universal", "vllm/LBHNC"))

@@ -14,9 +14,10 @@ import kvbm
 import plane_oracle
 import reshard_oracle
 from chunking import Carried, far_cells, is_sendable
-from kvbm import _core, digesting, reshard, wire
-from kvbm.reshard.ring import Ring
-from kvbm.wire import loans
+from kvbm import _core, reshard, wire
+from kvbm.digest import run as digesting
+from kvbm.link.ring import Ring
+from kvbm.wire import _mapped
 from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
 from memory import FakeCuda
 from programs.fake_gpu import alive, count, defer, pump, refused, seed
@@ -57,10 +58,10 @@ def every_byte(first: int, cases: int, kind: str) -> None:
 
 def mapped(first: int, cases: int) -> None:
     """The same, and chunks are packed into rings that were opened by their handles, as those of other processes are."""
-    loans._is_own = lambda _: False  # type: ignore[assignment]
+    _mapped._is_own = lambda _: False  # type: ignore[assignment]
     opened: list[int] = []
     real = _core.ipc_open
-    loans._core = types.SimpleNamespace(  # type: ignore[assignment]
+    _mapped._core = types.SimpleNamespace(  # type: ignore[assignment]
         **{name: getattr(_core, name) for name in ("fence", "ipc_close", "ipc_handle")},
         ipc_open=lambda *given: opened.append(real(*given)) or opened[-1],
     )
@@ -71,14 +72,14 @@ def mapped(first: int, cases: int) -> None:
 
 def handles_that_fail() -> None:
     """Of CUDA IPC: peers are not mapped, which says why, and reached all the same."""
-    loans._is_own = lambda _: False  # type: ignore[assignment]
+    _mapped._is_own = lambda _: False  # type: ignore[assignment]
     hub = wire.Hub()
     for name in ("ipc_handle", "ipc_open"):
         def fails(*_: Any, name: str = name) -> None:
             raise kvbm.CudaError(f"{name} failed")
 
         calls = {one: getattr(_core, one) for one in ("fence", "ipc_close", "ipc_handle", "ipc_open")}
-        loans._core = types.SimpleNamespace(**{**calls, name: fails})  # type: ignore[assignment]
+        _mapped._core = types.SimpleNamespace(**{**calls, name: fails})  # type: ignore[assignment]
         rings = [Ring("cuda:0", 4096, 1, 1) for _ in range(2)]
         ends = [wire.mapped(wire.memory(f"{number}", hub)) for number in range(2)]
         for end, ring in zip(ends, rings, strict=True):

@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 import kvbm
-from kvbm import tuner, tuning
+from kvbm.copy import autotune, cost_model
 from kvbm.integrations.vllm import models, serving
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
 BLOCKS = 8
 
 
-def table() -> tuning.Table:
+def table() -> cost_model.Table:
     """Where each strategy is the fastest somewhere: staged copies into host memory, and long runs by the copy engine."""
 
     def seconds(direction: str, name: str, run: int, total: int) -> float:
@@ -24,11 +24,11 @@ def table() -> tuning.Table:
         return 8e-6 + total / run * 5e-7 + total * 1.7e-11
 
     rows = [
-        tuning.Row(direction, name, run, 4 << 20, total, seconds(direction, name, run, total))
-        for direction in ("d2h", "h2d") for name in tuning.STRATEGIES for run in (16 << 10, 256 << 10, 4 << 20)
+        cost_model.Row(direction, name, run, 4 << 20, total, seconds(direction, name, run, total))
+        for direction in ("d2h", "h2d") for name in cost_model.STRATEGIES for run in (16 << 10, 256 << 10, 4 << 20)
         for total in (4 << 20, 32 << 20, 256 << 20)
     ]  # fmt: skip
-    return tuning.Table("a GPU", "1", "2026-01-01", "0", tuple(rows))
+    return cost_model.Table("a GPU", "1", "2026-01-01", "0", tuple(rows))
 
 
 def strategies(name: str, order: str, tp: int, host_layout: str, is_measured: bool) -> None:
@@ -36,7 +36,7 @@ def strategies(name: str, order: str, tp: int, host_layout: str, is_measured: bo
     os.environ["KVBM_TUNE"] = "0"
     measured = table() if is_measured else None
     if measured is not None:
-        tuner._find = lambda *_: (measured, "")
+        autotune._find = lambda *_: (measured, "")
     serving._table, serving._NUM_BLOCKS = lambda _: measured, BLOCKS
     engine = serving.Engine(models.read(str(MODELS / f"{name}.json")), tp=tp, order=order)
     said = {count: serving._copies(engine, host_layout, count, 0) for count in (1, 2, 4, 8)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvbm.cli import main
-from kvbm.reshard import trial
+from kvbm.cli.app import main
+from kvbm.link import trial
 
 
 def tell() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvbm import KvbmError, wire
-from kvbm.reshard.ring import Ring
+from kvbm.link.ring import Ring
 from programs import meeting
 
 for package in ("nixl._api", "torch.distributed"):  # here, so that processes that come from one that has them are quick

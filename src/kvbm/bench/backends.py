@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, kernels
+from ..copy.transfer import Strategy, Transfer
 from ..errors import KvbmError
-from ..nest import Part
-from ..planner import Plan
-from ..pool import Pool
-from ..transfer import Strategy, Transfer
+from ..planner.loopnest import Part
+from ..planner.plan import Plan
+from ..pool.pool import Pool
 from . import measure, peers
 from .peers import NotApplicable
 

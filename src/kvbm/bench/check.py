@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import KvbmError
-from ..pool import Pool
-from ..resolved import Resolved
+from ..layout.resolved import Resolved
+from ..pool.pool import Pool
 from .measure import Bytes, Numbers, device_of, read, write
 
 __all__ = ["Check", "WrongCopyError"]

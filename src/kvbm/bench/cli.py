@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..commands import write_commands
+from ..cli.common import write_commands
 from ..errors import CudaError, KvbmError
-from ..shapes import load_shape, shape_names
+from ..layout.shapes import load_shape, shape_names
 from .options import listed, numbers
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
 
 def _print_table(title: str, rows: Sequence[tuple[table.Record, float | None]]) -> None:
     """Print the measurements and the required ratios."""
-    from ..commands import new_table, print_table
+    from ..cli.common import new_table, print_table
 
     counted = ("tokens", "blocks", "µs", "GB/s", "of a memcpy", "asked", "")
     table = new_table("pattern", "direction", "backend", *counted, right=counted, title=title[2:], title_justify="left")

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
-from .. import _core, spec
-from ..clock import CpuClock, GpuClock, Timed
+from .. import _core
+from ..copy.transfer import Strategy
 from ..errors import CudaError, KvbmError
-from ..layout import Layout
-from ..planner import Plan, plan, size_text
-from ..pool import Pool
-from ..shapes import BlockShape
-from ..transfer import Strategy
+from ..layout import spec
+from ..layout.layout import Layout
+from ..layout.shapes import BlockShape
+from ..planner.plan import Plan, plan, size_text
+from ..pool.pool import Pool
+from ..system.clock import CpuClock, GpuClock, Timed
 from . import measure, peers
 from .backends import BACKENDS, RAW, STRATEGIES, Backend, ByPeer, ByRuns, ByTransfer, num_runs
 from .check import Check

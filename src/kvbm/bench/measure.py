@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import _core, spec
-from ..clock import CpuClock, GpuClock, Timed
+from .. import _core
 from ..errors import CudaError
-from ..layout import Layout
-from ..machine import cache_bytes, cuda, device_of, machine
-from ..memory import available_bytes
-from ..pool import Pool
-from ..shapes import BlockShape, numpy_name
+from ..layout import spec
+from ..layout.layout import Layout
+from ..layout.shapes import BlockShape, numpy_name
+from ..memory.allocation import available_bytes
+from ..pool.pool import Pool
+from ..system.clock import CpuClock, GpuClock, Timed
+from ..system.machine import cache_bytes, cuda, device_of, machine
 
 __all__ = [
     "Ids",
@@ -73,7 +74,7 @@ def commit() -> str:
 
     The checkout is the one that contains the package, or that of the working directory if it is one of kvbm.
     """
-    from .. import __version__
+    from .._version import __version__
 
     if known := os.environ.get("KVBM_COMMIT"):
         return known

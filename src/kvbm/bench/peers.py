@@ -40,9 +40,9 @@ import numpy.typing as npt
 
 from .. import _core
 from ..errors import KvbmError, LayoutError, PlanError
-from ..nest import Part
-from ..planner import plan
-from ..pool import Pool
+from ..planner.loopnest import Part
+from ..planner.plan import plan
+from ..pool.pool import Pool
 from .measure import View, device_of
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from .. import gallery
 from ..errors import SpecError
-from ..picture import looks
+from ..show import html
+from ..show.figure import looks
 from .options import comma_list
 from .table import Row, Table, read
 
@@ -422,7 +422,7 @@ def save(
     out.mkdir(parents=True, exist_ok=True)
     files = {out / f"{name}.{suffix}": figure for name, figure in figures.items() for suffix in formats}
     for path, figure in files.items():
-        gallery.save(figure, path, _settings(dark))
+        html.save(figure, path, _settings(dark))
     return list(files)
 
 

@@ -281,7 +281,7 @@ cdef bint _is_numpy(kind) except -1:
     numpy = sys.modules.get("numpy")
     if numpy is None or kind is not numpy.ndarray:
         return False
-    from kvbm.watching import numpy_fits
+    from kvbm.memory.liveness import numpy_fits
 
     if not numpy_fits():
         return False

@@ -68,7 +68,7 @@ cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
 
 
 def know_torch(fields):
-    """Set the `TorchFields` that `kvbm.watching` has found."""
+    """Set the `TorchFields` that `kvbm.memory.liveness` has found."""
     global _torch_known
     _torch_at.tensor, _torch_at.storage, _torch_at.offset, _torch_at.data, _torch_at.nbytes = fields
     _torch_known = True
@@ -111,7 +111,7 @@ cdef Exchange *_exchange(kind) except? NULL:
             if not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
                 capsule = None
             else:
-                from kvbm.watching import torch_fields
+                from kvbm.memory.liveness import torch_fields
                 torch_fields()
         _exchange_of[kind] = capsule
     if capsule is None:

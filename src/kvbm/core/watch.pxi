@@ -4,7 +4,7 @@ cdef enum WatchedKind:
     BY_NOTHING = 0  # not checked here: there is no cheap way (`Pool.check` checks it)
     BY_NUMPY        # numpy.ndarray
     BY_TORCH        # torch.Tensor, by its `TorchFields`
-    BY_OWNER        # checked in Python by `kvbm.watching`, before each copy
+    BY_OWNER        # checked in Python by `kvbm.memory.liveness`, before each copy
 
 cdef enum:
     NUMPY_WRITEABLE = 0x0400  # NPY_ARRAY_WRITEABLE

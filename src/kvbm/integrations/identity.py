@@ -1,7 +1,7 @@
 """What the K and V that an engine computes depend on: weights, configuration, adapters.  It is the same for every engine.
 
 Engines exchange caches, and share stores, only if all of it is the same.  Each engine's module collects its fields;
-`kvbm.reshard.model` compares them and names those that differ.  What does not change K and V may differ: parallelism, the size of
+`kvbm.link.model` compares them and names those that differ.  What does not change K and V may differ: parallelism, the size of
 blocks, their layout, the device, the longest sequence, schedules, tokens that end a text.
 """
 
@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..cache import replacing
 from ..errors import BindError, printable
-from ..reshard.model import differences, named
+from ..link.model import differences, named
+from ..system.cache import replacing
 
 __all__ = [
     "folder_of", "key_of", "key_of_adapter", "key_of_files", "longest_counts", "neighbours", "of_config", "of_model", "tell",

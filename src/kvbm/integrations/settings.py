@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import BindError
-from ..naming import suggestion
+from ..layout.naming import suggestion
 
 __all__ = ["require_known", "unknown"]
 

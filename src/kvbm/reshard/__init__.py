@@ -14,10 +14,10 @@ from .presets import dynamo, load, sglang, trtllm, vllm
 from .proof import prove
 
 if TYPE_CHECKING:
-    from .chunk import Chunk, Trailer, chunks
-    from .cut import ChunksDone, Cut
+    from ..link.chunk import Chunk, Trailer, chunks
+    from ..link.chunks import ChunksDone, Cut
     from .local import Local, LocalDone
-    from .pack import Packer
+    from .packer import Packer
     from .sequence import Pairs, Rank, Span, pair_up
 
 __all__ = [
@@ -47,27 +47,27 @@ __all__ = [
 ]
 
 _HOME = {
-    "Arrival": "handle",
-    "Chunk": "chunk",
-    "ChunksDone": "cut",
-    "Cut": "cut",
-    "Endpoint": "endpoint",
-    "Gathering": "handle",
-    "Link": "link",
-    "Local": "local",
-    "LocalDone": "local",
-    "Packer": "pack",
-    "Pairs": "sequence",
-    "Rank": "sequence",
-    "Sending": "handle",
-    "Span": "sequence",
-    "Trailer": "chunk",
-    "chunks": "chunk",
-    "pair_up": "sequence",
+    "Arrival": "..link.handle",
+    "Chunk": "..link.chunk",
+    "ChunksDone": "..link.chunks",
+    "Cut": "..link.chunks",
+    "Endpoint": "..link.endpoint",
+    "Gathering": "..link.handle",
+    "Link": "..link.link",
+    "Local": ".local",
+    "LocalDone": ".local",
+    "Packer": ".packer",
+    "Pairs": ".sequence",
+    "Rank": ".sequence",
+    "Sending": "..link.handle",
+    "Span": ".sequence",
+    "Trailer": "..link.chunk",
+    "chunks": "..link.chunk",
+    "pair_up": ".sequence",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(importlib.import_module(_HOME[name], __name__), name)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from ..arrays import find_overlap
+from .._arguments import quoted
+from ..copy.executor import current_stream, require_disjoint
+from ..copy.transfer import Strategy, Transfer
 from ..errors import BindError, PlanError
-from ..given import quoted
-from ..locks import Lock
-from ..mover import current_stream, require_disjoint
-from ..pool import Pool
-from ..transfer import Strategy, Transfer
+from ..memory.array_info import find_overlap
+from ..pool.pool import Pool
+from ..system.locks import Lock
 from .messages import Message, Resharding, require_layers, require_made
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from .._arguments import flag, number, quoted, require_a, whole
+from .._shown import Shown
 from ..errors import BindError, PlanError
-from ..given import flag, number, quoted, require_a, whole
-from ..shapes import ITEMSIZE
-from ..shown import Shown
+from ..layout.shapes import ITEMSIZE
 from . import report
 from .placement import Placement, Strips
 from .proof import prove

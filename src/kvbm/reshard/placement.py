@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..digest import Model
+from .._arguments import quoted, whole
+from ..digest.cells import Model
 from ..errors import SpecError
-from ..given import quoted, whole
-from ..shapes import BlockShape, as_shape
-from ..yamlfile import YamlFile, read_text
+from ..layout.shapes import BlockShape, as_shape
+from ..layout.yamlfile import YamlFile, read_text
 from .strips import Runs, Turns
 
 __all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips"]

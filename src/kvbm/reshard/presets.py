@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .._arguments import quoted
+from ..engines.vllm import Group
 from ..errors import SpecError
-from ..given import quoted
-from ..shapes import BlockShape, as_shape, is_file
-from ..vllm_groups import Group
+from ..layout.shapes import BlockShape, as_shape, is_file
 from .placement import Placement
 
 __all__ = ["PRESETS", "dynamo", "load", "of_vllm", "sglang", "trtllm", "vllm"]

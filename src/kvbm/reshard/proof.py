@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .._arguments import require_like
 from ..errors import CoverageError
-from ..given import require_like
 from .strips import Meeting, Runs, Turns, Unit
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..planner import size_text
-from ..shapes import ITEMSIZE
+from ..layout.shapes import ITEMSIZE
+from ..planner.plan import size_text
 from .placement import Placement, Strips
 from .strips import Meeting, Runs, meet_in_unit
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .._arguments import quoted, require_a, whole
 from ..errors import BindError
-from ..given import quoted, require_a, whole
 from .strips import Turns, Unit
 
 __all__ = ["Ids", "Pairs", "Parts", "Rank", "Span", "pair_up", "split"]

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._arguments import quoted, whole, wholes
 from ..errors import BindError
-from ..given import quoted, whole, wholes
-from ..layout import Layout
-from ..shapes import BlockShape, as_shape
-from ..spec import as_layout
+from ..layout.layout import Layout
+from ..layout.shapes import BlockShape, as_shape
+from ..layout.spec import as_layout
 
 __all__ = ["FLAG", "PROGRESS", "TEXTS", "Kind", "blocks_of", "layout_of", "number_of", "path_of", "require", "shape_of"]
 

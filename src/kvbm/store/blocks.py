@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import _core, spec
+from .. import _core
+from .._arguments import quoted
+from ..copy.transfer import convert as convert_blocks
 from ..errors import BindError, DigestError, printable
-from ..given import quoted
-from ..layout import Layout
-from ..pool import Pool
-from ..streams import framework_of, framework_stream
-from ..transfer import convert as convert_blocks
+from ..layout import spec
+from ..layout.layout import Layout
+from ..memory.streams import framework_of, framework_stream
+from ..pool.pool import Pool
 from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
 from .digests import DIGEST, Damage, Digests, Kinds, damages
@@ -25,7 +26,7 @@ from .file import FORMATS, Stored, create, made, opened, read
 from .reading import Source
 
 if TYPE_CHECKING:
-    from ..shapes import BlockShape
+    from ..layout.shapes import BlockShape
 
 __all__ = ["add_digests", "convert", "digest", "layout_of", "load", "save", "verify"]
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..digest import alone, keys_of
+from .._arguments import quoted
+from ..digest.cells import alone, keys_of
 from ..errors import BindError, LayoutError, PlanError
-from ..given import quoted
-from ..section import Section
+from ..layout.region import Section
 from .arguments import Kind, blocks_of, require
 
 if TYPE_CHECKING:
-    from ..pool import Pool
-    from ..resolved import Resolved
-    from ..shapes import BlockShape
+    from ..layout.resolved import Resolved
+    from ..layout.shapes import BlockShape
+    from ..pool.pool import Pool
 
 __all__ = ["DIGEST", "PARTS", "Damage", "Digests", "Kinds", "damages"]
 
@@ -145,7 +145,7 @@ class Digests:
         PlanError
             The layout has no digests.
         """
-        from ..pool import Pool
+        from ..pool.pool import Pool
 
         require(Kind(Pool, "a kvbm.Pool"), pool=pool)
         require(Kind(Kinds, "a Kinds object, as Digests.kinds returns it"), kinds=kinds, optional=True)

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cache import replacing
+from .._arguments import quoted
 from ..errors import BindError, LayoutError, printable
-from ..given import quoted
-from ..shapes import ITEMSIZE, PACKED, BlockShape
-from ..spans import merge_steps
+from ..layout.overlap import merge_steps
+from ..layout.shapes import ITEMSIZE, PACKED, BlockShape
+from ..system.cache import replacing
 from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
 from .digests import DIGEST, PARTS, Digests, Kinds
 from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
@@ -44,9 +44,9 @@ from .reading import Source
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ..layout import Layout
-    from ..pool import Pool
-    from ..resolved import Allocation, Resolved
+    from ..layout.layout import Layout
+    from ..layout.resolved import Allocation, Resolved
+    from ..pool.pool import Pool
 
 FORMAT = "1"
 #: Metadata that a file copied from a file keeps: the formats of its arrays (`Stored.formats`).
@@ -599,8 +599,8 @@ def _reserve(fd: int, size: int, path: str | os.PathLike[str]) -> None:
 
 
 def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mmap, offsets: Sequence[int]) -> Pool:
-    from ..arrays import array_on
-    from ..pool import Pool
+    from ..memory.array_info import array_on
+    from ..pool.pool import Pool
 
     arrays = [
         array_on(pages, allocation, offset)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..resolved import Piece, Resolved
-from ..spans import reach
+from ..layout.overlap import reach
+from ..layout.resolved import Piece, Resolved
 
 if TYPE_CHECKING:
-    from ..layout import Layout
-    from ..pool import Pool
-    from ..shapes import BlockShape
+    from ..layout.layout import Layout
+    from ..layout.shapes import BlockShape
+    from ..pool.pool import Pool
     from .opened import Opened
 
 __all__ = ["Source"]

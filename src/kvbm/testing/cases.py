@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .._arguments import quoted
 from ..errors import SpecError
-from ..given import quoted
 from .sizes import require_sizes
 
 __all__ = ["CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "SUITES", "TestCase"]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._arguments import quoted
 from ..errors import printable
-from ..given import quoted
 from . import limits
 from .data import clone, dtype_name, is_array, leaves, require_room, values
 

@@ -61,7 +61,7 @@ def clone(data: Any) -> Any:
 
 def require_room(data: Any, copies: int = 1) -> None:
     """Raise `NotEnoughMemoryError` unless host memory has room for so many copies of the data that is in host memory."""
-    from ..memory import require_memory
+    from ..memory.allocation import require_memory
 
     if device_index(data) < 0:
         require_memory(copies * nbytes(data), "copies of the kernel's input", "use smaller inputs, or a machine with more memory")
@@ -92,7 +92,7 @@ def device_index(data: Any) -> int:
             if value.device.type == "cuda":
                 return int(value.device.index or 0)
         elif is_array(value) and not isinstance(value, np.ndarray):
-            from ..arrays import describe
+            from ..memory.array_info import describe
 
             return int(describe(value).device.partition(":")[2] or -1)
     return -1

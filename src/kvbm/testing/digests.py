@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .._arguments import number, quoted
 from ..errors import BindError
-from ..given import number, quoted
 
 __all__ = ["digest"]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ..engines.vllm import Group, groups
 from ..errors import BindError
-from ..layout import Layout
-from ..pool import Pool
-from ..vllm_groups import Group, groups
+from ..layout.layout import Layout
+from ..pool.pool import Pool
 
 __all__ = ["Misplaced", "Written", "vllm_caches", "vllm_writes"]
 

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..access import Access
-from ..arrays import array_on
+from .._arguments import listed, number, quoted, require_a
 from ..errors import BindError, LayoutError, PlanError
-from ..given import listed, number, quoted, require_a
-from ..layout import Layout
-from ..memory import require_memory
-from ..naming import dtype_name
-from ..planner import plan
-from ..resolved import Resolved
-from ..shapes import PACKED, BlockShape, as_shape, load_shape
-from ..spec import as_layout, example_shape
+from ..layout.address_map import Access
+from ..layout.layout import Layout
+from ..layout.naming import dtype_name
+from ..layout.resolved import Resolved
+from ..layout.shapes import PACKED, BlockShape, as_shape, load_shape
+from ..layout.spec import as_layout, example_shape
+from ..memory.allocation import require_memory
+from ..memory.array_info import array_on
+from ..planner.plan import plan
 
 __all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
 
@@ -75,8 +75,8 @@ def layout_cases(
         Names, paths of YAML files, or layouts.  Every ordered pair of them is tested, including each layout with itself.
         Default without `pairs`: `DEFAULT_LAYOUTS`.
     dtypes : iterable of str
-        Keys of `kvbm.shapes.ITEMSIZE`.  Planes with a declared dtype keep it.  If all planes of both layouts declare theirs, the
-        case is yielded once for all dtypes.
+        Keys of `kvbm.layout.shapes.ITEMSIZE`.  Planes with a declared dtype keep it.  If all planes of both layouts declare
+        theirs, the case is yielded once for all dtypes.
     batches : iterable of int
         Number of blocks per copy.  The pools hold some more blocks, which the copy must not change.
     pairs : iterable of (source, destination), optional

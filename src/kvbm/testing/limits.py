@@ -33,8 +33,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ..clock import Events, cuda
-from ..given import quoted
+from .._arguments import quoted
+from ..system.clock import Events, cuda
 from .data import device_index
 
 __all__ = ["Blamed", "Gpu", "KernelFailure", "call", "require_limit", "run"]

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from ..copy.transfer import convert
 from ..errors import SpecError
-from ..pool import Pool
-from ..shapes import BlockShape
-from ..spec import load
-from ..transfer import convert
+from ..layout.shapes import BlockShape
+from ..layout.spec import load
+from ..pool.pool import Pool
 from .sizes import GROUPS as TILE_GROUPS
 from .sizes import ROWS as TILE_ROWS
 from .sizes import require_sizes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import locating
-from ..mover import part_of
-from ..pool import Pool
-from ..selection import PoolSection
+from ..copy import diff
+from ..copy.executor import part_of
+from ..pool.pool import Pool
+from ..pool.section import PoolSection
 
 __all__ = ["locate"]
 
@@ -20,7 +20,7 @@ def locate(
     *,
     tokens: Any = None,
     stream: Any = None,
-) -> locating.Differences:
+) -> diff.Differences:
     """Find the smallest regions in which blocks differ, in any two layouts.  It compares digests, with a few reads of the blocks.
 
     It compares whole blocks first.  In those that differ it compares planes, layers, K and V, heads and tokens, each within the
@@ -71,4 +71,4 @@ def locate(
     pair 3 (block 3 → block 3): layer 2, V, all heads, tokens 4–7
     """
     src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
-    return locating.locate(src, dst, src_ids, dst_ids, tokens=tokens, stream=stream)
+    return diff.locate(src, dst, src_ids, dst_ids, tokens=tokens, stream=stream)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .._arguments import quoted
 from ..errors import SpecError
-from ..given import quoted
 
 __all__ = ["GROUPS", "ROWS", "require_sizes"]
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..commands import Group, json_option, print_error
+from ..cli.common import Group, json_option, print_error
 from ..errors import CudaError, CudaUnavailableError, DeviceNotFoundError, KvbmError, SpecError
 from .report import Report, Result
 
 if TYPE_CHECKING:
-    from ..pool import Pool
+    from ..pool.pool import Pool
     from .layouts import LayoutCase
     from .timing import Benchmark
 
@@ -73,8 +73,8 @@ def run(
     KvbmError
         torch is not installed, or cannot use the device.
     """
-    from .. import __version__
-    from ..machine import machine
+    from .._version import __version__
+    from ..system.machine import machine
     from . import nvfp4
     from .cases import SUITES
     from .compare import make_match_reference
@@ -122,8 +122,8 @@ def _copies(device: str) -> Iterator[LayoutCase]:
 
 
 def _converted(case: LayoutCase) -> str | None:
-    from ..pool import Pool
-    from ..transfer import convert
+    from ..copy.transfer import convert
+    from ..pool.pool import Pool
 
     src = Pool(case.src, case.shape, case.src_arrays)
     dst = Pool(case.dst, case.shape, case.dst_arrays)
@@ -139,8 +139,8 @@ class _Convert:
         self.pools: dict[int, tuple[Pool, Pool]] = {}
 
     def __call__(self, data: Any) -> None:
-        from ..pool import Pool
-        from ..transfer import convert
+        from ..copy.transfer import convert
+        from ..pool.pool import Pool
 
         pools = self.pools.get(id(data))
         if pools is None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from .._arguments import listed, quoted, require_a
 from ..errors import BindError
-from ..given import listed, quoted, require_a
 from . import limits
 from .compare import find_nan
 from .data import clone, device_index, nbytes, require_room
@@ -163,7 +163,7 @@ def benchmark_kernel(
     for what, value, least in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{what}: expected an integer from {least} on, got {quoted(value)}")
-    from ..machine import cache_bytes, machine
+    from ..system.machine import cache_bytes, machine
 
     device = device_index(test_input)
     place = f"cuda:{device}" if device >= 0 else "cpu"

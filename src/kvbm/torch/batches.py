@@ -9,8 +9,12 @@ import numpy as np
 import torch
 
 from .. import _core
-from ..arrays import Array, span
-from ..contract import (
+from ..compile.prepare import prepare
+from ..copy.executor import require_disjoint, torch_stream
+from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError
+from ..layout.shapes import ITEMSIZE, PACKED
+from ..matching.match import names_of_strides
+from ..memory.array_checks import (
     Caller,
     Side,
     Size,
@@ -26,14 +30,10 @@ from ..contract import (
     require_one_format,
     side_of,
 )
-from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError
-from ..matching import names_of_strides
-from ..mover import require_disjoint, torch_stream
-from ..planner import plan
-from ..pool import Pool
-from ..prepare import prepare
-from ..shapes import ITEMSIZE, PACKED
-from ..watching import has_memory
+from ..memory.array_info import Array, span
+from ..memory.liveness import has_memory
+from ..planner.plan import plan
+from ..pool.pool import Pool
 
 __all__ = ["AcceleratorError", "Batch", "Face"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .. import _core
-from ..contract import require_device
+from .._arguments import listed, quoted, require_a
 from ..errors import BindError, CudaUnavailableError
-from ..given import listed, quoted, require_a
+from ..memory.array_checks import require_device
 
 __all__ = ["after", "before", "fence", "keep"]
 

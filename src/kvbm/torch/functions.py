@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..contract import layout_name, reads_as, shape_text
+from .._arguments import require_a
 from ..errors import BindError, DTypeError, KvbmError
-from ..given import require_a
-from ..layout import Layout
-from ..memory import bits_of
-from ..pool import Pool
-from ..shapes import BlockShape
+from ..layout.layout import Layout
+from ..layout.shapes import BlockShape
+from ..memory.allocation import bits_of
+from ..memory.array_checks import layout_name, reads_as, shape_text
+from ..pool.pool import Pool
 from .batches import KINDS, any_requires_grad, dtype_name, plain_table, raise_named, torch_dtype, wants_gradient
 from .fences import fence, keep
 from .operators import CONVERT, CONVERT_, PLAIN, PLAIN_, run, run_

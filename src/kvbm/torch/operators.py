@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from .. import _core
-from ..arrays import describe
-from ..contract import Caller, block_shape, require_device, side_of
 from ..errors import BindError, KvbmError
-from ..locks import Lock
+from ..memory.array_checks import Caller, block_shape, require_device, side_of
+from ..memory.array_info import describe
+from ..system.locks import Lock
 from .batches import (
     KNOWN,
     Batch,

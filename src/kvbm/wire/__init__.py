@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from .protocol import NOTE_BYTES, Op, Slab, Slice, Wire
 
 if TYPE_CHECKING:
-    from .agents import nixl
-    from .faults import Fault, Faulty, faulty, random_faults
-    from .groups import torch
-    from .hub import Hub, memory
-    from .loans import Mapped, mapped
-    from .storage import nixl_files, nixl_objects
+    from ._faulty import Fault, Faulty, faulty, random_faults
+    from ._mapped import Mapped, mapped
+    from ._memory import Hub, memory
+    from ._nixl import nixl
+    from ._nixl_storage import nixl_files, nixl_objects
+    from ._torch import torch
 
 __all__ = [
     "NOTE_BYTES",
@@ -40,12 +40,12 @@ __all__ = [
 
 #: Name → module.  No module may have the name of a transport: importing it would hide the function.
 _HOME = {
-    **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "faults"),
-    **dict.fromkeys(("Hub", "memory"), "hub"),
-    **dict.fromkeys(("Mapped", "mapped"), "loans"),
-    **dict.fromkeys(("nixl_files", "nixl_objects"), "storage"),
-    "nixl": "agents",
-    "torch": "groups",
+    **dict.fromkeys(("Fault", "Faulty", "faulty", "random_faults"), "_faulty"),
+    **dict.fromkeys(("Hub", "memory"), "_memory"),
+    **dict.fromkeys(("Mapped", "mapped"), "_mapped"),
+    **dict.fromkeys(("nixl_files", "nixl_objects"), "_nixl_storage"),
+    "nixl": "_nixl",
+    "torch": "_torch",
 }
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
+from .._arguments import quoted, require_a, require_like, whole
 from ..errors import BindError, PeerLostError
-from ..given import quoted, require_a, require_like, whole
 
 __all__ = [
     "CARD_BYTES",
@@ -79,9 +79,9 @@ class Slab:
     @classmethod
     def of(cls, array: Any) -> Slab:
         """The memory of a contiguous, writable array of any framework."""
-        from ..arrays import describe
-        from ..shapes import ITEMSIZE
-        from ..spans import merge_steps
+        from ..layout.overlap import merge_steps
+        from ..layout.shapes import ITEMSIZE
+        from ..memory.array_info import describe
 
         found = describe(array, "slab")
         size = ITEMSIZE.get(found.dtype, 0)

@@ -11,9 +11,9 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 import kvbm
+from kvbm.engines.vllm import Group, groups
 from kvbm.reshard import presets
 from kvbm.testing.engines import vllm_writes
-from kvbm.vllm_groups import Group, groups
 
 
 class RecordingConnector(KVConnectorBase_V1, SupportsHMA):

@@ -13,12 +13,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _core
-from ... import spec as layouts
+from ...copy.transfer import Transfer
 from ...errors import BindError
-from ...layout import Layout
-from ...pool import Pool
-from ...shapes import BlockShape
-from ...transfer import Transfer
+from ...layout import spec as layouts
+from ...layout.layout import Layout
+from ...layout.shapes import BlockShape
+from ...pool.pool import Pool
 
 __all__ = ["FORMATS", "Copies", "Form"]
 

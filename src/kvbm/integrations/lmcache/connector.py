@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector import LMCacheMPConnector
 
-from ...reshard.model import named
+from ...link.model import named
 from ..identity import key_of
 from ..vllm.identity import inputs_of, model_of
 from ..vllm.log import logger

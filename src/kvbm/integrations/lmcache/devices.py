@@ -11,7 +11,7 @@ from lmcache.v1.platform.devices.cpu import CpuDeviceSpec
 from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
 
 from ...errors import escaping
-from ...naming import suggestion
+from ...layout.naming import suggestion
 from ..versions import require_version
 from . import VERSIONS
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...layout import Layout
-from ...pool import Pool
-from ...transfer import Transfer
-from ...zeros import Zeros
+from ...copy.transfer import Transfer
+from ...copy.zeros import Zeros
+from ...layout.layout import Layout
+from ...pool.pool import Pool
 
 __all__ = ["HostPages", "Loading", "Storing"]
 

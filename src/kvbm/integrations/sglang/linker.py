@@ -15,9 +15,9 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from ... import spec as layouts
 from ...errors import BindError, escaping
-from ...pool import Pool
+from ...layout import spec as layouts
+from ...pool.pool import Pool
 from ..settings import require_known
 from .host import HostPages, Loading, Storing
 

@@ -16,15 +16,15 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from ... import spec as layouts
+from ...copy.transfer import Transfer
 from ...errors import BindError, DigestError, KvbmError, escaping
-from ...layout import Layout
-from ...pool import Pool
-from ...shapes import BlockShape
+from ...layout import spec as layouts
+from ...layout.layout import Layout
+from ...layout.shapes import BlockShape
+from ...pool.pool import Pool
 from ...store import save
 from ...store.file import opened
 from ...store.opened import Opened
-from ...transfer import Transfer
 from ..identity import key_of, neighbours, tell
 from ..settings import unknown
 from .identity import model_of

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ...engines.vllm import Group, groups
 from ...errors import BindError, SpecError
-from ...pool import Pool
+from ...pool.pool import Pool
 from ...reshard import Placement, Span
 from ...reshard.presets import of_vllm
-from ...vllm_groups import Group, groups
 
 __all__ = ["Caches", "window_of"]
 

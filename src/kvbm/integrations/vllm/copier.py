@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ... import spec as layouts
-from ...arrays import array_on
+from ...copy.transfer import Strategy, Transfer
+from ...copy.zeros import Zeros
 from ...errors import BindError
-from ...layout import Layout
-from ...pool import Pool
-from ...shapes import BlockShape, round_up
-from ...transfer import Strategy, Transfer
-from ...zeros import Zeros
+from ...layout import spec as layouts
+from ...layout.layout import Layout
+from ...layout.shapes import BlockShape, round_up
+from ...memory.array_info import array_on
+from ...pool.pool import Pool
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory", "shared_memory"]

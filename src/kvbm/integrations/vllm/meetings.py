@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...errors import BindError, KvbmError, TransferError, TransferTimeoutError, printable
+from ...link.notes import Stopped
+from ...link.talk import Reception, Talk, connect
 from ...reshard import Endpoint, Link
-from ...reshard.notes import Stopped
-from ...reshard.talk import Reception, Talk, connect
 
 __all__ = ["MOST_PARTS", "Door", "Links", "Visit", "Want"]
 

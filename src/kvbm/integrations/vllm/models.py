@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import SpecError
-from ...shapes import BlockShape, is_file
+from ...layout.shapes import BlockShape, is_file
 
 __all__ = ["CACHE_DTYPES", "Layers", "Model", "read"]
 

@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec, _all_workers_barrier
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from ... import spec as layouts
 from ...errors import BindError, DigestError
+from ...layout import spec as layouts
 from ..settings import require_known
 from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads

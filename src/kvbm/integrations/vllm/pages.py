@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ... import spec as layouts
+from ...engines.vllm import groups
 from ...errors import BindError
-from ...pool import Pool
-from ...shapes import BlockShape
-from ...vllm_groups import groups
+from ...layout import spec as layouts
+from ...layout.shapes import BlockShape
+from ...pool.pool import Pool
 
 __all__ = ["Pages", "as_bytes", "pages_of", "require_whole"]
 

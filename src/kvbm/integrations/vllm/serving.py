@@ -13,16 +13,19 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from ... import reshard, spec, tuning
+from ... import reshard
+from ...copy import cost_model
+from ...engines.vllm import ORDERS, Group, groups
 from ...errors import BindError, CudaError, KvbmError, SpecError
-from ...layout import Layout
-from ...lower import engine_arguments
-from ...planner import Plan, plan
+from ...layout import spec
+from ...layout.layout import Layout
+from ...layout.resolved import Resolved
+from ...layout.shapes import BlockShape, round_up
+from ...planner.lowering import engine_arguments
+from ...planner.plan import Plan, plan
 from ...reshard import presets, report
 from ...reshard.placement import Placement
-from ...resolved import Resolved
-from ...shapes import BlockShape, round_up
-from ...vllm_groups import ORDERS, Group, groups
+from ...system import machine
 from .models import Model
 
 __all__ = ["PAGES", "Engine", "as_json", "notes"]
@@ -231,10 +234,10 @@ def _require_one_buffer(layout: Layout) -> None:
         )
 
 
-def _table(device: int) -> tuning.Table | None:
+def _table(device: int) -> cost_model.Table | None:
     """The tuning table that `kvbm tune` measured on this machine; None without one."""
     try:
-        return tuning.load(*tuning.machine(device))
+        return cost_model.load(*machine.gpu_and_driver(device))
     except (CudaError, ImportError):
         return None
 
@@ -254,19 +257,19 @@ def _way(
     move = first.flat(steps[0], None) if not gathers else second.flat(None, steps[1])
     runs = made.flat(*steps)
     launches = len(made.launches())
-    ways = {"direct": tuning.Way(made.nbytes // _runs(made), launches)}
+    ways = {"direct": cost_model.Way(made.nbytes // _runs(made), launches)}
     for name, some in (("staged", move), ("engine", runs)):
         if engine_arguments(some.parts):
-            ways[name] = tuning.Way(made.nbytes // _runs(some))
-    if "engine" in ways and ways["engine"].run_bytes < tuning.ENGINE_RUN:
+            ways[name] = cost_model.Way(made.nbytes // _runs(some))
+    if "engine" in ways and ways["engine"].run_bytes < cost_model.ENGINE_RUN:
         del ways["engine"]
     choice = table.choose(direction, ways, made.nbytes) if table is not None else None
     is_measured = choice is not None
     if choice is None:
-        choice = tuning.choose(tuning.BUILT_IN, direction, ways, made.nbytes)
+        choice = cost_model.choose(cost_model.BUILT_IN, direction, ways, made.nbytes)
         assert choice is not None
     name = next((name for most, name in choice.limits if blocks <= most), choice.limits[-1][1])
-    times = tuning.groups_of(blocks, made.nbytes, gathers=gathers)
+    times = cost_model.groups_of(blocks, made.nbytes, gathers=gathers)
     gbps = None
     if is_measured:
         seconds = float(table.costs[direction, name].seconds(blocks, made.nbytes, ways[name]))

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ... import spec as layouts
-from ...digest import Model
+from ...copy.transfer import Transfer
+from ...digest.cells import Model
 from ...errors import BindError, KvbmError
-from ...pool import Pool
-from ...shapes import BlockShape
-from ...transfer import Transfer
+from ...layout import spec as layouts
+from ...layout.shapes import BlockShape
+from ...pool.pool import Pool
 from .tier import LAYOUT, KvbmTier, Part, cover, touch
 
 __all__ = ["Shelf", "Shelved"]

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ... import spec as layouts
-from ...cache import replacing
 from ...errors import BindError
-from ...shapes import BlockShape
+from ...layout import spec as layouts
+from ...layout.shapes import BlockShape
 from ...store import Digests, Stored
 from ...store.file import framed, opened
 from ...store.opened import Opened
+from ...system.cache import replacing
 from ..identity import neighbours, tell
 
 __all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "touch"]

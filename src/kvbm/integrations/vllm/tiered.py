@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from ...engines.vllm import groups, number_of_layer
 from ...errors import BindError
+from ...layout.shapes import BlockShape
 from ...reshard.presets import of_vllm
-from ...shapes import BlockShape
-from ...vllm_groups import groups, number_of_layer
 from ..identity import key_of
 from .copier import Copier
 from .identity import model_of

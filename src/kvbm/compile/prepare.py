@@ -1,0 +1,185 @@
+"""Prepare launches: turn a plan into copies that the compiled part runs.  The name of a kernel connects both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .. import _core
+from ..errors import MissingKernelError
+from ..planner.loopnest import Kernel, kernel_name, parse_kernel
+from ..planner.lowering import CellParams, Kernels, Launch, Steps, engine_arguments, lower
+from ..planner.plan import Plan
+from . import nvrtc
+
+__all__ = ["digest_copies", "engine_copies", "kernel_notes", "launches_of", "prepare"]
+
+
+@functools.cache
+def _kernels_on(device: int) -> Kernels:
+    """The kernels of a CUDA device, or of the host (-1)."""
+    names = _core.kernel_names()
+    single = (parse_kernel(name)[0] for name in names if "__" not in name)
+    forms = sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind))
+    return Kernels(frozenset(names), tuple(forms), functools.partial(_compiles, device), device >= 0)
+
+
+def _compiles(device: int, kernel: Kernel) -> bool:
+    """True if a kernel that is not built can be compiled at run time."""
+    if device < 0 or not _core.num_images() or not nvrtc.is_known_kind(kernel) or nvrtc.why_not(device):
+        return False
+    nvrtc.kernel(kernel_name(kernel), device)
+    return True
+
+
+def launches_of(made: Plan, alignments: tuple[int, int], few: bool, device: int) -> list[Launch]:
+    """The launches of a plan on a GPU, or on the host (-1)."""
+    try:
+        return lower(made.launches(*alignments, pages=device >= 0 and not few), _kernels_on(device), few=few)
+    except MissingKernelError as error:
+        raise MissingKernelError(f"{error}; {nvrtc.PERMANENT}") from None
+
+
+def kernel_notes(launches: Sequence[Launch], device: int) -> list[str]:
+    """Notes on kernels that were not built for the copy."""
+    said, missing = [], False
+    for launch in {launch.kernel: launch for launch in launches}.values():
+        if (origin := nvrtc.origin(launch.name, device)) is not None:
+            said.append(f"{origin}.")
+        elif launch.wanted and launch.kernel != launch.wanted:
+            wanted = kernel_name(launch.wanted)
+            said.append(f"{launch.name} runs in place of {wanted}, which is not built in: {_cost(launch)}.")
+            missing = True
+    if missing:
+        why = nvrtc.why_not(device) if device >= 0 and _core.num_images() else ""
+        said.append(f"{why}. {nvrtc.PERMANENT}." if why else f"{nvrtc.PERMANENT}.")
+    return said
+
+
+def _cost(launch: Launch) -> str:
+    [wanted], [has] = launch.wanted, launch.kernel
+    if wanted.kind == "tile" and has.kind != "tile":
+        return f"{wanted.element}-byte elements move one by one, not in tiles, at a fraction of the speed"
+    more = has.outer - wanted.outer + has.modes - wanted.modes
+    text = f"it has {more} mode{'s' if more != 1 else ''} more than needed, and each costs every word a division"
+    return text + (", and its teams share one large CTA a multiprocessor" if has.few else "")
+
+
+def prepare(
+    made: Plan,
+    src_alignment: int,
+    dst_alignment: int,
+    *,
+    few: bool = False,
+    device: int = -1,
+    src_steps: Steps = Steps(),  # noqa: B008  (immutable)
+    dst_steps: Steps = Steps(),  # noqa: B008
+) -> list[_core.Copy]:
+    """The launches of a plan: one; or one each for K and V if they share no kernel; or more if it has many modes.
+
+    Parameters
+    ----------
+    made : Plan
+        The plan.
+    src_alignment, dst_alignment : int
+        Alignment of the base addresses of each side (bytes).
+    few : bool
+        Use kernels that accept a limit of multiprocessors.
+    device : int
+        CUDA device ordinal.  A kernel that is not built is compiled for it, if possible.  -1: the host, only built kernels.
+    src_steps, dst_steps : Steps
+        How the table of each side was shortened.
+
+    Raises
+    ------
+    MissingKernelError
+        The plan has so many modes that it would need thousands of launches.
+    BuildError
+        NVRTC refused a kernel.
+    """
+    part = made.parts[0].fold(src_steps.entry, dst_steps.entry)
+    ids = [
+        (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
+        for of, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
+    ]
+    return [
+        _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), ids[0], ids[1], _units(made))
+        for launch in launches_of(made, (src_alignment, dst_alignment), few, device)
+    ]
+
+
+def digest_copies(
+    ready: Sequence[tuple[Launch, Sequence[CellParams]]],
+    lanes: int,
+    src_steps: Steps = Steps(),  # noqa: B008  (immutable)
+    dst_steps: Steps = Steps(),  # noqa: B008
+) -> list[_core.Copy]:
+    """The launches of a digest, separate or fused into a copy (`kvbm.digest.cells`), with built-in kernels.
+
+    Parameters
+    ----------
+    ready : sequence of (Launch, sequence of CellParams)
+        The planned launches, and the parameters of their cells.
+    lanes : int
+        Keys per token of the whole model.
+    src_steps, dst_steps
+        As for `prepare`.
+
+    Raises
+    ------
+    MissingKernelError
+        No suitable kernel is built in.
+    """
+    copies = []
+    for launch, keys in (one for asked, told in ready for one in _built(asked, told)):
+        part = launch.work[0][0].fold(src_steps.entry, dst_steps.entry)
+        ids = [
+            (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
+            for of, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
+        ]
+        units = launch.work[0][0].src_id.extents, launch.work[0][0].dst_id.extents
+        parts = [
+            (*part[:-1], (one.word,) if one.word else part[-1])
+            for part, one in zip(launch.arguments(src_steps, dst_steps), keys, strict=True)
+        ]
+        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [(*one[:4], one.along_b) for one in keys])))
+    return copies
+
+
+@functools.cache
+def _digesting() -> tuple[Kernel, ...]:
+    """The kernels that digest, the leanest first."""
+    built = map(parse_kernel, _core.kernel_names())
+    chosen = [kernel for kernel in built if kernel[0].sums or kernel[0].kind == "digest"]
+    return tuple(sorted(chosen, key=lambda kernel: sorted((form.inner, form.outer) for form in kernel)[::-1]))
+
+
+def _built(asked: Launch, told: Sequence[CellParams]) -> Iterator[tuple[Launch, Sequence[CellParams]]]:
+    """The launch with the leanest suitable built kernel; if there is none, its parts one by one."""
+    for kernel in _digesting():
+        if len(kernel) == len(asked.kernel) and all(has.runs(form) for has, form in zip(kernel, asked.kernel, strict=True)):
+            forms = kernel if len(kernel) > 1 else kernel * len(asked.work)
+            work = tuple(
+                (part, replace(of, outer=form.outer, inner=form.inner))
+                for (part, of), form in zip(asked.work, forms, strict=True)
+            )
+            yield asked._replace(kernel=kernel, work=work), told
+            return
+    if len(asked.work) == 1:
+        raise MissingKernelError(f"no kernel runs {kernel_name(asked.kernel)}, and none was built for any loop nest")
+    for (part, form), one in zip(asked.work, told, strict=True):
+        yield from _built(Launch((form,), ((part, form),), (form,)), [one])
+
+
+def engine_copies(made: Plan) -> list[_core.Copy]:
+    """A plan's loop nests in bytes, for the copy engine; empty if one has too many modes."""
+    one = made.parts[0]
+    return [
+        _core.Copy(None, told, one.src_id[:2], one.dst_id[:2], _units(made)) for told in engine_arguments(made.parts)
+    ]
+
+
+def _units(made: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Extents of an id's digits for units inside a block; the same for all parts."""
+    return made.parts[0].src_id.extents, made.parts[0].dst_id.extents

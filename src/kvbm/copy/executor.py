@@ -1,0 +1,643 @@
+"""Movers: two pools bound for copies, the strategies between them, and the choice of a strategy per batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from .._arguments import number, quoted
+from ..compile.prepare import digest_copies, engine_copies, kernel_notes, launches_of, prepare
+from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
+from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_positions
+from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
+from ..layout.layout import Layout
+from ..layout.region import Section
+from ..layout.shapes import BlockShape
+from ..memory.array_checks import require_one_format
+from ..memory.array_info import find_overlap
+from ..memory.streams import framework_of, framework_stream, torch_stream
+from ..planner.lowering import Steps
+from ..planner.plan import Plan, between_layers, plan, size_text
+from ..pool.pool import Pool
+from ..pool.section import PoolSection
+from ..system.locks import Lock
+from . import autotune, cost_model
+from .cost_model import CHUNK_BYTES, Way
+from .diff import told
+
+__all__ = [
+    "Layers",
+    "Mover",
+    "current_stream",
+    "part_of",
+    "require_compatible",
+    "require_disjoint",
+    "require_usable",
+    "torch_stream",
+]
+
+#: Default multiprocessors of a kernel that works on host memory: more do not make PCIe faster.
+HOST_SMS = 16
+
+#: Slots of a staged copy: one is filled, one is emptied, one waits.
+SLOTS = 3
+
+#: Alignment of every slot (bytes).
+_SLOT_ALIGNMENT = 16
+
+_STRATEGIES = ("direct", "staged", "engine")
+#: Strategies that choose per batch, by the measured table.
+_CHOICES = ("auto", "aside")
+
+#: Hint: how to give another GPU's kernels access to memory that is not from cuMemAlloc.
+_GRANT = (
+    " (grant it before the transfer is made, by cuMemSetAccess or cuMemPoolSetAccess; torch does so at its first own copy from "
+    "{src} to {dst})"
+)
+
+Layers = range | tuple[range, range] | None
+
+
+def _mean_run(made: Plan) -> int:
+    """Average bytes of a contiguous run."""
+    return made.nbytes // sum(part.nbytes // part.run_bytes for part in made.parts)
+
+
+@dataclass(frozen=True)
+class _End:
+    """A transfer's data of a pool; it does not keep the pool alive."""
+
+    layout: Layout
+    shape: BlockShape
+    section: Section
+    num_blocks: int
+    device: str
+    alignment: int
+    slot_bytes: int  # bytes of a packed block
+    addresses: npt.NDArray[np.uint64]
+    steps: Steps
+    framework: str
+    whole: Section
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def of(cls, part: PoolSection) -> _End:
+        pool = part.pool
+        framework = framework_of(pool.arrays[0])
+        return cls(
+            pool.layout, pool.shape, part.of, pool.num_blocks, pool.device, pool.alignment,
+            part.of.packed().accesses[0].block[0], pool.addresses, pool.steps, framework, pool.resolved.section, part.choices,
+        )  # fmt: skip
+
+    @property
+    def index(self) -> int:
+        """CUDA device ordinal, -1 for the host."""
+        return -1 if self.device == "cpu" else int(self.device.partition(":")[2])
+
+    @property
+    def table(self) -> npt.NDArray[np.uint64]:
+        """The table as kernels read it."""
+        table: npt.NDArray[np.uint64] = self.steps.shorten(self.addresses, self.num_blocks)
+        return table
+
+    @property
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """The table for the copy engine: one base if allocations lie at equal steps."""
+        return self.addresses if self.steps.whole is None else self.addresses[:1]
+
+
+class Mover:
+    """Everything that a transfer needs except the pools, so that a cache of movers keeps no memory alive."""
+
+    def __init__(
+        self,
+        src_part: PoolSection,
+        dst_part: PoolSection,
+        strategy: str,
+        max_sms: int | None,
+        chunk_bytes: int | None,
+        *,
+        keeps: bool,
+        transfer: type[Any],
+        model: Model | None = None,
+    ) -> None:
+        self.transfer = transfer  # used to measure the strategies, if this machine was not measured yet
+        src, dst = src_part.pool, dst_part.pool
+        self.whole = src_part.is_whole and dst_part.is_whole
+        if self.whole:
+            require_compatible(src, dst)
+        else:
+            require_usable(src, dst)
+            planes = {access.plane for access in src_part.of.accesses}
+            require_one_format(f"{src.layout.name} → {dst.layout.name}", src.formats, dst.formats, planes)
+        self.src, self.dst = _End.of(src_part), _End.of(dst_part)
+        self.title = f"{src.layout.name} → {dst.layout.name}"
+        self.strategy = strategy
+        self.same_pool = require_disjoint(src, dst)
+        if self.same_pool and self.src.section.units != self.dst.section.units:
+            raise BindError(
+                f"{self.title}: source and destination share memory; blocks have {self.src.section.units} units on one side and "
+                f"{self.dst.section.units} on the other, so overlaps cannot be checked; use equal units"
+            )
+        self.keep = (src, dst) if keeps else None
+        self.parts = (src_part, dst_part) if keeps else None
+        self.on_host = src.device == dst.device == "cpu"
+        self.gathers = self.src.index >= 0
+        self.device = self.src.index if self.gathers else self.dst.index  # -1: no GPU
+        self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
+        self.chunk_bytes = chunk_bytes
+        self.model = model
+        self.untold: list[DigestError] = []
+        self.captured: list[_core.Done] = []  # copies in graphs that verify: each replay writes to their memory
+        self.lock = Lock()
+        self.ring: _core.Ring | None = None
+        self.routes: dict[Any, _Route] = {}
+        self.closed = False
+        self.by_peer = False  # True if the copy engine must use the only call that needs no grant
+        self.unreached = "" if self.on_host else self._unreached(src, dst)
+        self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
+        # Both tables are on the device that runs the kernels.
+        self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
+        if not self.whole or self.src.shape.nl == self.dst.shape.nl:
+            self.routes[None] = self._route(None)
+        elif strategy != "auto" or chunk_bytes is not None:
+            _check_strategy(self)
+
+    @property
+    def direction(self) -> str:
+        """``h2h``, ``d2d``, ``d2h``, ``h2d`` or ``p2p``."""
+        src, dst = self.src.index, self.dst.index
+        if src >= 0 and dst >= 0:
+            return "d2d" if src == dst else "p2p"
+        return ("d" if src >= 0 else "h") + "2" + ("d" if dst >= 0 else "h")
+
+    def _unreached(self, src: Pool, dst: Pool) -> str:
+        """Why kernels cannot access both sides; empty if they can.  Unpinned memory raises an error: no strategy can copy it."""
+        for pool, what in ((src, "source"), (dst, "destination")):
+            if pool.device == "cpu" and not pool.pinned:
+                raise BindError(
+                    f"{self.title}: the {what} is in host memory that GPUs cannot access; allocate it with "
+                    "Pool.allocate(..., device='pinned'), or call its pool's pin()"
+                )
+            if pool.device == f"cuda:{self.device}" or (found := _core.find_ungranted(self.device, pool.spans)) is None:
+                continue
+            array = int(np.argsort(pool.addresses, kind="stable")[found[0]])
+            why = f"array {array} of the {what} lies in {found[1]} that is not granted to cuda:{self.device}"
+            if pool.device == "cpu":
+                raise BindError(f"{self.title}: {why}; call cuMemSetAccess or cuMemPoolSetAccess, or use Pool.pin()")
+            self.by_peer = True
+            reaches = _core.enable_peer(self.device, self.dst.index)
+            return f"{why}{_GRANT.format(src=src.device, dst=dst.device) if reaches else ''}"
+        if self.direction != "p2p" or _core.enable_peer(self.device, self.dst.index):
+            return ""
+        return "this machine has no peer access between them"
+
+    def route(self, layers: Layers) -> _Route:
+        found = self.routes.get(layers)
+        if found is None:
+            if layers is None and not self.closed:
+                how = "pass" if self.keep else "kvbm.convert copies all: use pool.section(l=…), or pass to Transfer(…).copy"
+                raise BindError(
+                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; {how} "
+                    "layers=(range of the source, range of the destination)"
+                )
+            with self.lock:
+                if self.closed:
+                    raise BindError(f"{self.title}: the transfer is closed")
+                found = self.routes.get(layers)  # another thread may have created it
+                if found is None:
+                    found = self.routes[layers] = self._route(layers)
+        return found
+
+    def digested(self, layers: Layers) -> _Route:
+        """The route with the launches of digests; planned on first use."""
+        key = ("digests", layers)
+        found = self.routes.get(key)
+        if found is None:
+            self.route(layers)
+            with self.lock:
+                if self.closed:
+                    raise BindError(f"{self.title}: the transfer is closed")
+                found = self.routes.get(key)
+                if found is None:
+                    found = self.routes[key] = self._route(layers, digests=True)
+        return found
+
+    def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> CopyDigests:
+        """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
+        src, dst = self.src, self.dst
+        ours, theirs, keys = src.section, dst.section, keys_of(src.whole, self.model, src.choices)
+        if layers is not None:
+            of_src, of_dst = layers if isinstance(layers, tuple) else (layers, layers)
+            ours, theirs, keys = ours.select("l", of_src), theirs.select("l", of_dst), keys.select("l", of_src)
+
+        def by_itself(section: Section, end: _End) -> list[_core.Copy]:
+            return digest_copies(alone(section, keys, end.alignment, self.title, turns=self.device >= 0), keys.lanes, end.steps)
+
+        def joined(
+            sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
+        ) -> list[_core.Copy] | str:
+            if few:
+                return "kernels with a limit of multiprocessors do not digest"
+            return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, *ends)
+
+        none = Steps()
+        direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
+        if self.on_host:
+            permute: list[_core.Copy] | str = []
+        elif self.gathers:
+            permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
+        else:
+            permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
+        mine, its = alike(ours, theirs)
+        return CopyDigests(direct, permute, (by_itself(mine, src), [] if self.unreached else by_itself(its, dst)))
+
+    def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
+        src, dst = self.src, self.dst
+        try:
+            made = (
+                plan(
+                    src.layout,
+                    dst.layout,
+                    (src.shape, dst.shape),
+                    num_blocks=(src.num_blocks, dst.num_blocks),
+                    layers=layers,
+                )
+                if self.whole
+                else between_layers(src.section, dst.section, self.title, layers)
+            )
+        except PlanError as error:
+            if layers is not None and "layers:" in str(error):
+                raise BindError(str(error)) from None
+            raise
+        _check_strategy(self)
+        whole = functools.partial(
+            prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
+        )
+        blocks = src.section.num_ids, dst.section.num_ids
+        if self.on_host:
+            direct = whole()
+            more = self._digests(layers, (made, made)) if digests else None
+            route = _core.Route(
+                -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool, keep=self.keep,
+                **(more.options(False) if more else {}),
+            )  # fmt: skip
+            return _Route(made, route, direct, "the host's kernels copy on all cores", more)
+        steps = made.staged(gathers=self.gathers)
+        move = steps[1].flat(None, dst.steps.whole) if self.gathers else steps[0].flat(src.steps.whole, None)
+        runs = made.flat(src.steps.whole, dst.steps.whole)
+        slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
+        move_runs, all_runs = engine_copies(move), engine_copies(runs)
+        # Do not look up kernels that no batch uses: they may have to be compiled.
+        is_aside = self.strategy == "aside" and bool(move_runs or all_runs)
+        takes_direct = not self.unreached and self.strategy in ("direct", *_CHOICES) and not is_aside
+        direct = whole(few=self.max_sms > 0) if takes_direct else []
+        ways = {
+            "direct": Way(_mean_run(made), len(direct)),
+            "staged": Way(_mean_run(move)),
+            "engine": Way(_mean_run(runs)),
+        }
+        possible = {"direct": not self.unreached and not is_aside, "staged": bool(move_runs), "engine": bool(all_runs)}
+        limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
+        # Every destination is written once, so no batch has more pairs than blocks: a strategy for larger batches needs no ring.
+        # Batches with ids on the GPU may be larger, and use the last remaining strategy.
+        most = blocks[1]
+        limits = limits[: 1 + next((i for i, (pairs, _) in enumerate(limits) if pairs >= most), len(limits))]
+        if self.chunk_bytes is not None and self.chunk_bytes < slot_block:
+            raise BindError(
+                f"{self.title}: chunk_bytes: expected at least one block of {slot_block} bytes, got {self.chunk_bytes}"
+            )
+        ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
+        permute: list[_core.Copy] = []
+        if ring is not None:
+            few = self.bounded  # inside device memory a kernel on the whole GPU takes very little time
+            slot = _SLOT_ALIGNMENT
+            if self.gathers:
+                permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
+            else:
+                permute = prepare(steps[1], slot, dst.alignment, few=few, device=self.device, dst_steps=dst.steps)
+        more = self._digests(layers, steps) if digests else None
+        options = more.options(not self.gathers) if more else {}
+        every = (*direct, *permute, *(more.copies if more else ()))
+        for kernel in dict.fromkeys(copy.kernel for copy in every):  # load them now, not while a model runs
+            _core.warm(kernel, self.device)
+        route = _core.Route(
+            self.device,
+            self.src_table,
+            self.dst_table,
+            *blocks,
+            direct=direct,
+            permute=permute,
+            moves=move_runs,
+            runs=all_runs,
+            src_bases=src.bases,
+            dst_bases=dst.bases,
+            cuts=self.cuts,
+            gathers=self.gathers,
+            slot_block_bytes=slot_block,
+            ring=ring,
+            max_sms=self.max_sms,
+            same_pool=self.same_pool,
+            crosses=self.direction == "p2p",
+            limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
+            may_choose=self.strategy in _CHOICES,
+            keep=self.keep,
+            by_peer=self.by_peer,
+            **options,
+        )
+        return _Route(made, route, direct, why, more)
+
+    def _limits(self, ways: dict[str, Way], block_bytes: int) -> cost_model.Choice:
+        """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
+        if not (ways if self.strategy in _CHOICES else self.strategy in ways):
+            raise MissingKernelError(
+                f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine supports; "
+                "use strategy='direct' between pools that one GPU can access"
+            )
+        if self.strategy not in _CHOICES:
+            return cost_model.Choice(((0, self.strategy),), "it was asked for")
+        if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < cost_model.ENGINE_RUN:
+            del ways["engine"]
+        chunk_bytes = self.chunk_bytes or CHUNK_BYTES
+        return autotune.limits(self.direction, self.device, ways, block_bytes, chunk_bytes, self.transfer)
+
+    def _take_ring(self) -> _core.Ring:
+        """The ring that all ranges of layers share.  The block of a range is never larger than the whole block."""
+        if self.ring is None:
+            largest = max(end.slot_bytes for end in (self.src, self.dst))
+            self.ring = _core.Ring(self.device, self.chunk_bytes or max(CHUNK_BYTES, largest), SLOTS)
+        return self.ring
+
+    def found(self, layers: Any) -> _core.Route:
+        """The route of these layers, for `Transfer.copy`; planned on first use."""
+        if layers is not None:
+            require_layers(layers)
+        return (self.routes.get(layers) or self.route(layers)).route
+
+    def copy_digested(
+        self, src_ids: Any, dst_ids: Any, layers: Layers, stream: Any, wait: Any, out: Any, tokens: Any, verifies: bool
+    ) -> _core.Done:
+        """`Transfer.copy` with digests: they are written to `out`, or compared on both sides."""
+        require_layers(layers)
+        found = self.routes.get(("digests", layers)) or self.digested(layers)
+        if verifies and self.unreached:
+            raise BindError(f"{self.title}: verify: the destination is digested by a kernel, and {self.unreached}")
+        if self.on_host or stream is None:
+            stream = self.stream(stream, wait)
+        route, units = found.route, self.src.section
+        pairs = route.pairs_of(src_ids, dst_ids)
+        count = len(pairs)
+        if tokens is None and units.units > 1:
+            tokens = unit_positions(src_ids, pairs, units.units, units.shape.nt // units.units)
+        positions = None if tokens is None else _core.Positions(tokens, count, self.device)
+        address, far, keep = 0, False, None
+        if out is not None:
+            address, far, keep = digest_array(out, count, self.device, self.keep or ())
+        Proof.settle(self.untold)
+        if not verifies:
+            return route.copy_digested(pairs, positions, address, far, (0, 0), stream, wait, (keep, self.keep))
+        assert self.parts is not None  # a transfer keeps them, and only transfers verify
+        where = functools.partial(told, *self.parts, pairs, layers)
+        with Proof(self.title, count, self.device, self.untold, pairs, where) as proof:
+            kept = (keep, proof, self.keep)
+            done = route.copy_digested(pairs, positions, address, far, proof.addresses, stream, wait, kept)
+        proof.watch(done)
+        if done.captured:
+            self.captured.append(done)
+        return done
+
+    def stream(self, stream: Any, wait: Any) -> Any:
+        """The default stream of a copy; None on the host."""
+        if self.on_host:
+            for name, given in (("stream", stream), ("wait", wait)):
+                if given is not None:
+                    raise BindError(
+                        f"{name}: the pools are on the CPU, where the call waits for the copy; leave {name} out"
+                    )
+        elif stream is None:
+            stream = self._current_stream()
+        return stream
+
+    def _current_stream(self) -> Any:
+        end = self.src if self.gathers else self.dst
+        if end.framework == "torch" and self.direction != "p2p":  # on one GPU a default stream's handle says all
+            return torch_stream(end.index)
+        return framework_stream(end.framework, end.index)
+
+    def stats(self) -> dict[str, int]:
+        total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
+        for found in list(self.routes.values()):
+            copies, blocks, submissions = found.route.counters()
+            total["copies"] += sum(copies)
+            total["blocks"] += sum(blocks)
+            total["bytes"] += sum(blocks) * found.plan.nbytes
+            total["submissions"] += submissions
+            for name, count in zip(_STRATEGIES, copies, strict=True):
+                total[name] += count
+        return total
+
+    def explain(self, num_blocks: int | None, layers: Layers, verifies: bool = False) -> str:
+        require_layers(layers)
+        count = None if num_blocks is None else number("num_blocks", num_blocks, 1, 1 << 31)
+        found = self.route(layers)
+        where = {
+            "h2h": "from host memory to host memory",
+            "d2d": f"on {self.src.device}",
+            "d2h": f"from {self.src.device} to pinned host memory",
+            "h2d": f"from pinned host memory to {self.dst.device}",
+            "p2p": f"from {self.src.device} to {self.dst.device}",
+        }[self.direction]
+        lines = [f"{self.title}, {where}."]
+        if not self.on_host:
+            for blocks in [1, 4, 16, 64, 256] if count is None else [count]:
+                name = found.route.choose(blocks)
+                lines.append(
+                    f"{blocks} block{'s' if blocks > 1 else ''} ({size_text(blocks * found.plan.nbytes)}): {name}."
+                )
+            lines += [f"Why: {found.why}.", *self._how(found)]
+        else:
+            lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
+            lines += kernel_notes(launches_of(found.plan, (self.src.alignment, self.dst.alignment), False, -1), -1)
+        if verifies or ("digests", layers) in self.routes:
+            lines += self._how_digested(self.digested(layers), verifies)
+        return "\n".join([*lines, found.plan.explain()])
+
+    def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
+        assert found.digests
+        names = dict.fromkeys(found.route.choose(1 << power) for power in range(24))
+        said = found.digests.explain(names, not (self.on_host or self.gathers))
+        if verifies and self.unreached:
+            said.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
+        elif verifies:
+            far = [name for name, end in (("source", self.src), ("destination", self.dst)) if end.index != self.device]
+            said.append(found.digests.explain_verify(size_text(found.plan.nbytes), far))
+        return said
+
+    def _how(self, found: _Route) -> list[str]:
+        """A sentence on each strategy, and notes on its kernels."""
+        budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
+        said, made = [f"direct is left out: {self.unreached}."] if self.unreached else [], found.plan
+        if self.by_peer:
+            said.append("the copy engine copies one range per call (cuMemcpyPeerAsync): memory without a grant needs it.")
+        launches = []
+        if found.copies:
+            many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
+            names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
+            said.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
+            launches += launches_of(made, (self.src.alignment, self.dst.alignment), self.max_sms > 0, self.device)
+        if self.ring is not None:
+            order = (
+                "a kernel packs blocks into a slot and the copy engine copies them from it"
+                if self.gathers
+                else "the copy engine fills a slot and a kernel unpacks the blocks from it"
+            )
+            said.append(
+                f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
+            )
+            step = made.staged(gathers=self.gathers)[0 if self.gathers else 1]
+            ends = (self.src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, self.dst.alignment)
+            launches += launches_of(step, ends, self.bounded, self.device)
+        said += kernel_notes(launches, self.device)
+        return said
+
+
+@dataclass
+class _Route:
+    """A mover's launches for all layers, or for a range of them."""
+
+    plan: Plan
+    route: _core.Route
+    copies: Sequence[_core.Copy]
+    why: str
+    digests: CopyDigests | None = None
+
+
+def _max_sms(mover: Mover, asked: object) -> int:
+    if asked is None:
+        return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked < 1 << 31:
+        raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {quoted(asked)}")
+    if mover.on_host:
+        raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
+    if mover.strategy == "engine":
+        raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
+    return asked
+
+
+def _check_strategy(mover: Mover) -> None:
+    """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
+    if type(mover.strategy) is not str or mover.strategy not in (*_CHOICES, *_STRATEGIES):
+        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(mover.strategy)}")
+    if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
+        raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
+    if mover.strategy == "direct" and mover.unreached:
+        raise BindError(
+            f"strategy: 'direct' needs a kernel on {mover.src.device} that can access {mover.dst.device}, and {mover.unreached}; "
+            "use 'staged' or 'engine'"
+        )
+    chunk: object = mover.chunk_bytes
+    if chunk is not None:
+        if mover.on_host or mover.strategy in ("direct", "engine"):
+            raise BindError(
+                f"chunk_bytes: only staged copies use chunks, and strategy is {mover.strategy!r}; leave it out"
+            )
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise BindError(f"chunk_bytes: expected a number of bytes, got {quoted(chunk)}")
+
+
+def require_layers(layers: Any) -> None:
+    """Raise `BindError` unless these are None, a range, or a tuple of two ranges."""
+    both = layers if type(layers) is tuple and len(layers) == 2 else (layers, layers)
+    if layers is not None and not all(type(one) is range for one in both):
+        raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {quoted(layers)}")
+
+
+def part_of(given: Any, what: str) -> PoolSection:
+    """A pool or a section, as a section."""
+    if isinstance(given, Pool):
+        return given.whole
+    if isinstance(given, PoolSection):
+        return given
+    raise BindError(
+        f"the {what}: expected a kvbm.Pool or a section of one, got {type(given).__name__}; bind arrays with kvbm.Pool"
+    )
+
+
+def require_usable(src: Any, dst: Any) -> None:
+    """Check before every copy that both pools are open, and have the memory that they were bound to."""
+    if not (isinstance(src, Pool) and isinstance(dst, Pool)):
+        what, pool = ("destination", dst) if isinstance(src, Pool) else ("source", src)
+        raise BindError(
+            f"the {what}: expected a kvbm.Pool or a section of one, got {type(pool).__name__}; bind arrays with kvbm.Pool"
+        )
+    src.require_open()
+    dst.require_open()
+    if dst.readonly:
+        raise BindError(f"{src.layout.name} → {dst.layout.name}: the destination is read-only")
+
+
+def require_compatible(src: Pool, dst: Pool) -> None:
+    """Check that blocks can be copied: equal block shapes except for layers, and a writable destination."""
+    require_usable(src, dst)
+    title = f"{src.layout.name} → {dst.layout.name}"
+    # The planes of layouts may all have their own dtypes.  Then the shape's has no meaning, and the plan compares the planes.
+    both_use = src.layout.uses_shape_dtype and dst.layout.uses_shape_dtype
+    if src.shape.dtype != dst.shape.dtype and both_use:
+        raise DTypeError(
+            f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
+        )
+    require_one_format(title, src.formats, dst.formats)
+    if replace(src.shape, nl=1, dtype=dst.shape.dtype) != replace(dst.shape, nl=1):
+        raise BindError(
+            f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}; for different numbers of tokens "
+            "use units of both (pool.units), for different heads use sections (pool.section)"
+        )
+
+
+def require_disjoint(src: Pool, dst: Pool) -> bool:
+    """False if the pools share no memory, True if they are the same blocks in one layout; else raises an error."""
+    if src is dst:
+        return True
+    a, b = src.spans, dst.spans
+    # Spans are sorted: of those of the other side that start before this one ends, does any end after its start?
+    before = np.searchsorted(b[:, 0], a[:, 1], side="left")
+    reach = np.maximum.accumulate(b[:, 1])
+    clash = np.nonzero((before > 0) & (reach[np.maximum(before, 1) - 1] > a[:, 0]))[0]
+    if not clash.size:
+        return False
+    blocks = [(pool.layout, pool.shape, pool.num_blocks) for pool in (src, dst)]
+    if blocks[0] == blocks[1] and np.array_equal(src.addresses, dst.addresses):
+        return True
+    # Their extents overlap.  Views of one tensor may still share no byte of an element, such as K and V of every page.
+    ours, theirs = src.resolved, dst.resolved
+    kind_of = [*ours.kind_of_entry, *(kind + len(ours.kinds) for kind in theirs.kind_of_entry)]
+    shared = find_overlap(
+        np.concatenate([src.addresses, dst.addresses]), [*ours.kinds, *theirs.kinds], kind_of,
+        [0] * len(ours.kinds) + [1] * len(theirs.kinds),
+    )  # fmt: skip
+    if shared is None:
+        return False
+    one, other = sorted(shared)
+    raise BindError(
+        f"{src.layout.name} → {dst.layout.name}: source and destination overlap in memory: array {one} of the source and array "
+        f"{other - src.addresses.size} of the destination share bytes near {int(dst.addresses[other - src.addresses.size]):#x};"
+        " a block would be read after it was overwritten. Use separate memory for the destination"
+    )
+
+
+def current_stream(pool: Pool) -> int:
+    """The current stream of the pool's framework (torch or CuPy) on the pool's device.
+
+    Raises
+    ------
+    BindError
+        The arrays belong to neither framework, so there is no default stream.
+    """
+    framework = framework_of(pool.arrays[0])
+    return _core.stream_handle(framework_stream(framework, int(pool.device.partition(":")[2])))

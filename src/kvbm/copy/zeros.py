@@ -1,0 +1,68 @@
+"""Write zeros into blocks whose load failed, so that nothing of the load is left in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..pool.pool import Pool
+from .transfer import Transfer
+
+__all__ = ["Zeros"]
+
+
+class Zeros:
+    """Writes zeros into blocks of a pool.  It needs memory for one block, from the first call on.
+
+    A masked slot of a partly filled block is multiplied by 0, and 0 × NaN is NaN: a wrong block must not stay in an engine's cache,
+    even if nobody is to read its tokens.
+
+    Parameters
+    ----------
+    pool : Pool
+        The pool.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._made: tuple[Pool, Transfer] | None = None
+
+    def __call__(self, ids: Iterable[int], stream: Any = None) -> None:
+        """Write zeros into whole blocks, and wait until they are there.
+
+        Parameters
+        ----------
+        ids : iterable of int
+            The blocks.  Repeated ids and -1 are allowed.
+        stream : optional
+            On a GPU: the stream to use, as for `Transfer.copy`.  It must come after what writes the blocks.
+
+        Raises
+        ------
+        BindError
+            A block does not exist, or the pool is closed or read-only.
+        CudaError
+            A call of the driver failed.
+        """
+        blocks = np.unique(np.fromiter(ids, np.int64))
+        blocks = blocks[blocks >= 0]
+        if not blocks.size:
+            return
+        if self._made is None:
+            zeros = Pool.allocate(
+                self._pool.layout, self._pool.shape, 1, "cpu" if self._pool.device == "cpu" else "pinned"
+            )
+            for array in zeros.arrays:
+                array.view(np.uint8)[...] = 0
+            self._made = zeros, Transfer(zeros, self._pool)
+        options = {} if stream is None else {"stream": stream}
+        self._made[1].copy(np.zeros(blocks.size, np.int64), blocks, **options).synchronize()
+
+    def close(self) -> None:
+        """Free the memory."""
+        made, self._made = self._made, None
+        if made is not None:
+            made[1].close()
+            made[0].close()

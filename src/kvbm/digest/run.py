@@ -1,0 +1,405 @@
+"""Digests of blocks in pools: bind sections to the kernels that sum up their cells."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..compile.prepare import digest_copies
+from ..errors import BindError, CudaError, DigestError, MissingKernelError
+from ..layout.layout import Layout
+from ..layout.region import Section
+from ..layout.shapes import BlockShape, round_up
+from ..memory.allocation import Slab, find_ranges
+from ..memory.array_info import describe, flat_integers
+from ..memory.streams import framework_of, framework_stream
+from ..planner.lowering import CellParams, Launch, Steps
+from ..system.locks import Lock
+from .cells import Keys, alone
+
+__all__ = ["CopyDigests", "Digester", "Proof", "digest_array", "fused_copies", "unit_positions"]
+
+_MOST = (1 << 31) - 1
+
+
+class Bound(Protocol):
+    """What a digest needs of a `kvbm.Pool`."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def shape(self) -> BlockShape: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def arrays(self) -> Sequence[Any]: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def addresses(self) -> npt.NDArray[np.uint64]: ...
+    @property
+    def steps(self) -> Steps: ...
+    @property
+    def alignment(self) -> int: ...
+    def holds(self, begin: int, end: int) -> bool: ...
+
+
+class BoundSection(Protocol):
+    """What a digest needs of a `kvbm.PoolSection`."""
+
+    @property
+    def pool(self) -> Bound: ...
+    @property
+    def of(self) -> Section: ...
+    @property
+    def num_ids(self) -> int: ...
+
+
+class Digester:
+    """Digests the blocks or units of one section of a pool.  The pool keeps it.
+
+    Parameters
+    ----------
+    part : BoundSection
+        The section.
+    keys : Keys
+        Keys of the same coordinates.
+    """
+
+    def __init__(self, part: BoundSection, keys: Keys) -> None:
+        pool = part.pool
+        self.title = f"digest of {pool.layout.name}"
+        self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
+        self.framework = framework_of(pool.arrays[0])
+        self.num_ids, self.units = part.num_ids, part.of.units
+        self.unit_tokens = pool.shape.nt // self.units
+        table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
+        copies = copies_of(part, keys)
+        for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():
+            _core.warm(kernel, self.device)
+        self.route = _core.Route(
+            self.device, table, table, self.num_ids, _MOST, direct=(), limits=(), digests=(copies, ())
+        )
+
+    def digest(
+        self, pool: Bound, ids: Any, tokens: Any, out: Any, stream: Any, wait: Any
+    ) -> npt.NDArray[np.uint64] | _core.Done:
+        most = self.num_ids if ids is None else _MOST
+        try:
+            pairs = _core.Pairs(ids, None, self.num_ids, most, False, self.device)
+        except BindError as error:  # the message says "src_ids", but a digest has only one side
+            raise BindError(str(error).replace("src_ids", "ids")) from None
+        if tokens is None and self.units > 1:
+            tokens = unit_positions(ids, pairs, self.units, self.unit_tokens)
+        positions = None if tokens is None else _core.Positions(tokens, len(pairs), self.device)
+        if self.device < 0:
+            for name, given in (("stream", stream), ("wait", wait)):
+                if given is not None:
+                    raise BindError(
+                        f"{name}: the pool is on the CPU, where the call waits for digests; leave {name} out"
+                    )
+            found: npt.NDArray[np.uint64] = np.zeros(len(pairs), np.uint64) if out is None else out
+            address, _, _ = digest_array(found, len(pairs), -1, () if out is None else (pool,))
+            self.route.digest(pairs, positions, address)
+            return found
+        if stream is None:
+            stream = framework_stream(self.framework, self.device)
+        if out is not None:
+            address, far, keep = digest_array(out, len(pairs), self.device, (pool,))
+            return self.route.digest(pairs, positions, address, far, stream, wait, (pool, keep))
+        found = np.zeros(len(pairs), np.uint64)
+        done = self.route.digest(pairs, positions, found.ctypes.data, True, stream, wait, (pool, found))
+        if done.captured:
+            _captured.append(done)  # a launch of its graph writes to this memory
+            raise BindError(
+                f"{self.title}: the stream captures a graph, so digests exist only after a replay; pass an array with out="
+            )
+        done.synchronize()
+        return found
+
+
+def copies_of(part: BoundSection, keys: Keys, steps: Steps | None = None) -> list[_core.Copy]:
+    """The launches that only digest a section."""
+    pool = part.pool
+    ready = alone(part.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=pool.device != "cpu")
+    return digest_copies(ready, keys.lanes, pool.steps if steps is None else steps)
+
+
+#: Copies in graphs that write to memory of this module.
+_captured: list[_core.Done] = []
+
+
+def fused_copies(
+    made: list[tuple[Launch, list[CellParams]]] | str, lanes: int, src_steps: Steps, dst_steps: Steps
+) -> list[_core.Copy] | str:
+    """The launches that copy and digest at once, or the reason why there are none."""
+    try:
+        return made if isinstance(made, str) else digest_copies(made, lanes, src_steps, dst_steps)
+    except MissingKernelError as error:
+        return str(error)
+
+
+def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt.NDArray[np.int64]:
+    """The position in its block of each unit's first token.  `ids` are the caller's ids of the source.
+
+    Raises
+    ------
+    BindError
+        The ids are on a GPU: the host does not read them.
+    """
+    given = ids if isinstance(ids, np.ndarray) else pairs.ids()[0]
+    if given is None:
+        raise BindError(
+            "tokens: the host cannot read ids of units on a GPU, so it does not know their places in blocks; pass tokens=, the "
+            "position of each unit's first token"
+        )
+    numbers = np.atleast_1d(given).astype(np.int64)
+    return np.where(numbers < 0, 0, numbers % units) * tokens
+
+
+def digest_array(array: Any, count: int, device: int, pools: Iterable[Bound]) -> tuple[int, bool, Any]:
+    """The memory for digests: its address, True if GPU kernels write to host memory, and the object that keeps it alive.
+
+    Raises
+    ------
+    BindError
+        The array is not a contiguous, writable array of `count` 64-bit integers, the kernels cannot access it, or it is inside one
+        of the pools.
+    """
+    address, where, owner = flat_integers(array, count) or _described(array, count)
+    end = address + 8 * count
+    if where != device and (where >= 0 or not _is_pinned(address, end)):
+        on, found = ("cpu" if index < 0 else f"cuda:{index}" for index in (device, where))
+        raise BindError(f"digests: expected memory on {on}, or pinned host memory, got an array on {found}")
+    for pool in pools:
+        if pool.holds(address, end):
+            raise BindError(f"digests: expected separate memory, got an array in the memory of {pool!r}")
+    return address, where != device, (array, owner)
+
+
+def _described(array: Any, count: int) -> tuple[int, int, Any]:
+    """`flat_integers` for any array; raises an error if the array does not fit."""
+    told = describe(array, "digests")
+    if told.dtype not in ("uint64", "int64") or told.shape != (count,) or (count > 1 and told.strides != (8,)):
+        raise BindError(
+            f"digests: expected a contiguous array of {count} uint64 or int64, got shape {told.shape} of {told.dtype}"
+        )
+    if told.readonly:
+        raise BindError("digests: expected a writable array, got a read-only one")
+    return told.address, -1 if told.device == "cpu" else int(told.device.partition(":")[2]), told.owner
+
+
+def _is_pinned(begin: int, end: int) -> bool:
+    """True if GPUs can access all of this host memory.  They cannot access memory after the end of a registration."""
+    behind = _core.memory_range(begin)[1]  # usually the driver is asked once
+    return end <= behind or find_ranges([(begin, end)], (), _core.memory_range) is not None
+
+
+@dataclass
+class CopyDigests:
+    """The launches that digest a copy: fused ones (or the reason why there are none), and separate ones for each side."""
+
+    direct: list[_core.Copy] | str
+    permute: list[_core.Copy] | str
+    both: tuple[list[_core.Copy], list[_core.Copy]]
+
+    @property
+    def copies(self) -> list[_core.Copy]:
+        fused = [copy for made in (self.direct, self.permute) if not isinstance(made, str) for copy in made]
+        return [*fused, *self.both[0], *self.both[1]]
+
+    def options(self, of_dst: bool) -> dict[str, Any]:
+        """Arguments for a `Route`.  `of_dst`: digests that are not fused are those of the destination."""
+        direct, permute = ([] if isinstance(made, str) else made for made in (self.direct, self.permute))
+        return {"sum_direct": direct, "sum_permute": permute, "digests": self.both, "digests_dst": of_dst}
+
+    def explain(self, strategies: Iterable[str], of_dst: bool) -> list[str]:
+        """One sentence per strategy on how its copies are digested."""
+        side = "destination when the copy is done" if of_dst else "source before the copy"
+        ways = {"direct": self.direct, "staged": self.permute, "engine": "the copy engine computes nothing"}
+        said = []
+        for name in strategies:
+            made = ways[name]
+            if not isinstance(made, str):
+                but = ", but for batches in which pairs are skipped" if name == "staged" else ""
+                said.append(f"Digests are fused into {name} copies ({_kernels(made)}){but}.")
+            else:
+                said.append(
+                    f"Digests of {name} copies are taken by a pass of their own ({_kernels(self.both[of_dst])}) over the {side}: "
+                    f"{made}."
+                )
+        return said
+
+    def explain_verify(self, nbytes: str, places: Sequence[str]) -> str:
+        """What verification of a copy costs.  `nbytes` is per block; `places` are the sides that are not local to the kernels."""
+        across = f"; the {' and the '.join(places)} {'is' if len(places) == 1 else 'are'} read across the link" if places else ""
+        kernels = " and ".join(dict.fromkeys(map(_kernels, self.both)))
+        return (
+            f"verify digests the source before the copy and the destination after it, each by a pass of its own ({kernels}): "
+            f"{nbytes} per block are read once more on either side{across}."
+        )
+
+
+def _kernels(copies: Sequence[_core.Copy]) -> str:
+    many = f"{len(copies)} launches" if len(copies) > 1 else "one launch"
+    return f"{many} of {' and '.join(dict.fromkeys(copy.kernel or 'the copy engine' for copy in copies))}"
+
+
+class Proof:
+    """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
+
+    Only the copy's `Done` keeps it and its memory alive.  If the `Done` is dropped without `synchronize`, the next copy raises the
+    error.
+
+    Parameters
+    ----------
+    title : str
+        Title of the copy for messages.
+    count : int
+        Number of pairs.
+    device : int
+        Device that runs the kernels; -1: the host.
+    untold : list of DigestError
+        Receives the error of a copy with a dropped `Done`.
+    pairs : Pairs
+        The pairs of the copy.
+    where : callable
+        Returns a text on where given pairs differ.
+    """
+
+    _memory: npt.NDArray[np.uint64] | None = None
+    _is_asked = True  # also True before there is a copy
+
+    def __init__(
+        self,
+        title: str,
+        count: int,
+        device: int,
+        untold: list[DigestError],
+        pairs: _core.Pairs,
+        where: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.title, self.count = title, count
+        self._pairs, self._where, self._untold = pairs, where, untold
+        self._pinned = pinned if device >= 0 else None
+        self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
+
+    @staticmethod
+    def settle(untold: list[DigestError]) -> None:
+        """Release some of the oldest finished copies, and raise the error of a copy with a dropped `Done`."""
+        if pinned.is_watching:
+            pinned.release(4)
+        if untold:
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                raise untold.pop(0)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the source's and of the destination's digests."""
+        assert self._memory is not None
+        start = int(self._memory.ctypes.data)
+        return start, start + 8 * self.count
+
+    def __enter__(self) -> Proof:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End of the enqueueing.  If it failed, kernels may still write to the memory, so the memory is not reused."""
+        if kind is not None:
+            self._pinned = None
+
+    def watch(self, done: _core.Done) -> None:
+        """Keep the memory until the copy is done, even if its `Done` is dropped.  For a captured copy, the caller keeps it."""
+        done.proof = self
+        if not done.captured:
+            self._is_asked = False
+            if self._pinned:
+                self._pinned.watch(done)
+
+    def __call__(self) -> None:
+        self._is_asked = True
+        if self._pinned:
+            self._pinned.release()
+        self._compare(self._where)
+
+    def _compare(self, where: Callable[[Sequence[int]], str]) -> None:
+        assert self._memory is not None
+        src, dst = self._memory[: self.count], self._memory[self.count : 2 * self.count]
+        wrong = np.flatnonzero(src != dst)
+        if wrong.size:
+            pairs = tuple(map(int, wrong))
+            first = pairs[0]
+            ids = [side[first] for side in self._pairs.ids() if side is not None]
+            named = f"pair {first} ({ids[0]} → {ids[1]})" if len(ids) > 1 else f"pair {first}"
+            lines = [
+                f"{self.title}: {len(pairs)} of {self.count} pairs differ, the first is {named}: the source's digest is "
+                f"{int(src[first]):#018x}, the destination's {int(dst[first]):#018x}",
+                where(pairs),
+            ]
+            raise DigestError("\n".join(filter(None, lines)), pairs=pairs)
+
+    def __del__(self) -> None:
+        if self._memory is None:
+            return
+        try:
+            if not self._is_asked:  # the copy is done: it is watched until then
+                self._compare(lambda _: "")
+        except DigestError as error:
+            self._untold.append(error.with_traceback(None))  # the traceback would keep the pools alive
+        finally:
+            if self._pinned:
+                self._pinned.give(self._memory)
+
+
+class _Pinned:
+    """Pinned memory for digests: reusable pieces with sizes of powers of two, and the copies that still write to some."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free: dict[int, list[npt.NDArray[np.uint64]]] = {}
+        self._slabs: list[Slab] = []
+        self._watched: deque[_core.Done] = deque()
+
+    def take(self, count: int) -> npt.NDArray[np.uint64]:
+        size = max(512, 1 << max(count - 1, 0).bit_length())
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            if not free:
+                slab = Slab(round_up(8 * size, mmap.PAGESIZE))
+                _core.host_register(slab.address, round_up(8 * size, mmap.PAGESIZE))
+                self._slabs.append(slab)
+                free.append(np.asarray(slab)[: 8 * size].view(np.uint64))
+            memory = free.pop()
+        memory[:count] = 0
+        return memory
+
+    def give(self, memory: npt.NDArray[np.uint64]) -> None:
+        with self._lock:
+            self._free[memory.size].append(memory)
+
+    @property
+    def is_watching(self) -> bool:
+        """True if there are copies to check.  Other threads may add or remove some at the same time."""
+        return bool(self._watched)
+
+    def watch(self, done: _core.Done) -> None:
+        with self._lock:
+            self._watched.append(done)
+
+    def release(self, most: int = 64) -> None:
+        """Stop watching the oldest copies that are done."""
+        ready: list[_core.Done] = []  # not dropped with the lock held: whoever drops the last one compares, and gives memory back
+        with self._lock, contextlib.suppress(CudaError):  # of an older copy: whoever waits for that is told
+            while self._watched and len(ready) < most and self._watched[0].query():
+                ready.append(self._watched.popleft())
+
+
+pinned = _Pinned()

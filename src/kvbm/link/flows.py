@@ -1,0 +1,624 @@
+"""State machines of transfers: one per peer of a `send` (`Outflow`) or of a `receive` (`Inflow`), driven by notes.
+
+Only the endpoint's thread runs this code.  `tick` repeats every note that may have been lost, so every note may arrive twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import BindError, DigestError, KvbmError, TransferError
+from ..wire import Op
+from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Stop, Stopped, Want
+
+if TYPE_CHECKING:
+    from ..memory.array_info import Array
+    from .chunk import Chunk
+    from .chunks import ChunksDone, Cut
+    from .handle import Arrival, Sending
+    from .link import Link
+
+__all__ = ["Inflow", "Outflow"]
+
+#: Seconds until a note is repeated: the first, doubled each time up to the last.
+AGAIN = (0.1, 1.0)
+
+#: How often a wrong chunk is sent again.
+TRIES = 2
+
+#: Limits of chunks of one peer in transit: the smallest, and the largest while they have less than so many bytes.
+WINDOW, MOST_WINDOW, WINDOW_BYTES = 4, 32, 2 << 20
+
+
+class _Repeat:
+    """The times at which a note is repeated."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._wait = AGAIN[0]
+        self._at = time.monotonic() + self._wait
+
+    def is_due(self, now: float) -> bool:
+        if now < self._at:
+            return False
+        self._wait = min(2 * self._wait, AGAIN[1])
+        self._at = now + self._wait
+        return True
+
+
+class _Packed:
+    """A chunk in a slot of the sender, or in a slot that the receiver lends (-1): being packed, in transit, or arrived."""
+
+    def __init__(self, grant: Grant, slot: int) -> None:
+        self.grant, self.slot = grant, slot
+        self.done: ChunksDone
+        self.is_on_loan = slot < 0
+        self.op: Op | None = None
+        self.is_told, self.told_at = False, 0.0
+
+
+class Outflow:
+    """The part of a `send` for one peer.
+
+    Attributes
+    ----------
+    sending : Sending
+        The handle of the transfer.
+    number : int
+        The sender's number of this flow.
+    is_over : bool
+        True if nothing is in transit, and no more notes are sent except answers.
+    """
+
+    def __init__(self, link: Link, sending: Sending, peer: str, rank: int, number: int, offer: Offer) -> None:
+        self.link, self.sending, self.peer, self.rank, self.number = link, sending, peer, rank, number
+        self.offer = offer
+        self.arrival = 0
+        self.is_over = False
+        self._stop: Stop | None = None  # sent when nothing is in transit
+        self._answers = False  # the receiver stopped, and waits for an answer
+        self._is_told = self._is_lost = False
+        self._cut: Cut | None = None
+        self._turn = self._last = 0
+        self._wanted: deque[Grant] = deque()
+        self._packed: dict[int, _Packed] = {}
+        self._digests: dict[int, int] = {}
+        self._stops = 0
+        self._again = _Repeat()
+        self._say_offer()
+
+    # ---- notes -----------------------------------------------------------------------------------------------------
+
+    def wanted(self, note: Want) -> None:
+        if self.is_over or self._stop or self._answers or note.turn <= self._turn:
+            if self.is_over:
+                self.link.say(self.peer, Stopped(self.number, note.arrival, True))
+            return
+        if self.arrival and note.arrival != self.arrival:
+            return  # from an earlier receive, which has sent a stop
+        if self._cut is None:
+            try:
+                self._begin(note)
+            except KvbmError as error:
+                self.fail(error)
+                return
+        self._turn = note.turn
+        self._again.reset()
+        listed = {grant.serial for grant in note.grants}
+        for serial in [one for one, packed in self._packed.items() if packed.is_told and one not in listed]:
+            self._forget(serial)
+        if len(self._wanted) + len(self._packed) + sum(one > self._last for one in listed) > MOST_GRANTS:
+            raise BindError(f"{self.link.title}: {self.peer} wants more than {MOST_GRANTS} chunks at a time")
+        for grant in note.grants:
+            packed = self._packed.get(grant.serial)
+            if packed is not None and packed.is_told:
+                if time.monotonic() > packed.told_at + AGAIN[0] / 2:  # until then the note may be in transit
+                    self._tell(packed)
+            elif packed is None and grant.serial > self._last:
+                self._wanted.append(grant)
+        self._last = max([self._last, *listed])
+
+    def _begin(self, note: Want) -> None:
+        span, link = self.sending.span, self.link
+        if note.plan != link.plans(self.offer.group)[0]:
+            raise BindError(
+                f"{link.title}: {self.peer} has another plan: both sides need the same kvbm, placements and options"
+            )
+        if not span.tokens.start <= note.tokens.start < note.tokens.stop <= span.tokens.stop:
+            raise BindError(f"{link.title}: {self.peer} wants tokens {note.tokens}, expected some of {span.tokens}")
+        self.arrival = note.arrival
+        self._cut = link.cut(self.sending, self.offer.group, note.tokens, note.origin, self.offer.layers, sends=True)
+
+    def stopped(self, note: Stop) -> None:
+        """The receiver has stopped."""
+        if self.is_over:
+            self.link.say(self.peer, Stopped(self.number, note.arrival, True))
+            return
+        self.arrival = self.arrival or note.arrival
+        self._answers = True
+        kind = DigestError if note.is_digest else TransferError
+        self.sending.fail(kind(f"{self.link.title}: {self.peer} has stopped receiving {self.sending.key!r}: {note.why}"))
+
+    def answered(self) -> None:
+        """The receiver has confirmed the stop."""
+        if self._stop is not None and not self._packed:
+            self.is_over = True
+
+    def finished(self, note: Done) -> None:
+        if self.is_over or self.arrival not in (0, note.arrival):  # 0: the receiver never wanted it
+            return
+        if not self.uses_no_pool:  # the note cannot belong to chunks that are still being packed: it is repeated
+            return
+        self.is_over = True
+        for serial in list(self._packed):
+            self._forget(serial)
+        found = sum(self._digests.values()) % (1 << 64)
+        if found != note.digest:
+            self.sending.fail(
+                DigestError(
+                    f"{self.link.title}: {self.sending.key!r}: digest: {found:#018x} of what was sent to {self.peer}, "
+                    f"{note.digest:#018x} of what came there"
+                )
+            )
+        self.sending.ended()
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: KvbmError) -> None:
+        """End the flow from this side.  The receiver is told when nothing is in transit."""
+        if not self.is_over and self._stop is None:
+            self._stop = Stop(self.number, self.arrival, isinstance(error, DigestError), True, str(error))
+            self._wanted.clear()
+        self.sending.fail(error)
+
+    def lost(self) -> None:
+        """The peer was dropped."""
+        self._is_lost = True
+
+    @property
+    def uses_no_pool(self) -> bool:
+        """True if no kernel of this flow reads the pool."""
+        return all(_is_done(packed.done) for packed in self._packed.values())
+
+    def tick(self, now: float) -> bool:
+        """Advance the flow.  True if something was done."""
+        if self._is_lost:
+            for serial in [one for one, packed in self._packed.items() if _is_done(packed.done)]:
+                self._forget(serial)
+            self.is_over = not self._packed
+            return False
+        busy = self._pack()
+        for serial, packed in list(self._packed.items()):
+            busy |= self._go_on(serial, packed)
+        if (self._stop or self._answers) and not any(one.op or not one.is_told for one in self._packed.values()):
+            for serial in list(self._packed):
+                self._forget(serial)
+            if self._answers:
+                self.link.say(self.peer, Stopped(self.number, self.arrival, True))
+                self.is_over = True
+            elif self._stop is not None and (not self._is_told or self._again.is_due(now)):
+                self._is_told = True
+                self._stops += 1
+                self.link.say(self.peer, self._stop)
+                self.is_over = self._stops > 8  # a live peer would have answered
+        elif all(one.is_told for one in self._packed.values()) and self._again.is_due(
+            now
+        ):  # the answer may have been lost
+            self.link.count("notes_again")
+            self._say_offer()
+        return busy
+
+    def _say_offer(self) -> None:
+        self.link.say(self.peer, replace(self.offer, age=time.monotonic() - self.sending.began))
+
+    def _pack(self) -> bool:
+        """Pack wanted chunks: first a single one, so that it is sent soon, then more per call."""
+        busy = False
+        while self._wanted and not self._stop and not self._answers:
+            arrays: dict[tuple[int, int], Array] = {}
+            taken: list[_Packed] = []
+            most = min(self.link.ring.together, 1 + len(self._digests) + len(self._packed))
+            while self._wanted and len(taken) < most:
+                at = self.rank, self._wanted[0].chunk
+                if at in arrays or (slot := self._slot(self._wanted[0])) is None:
+                    break
+                arrays[at] = slot[1]
+                taken.append(_Packed(self._wanted.popleft(), slot[0]))
+            if not taken:
+                break
+            busy = True
+            assert self._cut is not None
+            try:
+                done = self._cut.pack(arrays, key=self.sending.key, epoch=self.arrival, **self.sending.order)
+            except Exception as error:
+                for packed in taken:
+                    self._give_back(packed)
+                    if packed.slot >= 0:
+                        self.link.ring.give(packed.slot)
+                if not isinstance(error, KvbmError):
+                    raise
+                self.fail(error)
+                break
+            for packed in taken:
+                packed.done = done
+                self._packed[packed.grant.serial] = packed
+            # Packed chunks are sent while the next ones are packed.  If they are not packed yet, `tick` continues with other flows.
+            if sum(self._go_on(packed.grant.serial, packed) for packed in taken) < len(taken):
+                break
+        return busy
+
+    def _slot(self, grant: Grant) -> tuple[int, Array] | None:
+        """The slot for a chunk (this side's, or -1) and its memory; None if it must wait, or if the transfer has failed."""
+        ring = self.link.ring
+        try:
+            chunk = self._chunk(grant.chunk)
+            array = None if self.offer.pulls else self.link.borrow(self.peer, grant.slot, chunk.size)
+        except KvbmError as error:
+            self.fail(error)
+            return None
+        if array is not None:
+            return -1, array
+        slot = ring.take(self.peer, sends=True)
+        if slot is None:
+            self.link.count("stalls")
+            return None
+        return slot, ring.array(slot, chunk.size)
+
+    def _chunk(self, number: int) -> Chunk:
+        assert self._cut is not None
+        held = self._cut.chunks.get(self.rank, ())
+        if not 0 <= number < len(held):
+            raise BindError(f"{self.link.title}: {self.peer} wants chunk {number} of {len(held)}")
+        return held[number]
+
+    def _go_on(self, serial: int, packed: _Packed) -> bool:
+        ring, link = self.link.ring, self.link
+        if packed.op is not None:
+            if not packed.op.query():
+                return False
+            packed.op, packed.is_told, packed.told_at = None, True, time.monotonic()
+            ring.give(packed.slot)
+            packed.slot = -1
+            return True
+        if packed.is_told:
+            return False
+        try:
+            if not packed.done.query():
+                return False
+        except KvbmError as error:
+            self.fail(error)
+        self._give_back(packed)
+        if self._stop or self._answers:
+            packed.is_told = True
+            return True
+        chunk = self._chunk(packed.grant.chunk)
+        self._digests[packed.grant.chunk] = packed.done.digests[self.rank, packed.grant.chunk]
+        if self.offer.pulls or packed.slot < 0:
+            packed.is_told = True
+            self._tell(packed)
+        else:
+            note = Put(self.number, self.arrival, serial, packed.grant.chunk, packed.grant.slot)
+            packed.op = link.put(self.peer, ring.slice(packed.slot, chunk.size), packed.grant.slot, note)
+            if packed.op is None:
+                return False  # the peer is lost
+        link.count("chunks_sent")
+        link.count("bytes_sent", chunk.size)
+        return True
+
+    def _tell(self, packed: _Packed) -> None:
+        packed.told_at = time.monotonic()
+        slot = packed.slot if self.offer.pulls else packed.grant.slot
+        self.link.say(self.peer, Put(self.number, self.arrival, packed.grant.serial, packed.grant.chunk, slot))
+
+    def _forget(self, serial: int) -> None:
+        packed = self._packed.pop(serial)
+        self._give_back(packed)
+        if packed.slot >= 0:
+            self.link.ring.give(packed.slot)
+
+    def _give_back(self, packed: _Packed) -> None:
+        """End the loan of the receiver's memory: it is no longer written."""
+        if packed.is_on_loan:
+            packed.is_on_loan = False
+            self.link.give_back(self.peer)
+
+    def release(self) -> None:
+        """At the end: wait for running kernels, and end all loans."""
+        for packed in self._packed.values():
+            with contextlib.suppress(Exception):
+                packed.done.synchronize()
+            self._give_back(packed)
+
+
+class _Coming:
+    """An expected chunk: granted, being fetched, or being unpacked."""
+
+    def __init__(self, grant: Grant, slot: int) -> None:
+        self.grant, self.slot = grant, slot
+        self.op: Op | None = None
+        self.done: ChunksDone | None = None
+        self.is_here = False
+        self.is_alone = False  # True: unpacked in a separate call, so that other chunks do not fail with it
+
+
+class Inflow:
+    """The part of a `receive` from one peer, for one offer.
+
+    Attributes
+    ----------
+    began : float
+        Latest possible start of the sending, as the delay of the note is unknown.
+    is_over : bool
+        True if nothing is in transit, and no slot is reserved.
+    """
+
+    def __init__(
+        self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, cut: Cut
+    ) -> None:
+        self.link, self.arrival, self.peer, self.rank, self.offer, self.began = link, arrival, peer, rank, offer, began
+        self.is_over = self.is_done = False
+        self._cut = cut
+        self._chunks = cut.chunks.get(rank, ())
+        self._todo = deque(range(len(self._chunks)))
+        self._coming: dict[int, _Coming] = {}
+        self._tries: Counter[int] = Counter()
+        self.digests: dict[int, int] = {}
+        self._turn, self._is_ending = 0, False
+        self._serials = itertools.count(1)
+        self._stopping: Stop | None = None
+        self._again = _Repeat()
+        if not self._chunks:
+            self._finish()
+
+    # ---- notes -----------------------------------------------------------------------------------------------------
+
+    def offered(self) -> None:
+        """The offer was repeated: the answer was lost."""
+        if self.is_done:
+            self._say_done()
+        elif self._stopping is None and self._turn:
+            self._say_wants()
+
+    def put(self, note: Put) -> None:
+        if self.is_done:
+            self._say_done()
+            return
+        coming = self._coming.get(note.serial)
+        if coming is None or coming.is_here or note.arrival != self.arrival.number or note.chunk != coming.grant.chunk:
+            return
+        if self.offer.pulls:
+            size = self._chunks[note.chunk].size
+            coming.op = self.link.get(self.peer, self.link.ring.slice(coming.slot, size), note.slot)
+            if coming.op is None:
+                return  # the peer is lost: nothing was read
+        coming.is_here = True
+        self._again.reset()
+
+    def stopped(self, note: Stop) -> None:
+        """The sender has given up.  None of its puts is running."""
+        self.link.say(self.peer, Stopped(note.sending, note.arrival, False))
+        if self.is_over:
+            return
+        is_left = self.link.leaves(self)
+        self._end()
+        kind = DigestError if note.is_digest else TransferError
+        if not is_left:
+            self.arrival.fail(kind(f"{self.link.title}: {self.peer} has stopped sending {self.arrival.key!r}: {note.why}"))
+
+    def answered(self) -> None:
+        """The sender has confirmed the stop.  None of its puts is running."""
+        if self._stopping is not None:
+            self._end()
+        elif not self.is_done:  # the sender does not know this request
+            is_left = self.link.leaves(self)
+            self._end()
+            if not is_left:
+                self.arrival.fail(TransferError(f"{self.link.title}: {self.peer} has ended {self.arrival.key!r}"))
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: KvbmError) -> None:
+        """Stop receiving: tell the sender.  Slots that it may still write stay reserved until it answers."""
+        if self.is_over or self._stopping is not None:
+            return
+        if self.is_done:
+            self.is_over = True
+            return
+        self._stopping = Stop(
+            self.offer.sending, self.arrival.number, isinstance(error, DigestError), False, str(error)
+        )
+        self._again.reset()
+        self.link.say(self.peer, self._stopping)
+
+    def lost(self) -> None:
+        """The peer was dropped and can no longer write."""
+        self._is_ending = True
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if no chunk was unpacked or is being unpacked."""
+        return not self.digests and not self.is_done and all(coming.done is None for coming in self._coming.values())
+
+    @property
+    def uses_no_pool(self) -> bool:
+        """True if no kernel of this flow writes the pool."""
+        return all(coming.done is None or _is_done(coming.done) for coming in self._coming.values())
+
+    def tick(self, now: float) -> bool:
+        """Advance the flow.  True if something was done."""
+        if self._is_ending:
+            self._end()
+            return False
+        news = self._stopping is None and not self.is_done and self._grant()
+        if news:  # before unpacking, so that more chunks are sent meanwhile
+            self._say_wants()
+        busy = news
+        if self._stopping is None and self.link.ring.together > 1:
+            self._unpack_some()
+        for serial, coming in list(self._coming.items()):
+            busy |= self._go_on(serial, coming)
+        if self._stopping is not None:
+            self._quarantine()
+            if self._again.is_due(now):
+                self.link.count("notes_again")
+                self.link.say(self.peer, self._stopping)
+            return busy
+        if not self.is_done and not news and self._again.is_due(now):
+            self.link.count("notes_again")
+            self._say_wants()
+        return busy
+
+    def release(self) -> None:
+        """At the end: wait for running kernels."""
+        for coming in self._coming.values():
+            if coming.done is not None:
+                with contextlib.suppress(Exception):
+                    coming.done.synchronize()
+
+    def _grant(self) -> bool:
+        news = False
+        ring = self.link.ring
+        window = min(max(WINDOW, 2 * self.link.ring.together, WINDOW_BYTES // ring.slot_bytes), MOST_WINDOW)
+        away = sum(not one.is_here for one in self._coming.values())
+        if away > window - window // 4:  # several per note
+            return False
+        while self._todo and away < window and len(self._coming) < min(2 * window, MOST_GRANTS):
+            slot = ring.take(self.peer, sends=False)
+            if slot is None:
+                self.link.count("stalls")
+                break
+            grant = Grant(self._todo.popleft(), slot - ring.sends, next(self._serials))
+            self._coming[grant.serial] = _Coming(grant, slot)
+            away, news = away + 1, True
+        return news
+
+    def _say_wants(self) -> None:
+        self._turn += 1
+        arrival = self.arrival
+        grants = tuple(one.grant for one in self._coming.values() if not one.is_here or one.op is not None)
+        plan = self.link.plans(self.offer.group)[1]
+        self.link.say(
+            self.peer,
+            Want(
+                self.offer.sending, arrival.number, plan, arrival.span.tokens, arrival.span.origin, self._turn, grants
+            ),
+        )
+        self._again.reset()
+
+    def _go_on(self, serial: int, coming: _Coming) -> bool:
+        if not coming.is_here:
+            return False
+        if coming.op is not None:
+            if not coming.op.query():
+                return False
+            coming.op = None
+        try:
+            if coming.done is None:
+                if self._stopping is not None:
+                    self._free(serial)
+                    return True
+                coming.is_alone = True
+                coming.done = self._unpack([coming])
+            if not coming.done.query():
+                return False
+        except (DigestError, BindError) as error:
+            if coming.is_alone:
+                self._wrong(serial, coming, error)
+            else:  # unpack each separately to find the wrong one
+                coming.is_alone, coming.done = True, None
+            return True
+        self.digests[coming.grant.chunk] = coming.done.digests[self.rank, coming.grant.chunk]
+        self.link.count("chunks_received")
+        self.link.count("bytes_received", self._chunks[coming.grant.chunk].size)
+        self._free(serial)
+        if len(self.digests) == len(self._chunks) and self._stopping is None:
+            self._finish()
+        return True
+
+    def _unpack(self, some: Sequence[_Coming]) -> ChunksDone:
+        arrival, array, sizes = self.arrival, self.link.ring.array, self._chunks
+        slots = {(self.rank, one.grant.chunk): array(one.slot, sizes[one.grant.chunk].size) for one in some}
+        if arrival.zero is None:  # from now on something is written
+            arrival.zero = functools.partial(self.link.zero, arrival, self.offer.group, self.offer.origin)
+        return self._cut.unpack(slots, key=arrival.key, epoch=arrival.number, verify=arrival.verify, **arrival.order)
+
+    def _unpack_some(self) -> None:
+        """Unpack the arrived chunks in one call; if one is wrong, each in a separate call."""
+        ready = [one for one in self._coming.values() if one.is_here and not (one.op or one.done or one.is_alone)]
+        some = ready[: self.link.ring.together]
+        if len(some) < 2:
+            return
+        try:
+            done = self._unpack(some)
+        except (DigestError, BindError):
+            done = None
+        for coming in some:
+            coming.done, coming.is_alone = done, done is None
+
+    def _wrong(self, serial: int, coming: _Coming, error: KvbmError) -> None:
+        number = coming.grant.chunk
+        self._free(serial)
+        self._tries[number] += 1
+        self.link.count("chunks_wrong")
+        if self._stopping is not None:
+            return
+        if self._tries[number] > TRIES:
+            told = DigestError(
+                f"{self.link.title}: {self.arrival.key!r} of {self.peer}: {self._tries[number]} times: {error}"
+            )
+            self.arrival.fail(told)
+        else:
+            self._todo.appendleft(number)
+
+    def _finish(self) -> None:
+        self.is_done = self.is_over = True
+        self._say_done()
+        self.arrival.ended(self)
+
+    @property
+    def answer(self) -> Done | None:
+        """The answer to the sender after the flow has ended."""
+        total = sum(self.digests.values()) % (1 << 64)
+        return Done(self.offer.sending, self.arrival.number, total) if self.is_done else None
+
+    def _say_done(self) -> None:
+        if (answer := self.answer) is not None:
+            self.link.say(self.peer, answer)
+
+    def _quarantine(self) -> None:
+        """Keep the slots reserved that the sender may still write."""
+        for coming in self._coming.values():
+            if not coming.is_here and not self.offer.pulls:
+                self.link.ring.quarantined.add((self.peer, coming.slot))
+
+    def _free(self, serial: int) -> None:
+        coming = self._coming.pop(serial)
+        self.link.ring.quarantined.discard((self.peer, coming.slot))
+        self.link.ring.give(coming.slot)
+
+    def _end(self) -> None:
+        """Nothing of the sender is under way: free all slots, at once or when what this side does with them has ended."""
+        self._is_ending = True  # nothing more is granted, or unpacked
+        for serial, coming in list(self._coming.items()):
+            if coming.op is not None and not _is_done(coming.op):
+                continue  # a get still writes it
+            if coming.done is not None and not _is_done(coming.done):
+                continue  # a kernel still reads its slot; `tick` frees it
+            self._free(serial)
+        self.is_over = not self._coming
+
+
+def _is_done(done: ChunksDone | Op) -> bool:
+    try:
+        return done.query()
+    except KvbmError:
+        return True

@@ -1,0 +1,260 @@
+"""Handles of transfers, which `send` and `receive` return."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+from .._arguments import quoted
+from ..errors import BindError, KvbmError, TransferError, TransferTimeoutError
+from ..reshard.sequence import Span
+
+if TYPE_CHECKING:
+    from .chunks import Cut
+    from .flows import Inflow
+    from .link import Link
+
+__all__ = ["Arrival", "Gathering", "Handle", "Sending", "require_call"]
+
+
+class Handle:
+    """The handle of a transfer, which `send` and `receive` return.  Any thread may wait for it."""
+
+    what = ""
+
+    def __init__(self, link: Link, key: str, span: Span, timeout: float, order: dict[str, Any]) -> None:
+        self.link, self.key, self.span, self.order = link, key, span, order
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout
+        self.timeout = timeout
+        self.flows: list[Any] = []
+        self.cuts: dict[tuple[range, int, range], Cut] = {}
+        self._ended = threading.Event()
+        self._error: KvbmError | None = None
+        self.whole: Gathering | None = None  # the Gathering of which this is a part
+
+    def query(self) -> bool:
+        """True if the transfer is done.
+
+        Raises
+        ------
+        TransferError
+            The transfer failed; it may be a `PeerLostError`, `TransferTimeoutError` or `DigestError`.
+        """
+        if self._ended.is_set() and self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._ended.is_set()
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait on the host until the transfer is done.
+
+        Raises the errors of `query`, and `TransferTimeoutError` after `timeout` seconds.  A wait that times out does not end the
+        transfer: its deadline was given to `send` or `receive`.
+        """
+        if not self._ended.wait(timeout):
+            raise TransferTimeoutError(
+                f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; the transfer continues"
+            )
+        self.query()
+
+    def abort(self) -> None:
+        """Give up the transfer.  Waiting threads and the other side get an error."""
+        error = TransferError(f"{self.link.title}: {self.what} {self.key!r}: it was aborted here")
+        if not self.has_ended:
+            with contextlib.suppress(BindError):  # closed meanwhile, which ends it
+                self.link.endpoint.submit(lambda: self.fail(error))
+
+    # ---- the endpoint's thread -------------------------------------------------------------------------------------
+
+    def fail(self, error: KvbmError) -> None:
+        if self._error is None and not self._ended.is_set():
+            self._error = error
+            self.link.count("failed")
+            for flow in self.flows:
+                flow.fail(error)
+            if self.whole is not None:
+                self.whole.fail(error)
+
+    def settle(self) -> None:
+        """Wake the waiting threads when the memory of the pool is no longer in use."""
+        if not self._ended.is_set():
+            self.link.count("seconds", time.monotonic() - self.began)
+            self._ended.set()
+            if self.whole is not None:
+                self.whole.ended(self)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def why(self) -> str:
+        """Why the transfer failed."""
+        return str(self._error)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self._ended.is_set() else "under way"
+        return f"<kvbm {type(self).__name__} of {self.key!r}: {state}>"
+
+
+class Sending(Handle):
+    """The sending of a sequence, or of some of its layers, to the ranks of the other engine.
+
+    When it is done, everything has arrived and was verified: the blocks may be reused.
+    """
+
+    what = "sending"
+
+    def ended(self) -> None:
+        if all(flow.is_over for flow in self.flows):
+            self.settle()
+
+
+class Arrival(Handle):
+    """The arrival of a sequence from the ranks of the other engine.
+
+    Do not read its blocks before it is done: they may be incomplete.  When it is done, all chunks of all ranks have arrived and
+    were verified.  If it failed after something was written, its tokens are zero when it has ended: nothing of it is left.
+
+    Attributes
+    ----------
+    digest : int
+        kvbm-digest-1 of what arrived, after it is done.
+    zero : callable or None
+        Writes zeros into the tokens of the arrival; set when the first chunk is written.
+    """
+
+    what = "receiving"
+
+    def __init__(
+        self,
+        link: Link,
+        key: str,
+        span: Span,
+        timeout: float,
+        order: dict[str, Any],
+        *,
+        verify: str,
+        identity: tuple[int, bytes],
+        layers: range,
+    ) -> None:
+        super().__init__(link, key, span, timeout, order)
+        self.number = secrets.randbits(64) or 1
+        self.verify, self.identity, self.layers = verify, identity, layers
+        self.digest = 0
+        self.failed_at = 0.0
+        self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that have not arrived
+        self.zero: Callable[[], None] | None = None
+
+    def fail(self, error: KvbmError) -> None:
+        if not self.has_failed:
+            self.failed_at = time.monotonic()
+        super().fail(error)
+
+    def settle(self) -> None:
+        if self.has_failed and self.whole is None:
+            self.clear()
+        super().settle()
+
+    def clear(self) -> None:
+        """Write zeros over what was written.  No kernel may use the pool.  If it is not possible, the error says so."""
+        zero, self.zero = self.zero, None
+        if zero is not None:
+            try:
+                zero()
+            except Exception as error:  # for any error: the thread goes on with other transfers
+                told = copy(self._error)
+                assert told is not None
+                told.args = (f"{self.why}; its blocks still hold a part of it, as writing zeros there failed: {error}",)
+                self._error = told
+
+    @property
+    def is_awaited(self) -> bool:
+        return not self.has_failed and not self.has_ended
+
+    def ended(self, flow: Inflow) -> None:
+        self.missing[flow.rank] -= set(flow.offer.layers)
+        self.digest = (self.digest + sum(flow.digests.values())) % (1 << 64)
+        if not any(self.missing.values()):
+            self.settle()
+
+
+class Gathering(Handle):
+    """The arrival of a sequence in two parts: a share from the other engine, the rest from equal ranks of this engine.
+
+    It is done when this rank has the whole sequence and has passed on its share.  If one rank fails, the ranks that wait for it
+    fail, too.
+
+    Parameters
+    ----------
+    share, rest : Arrival
+        The two parts.
+    passing : Sending
+        The sending of the share to the other ranks, not begun yet.
+    begin : callable
+        A function that begins `passing`.
+    """
+
+    what = "receiving"
+
+    def __init__(self, share: Arrival, rest: Arrival, passing: Sending, begin: Callable[[], None]) -> None:
+        super().__init__(share.link, share.key, share.span, share.timeout, share.order)
+        self._share, self._rest, self._passing, self._begin = share, rest, passing, begin
+        for part in self._parts:
+            part.whole = self
+
+    @property
+    def _parts(self) -> tuple[Arrival, Arrival, Sending]:
+        return self._share, self._rest, self._passing
+
+    @property
+    def digest(self) -> int:
+        """kvbm-digest-1 of what arrived, after it is done."""
+        return (self._share.digest + self._rest.digest) % (1 << 64)
+
+    # ---- the endpoint's thread -------------------------------------------------------------------------------------
+
+    def fail(self, error: KvbmError) -> None:
+        if self._error is None and not self._ended.is_set():
+            self._error = error
+            for part in self._parts:
+                part.fail(error)
+
+    def ended(self, part: Handle) -> None:
+        """Called when a part has ended: pass the share on, or tell the other ranks that it will not come."""
+        if part is self._share:
+            if self.link.endpoint.is_over:
+                self._passing.settle()
+            else:
+                self._begin()
+                if self._error is not None:
+                    for flow in self._passing.flows:
+                        flow.fail(self._error)
+        if all(one.has_ended for one in self._parts):
+            if self._error is not None:  # also a part that had arrived: the sequence as a whole did not
+                self._share.clear()
+                self._rest.clear()
+            self._ended.set()
+
+
+def require_call(key: Any, span: Any, timeout: Any) -> None:
+    """Check the arguments `key`, `span` and `timeout`."""
+    try:
+        is_name = isinstance(key, str) and key != "" and bool(key.encode())
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise BindError(f"key: expected the sequence's name, got {quoted(key)}")
+    if not isinstance(span, Span):
+        raise BindError(f"span: expected a kvbm.Span, got {quoted(span)}")
+    if type(timeout) not in (int, float) or not 0 <= timeout < 1e9:
+        raise BindError(f"timeout: expected seconds, got {quoted(timeout)}")

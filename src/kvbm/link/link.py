@@ -1,0 +1,641 @@
+"""Links: send and receive sequences between the ranks of two engines, in chunks that are verified by digests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .._arguments import quoted
+from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
+from ..memory.array_info import Array
+from ..reshard.messages import Resharding, require_layers
+from ..reshard.packer import Packer
+from ..reshard.sequence import Span
+from ..wire import Op, Slice
+from .chunks import Cut
+from .flows import Inflow, Outflow
+from .handle import Arrival, Gathering, Handle, Sending, require_call
+from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
+
+if TYPE_CHECKING:
+    from .endpoint import Endpoint
+
+__all__ = ["Link"]
+
+T = TypeVar("T")
+
+#: Seconds between two notes to a peer from which something is expected.
+_ASKS = 0.5
+
+#: Longest seconds of a note on its way: an offer that arrives so soon after a failed receive may belong to the failed attempt.
+_LATE = 30.0
+
+#: Limits per link: offers that no receive has matched, and ended flows that are remembered with their answers.
+_MOST = 4096
+
+
+class Link:
+    """The connection of an endpoint to another engine.  `Endpoint.meet` creates it.
+
+    Attributes
+    ----------
+    endpoint : Endpoint
+        The endpoint on this side.
+    engine : str
+        Name of the other engine.
+    outgoing, incoming : dict of str to Resharding
+        Group → its proven plan, to send and to receive.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        engine: str,
+        outgoing: Mapping[str, Resharding | KvbmError],
+        incoming: Mapping[str, Resharding | KvbmError],
+        chunk_bytes: int,
+        gathered: Iterable[str] = (),
+    ) -> None:
+        self.endpoint, self.engine = endpoint, engine
+        self.title = f"{endpoint.engine} rank {endpoint.rank} ↔ {engine}"
+        self.ring = endpoint.ring
+        self._plans = {True: dict(outgoing), False: dict(incoming)}
+        self._packers: dict[tuple[str, bool], Packer] = {}
+        self._chunk_bytes, self._gathered = chunk_bytes, frozenset(gathered)
+        self.peers: dict[str, int] = {}  # the wire's name of a peer → rank
+        self.rings: dict[str, tuple[int, int, int]] = {}  # peer → first slot's offset, slots, bytes per slot
+        self.lost: dict[str, PeerLostError] = {}  # peers that are lost, and why
+        self._losing: dict[str, PeerLostError] = {}  # found since the last `tick`
+        self._flows: dict[tuple[str, int], Outflow] = {}
+        self._inflows: dict[tuple[str, int], Inflow] = {}
+        #: Inflows that have ended, and the answer for each.
+        self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
+        self._offers: OrderedDict[tuple[str, int], tuple[Offer, float]] = OrderedDict()  # and its latest possible start
+        #: Failed receives: (group, key) → time, numbers, and reason.
+        self._failed: OrderedDict[tuple[int, bytes], tuple[float, int, str]] = OrderedDict()
+        self._handles: list[Handle] = []
+        self._counts: Counter[str] = Counter()
+        self._numbers = itertools.count(secrets.randbits(32) + 1)
+        self._asks_at = 0.0  # time of the next check of silent peers
+        self.is_closed = False
+
+    # ---- public methods --------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        key: str,
+        span: Span,
+        *,
+        layers: range | None = None,
+        group: str = "",
+        wait: Any = None,
+        stream: Any = None,
+        timeout: float = 30.0,
+    ) -> Sending:
+        """Push tokens of a sequence to the ranks of the other engine that hold them.
+
+        Parameters
+        ----------
+        key : str
+            Name of the sequence, the same on both sides.
+        span : Span
+            Tokens and blocks of this rank.
+        layers : range, optional
+            Layers of the model.  To send layers as they are computed, call it once per range.  Default: all.
+        group : str, optional
+            Group of the endpoint's pool.
+        wait, stream : optional
+            As for `Transfer.copy`: the event after which the blocks are complete.
+        timeout : float
+            Seconds after which the transfer fails.
+
+        Returns
+        -------
+        Sending
+
+        Raises
+        ------
+        BindError
+            The span does not fit, or there is no such group.
+        CoverageError
+            The other engine's ranks do not hold the same part of the model.
+        """
+        sending, begin = self._sending(key, span, layers, group, wait, stream, timeout, pulls=False)
+        self.endpoint.submit(begin)
+        return sending
+
+    def offer(self, key: str, span: Span, **options: Any) -> Sending:
+        """As `send`, but the other side fetches: chunks are packed when the peer wants them, and the peer reads them from here."""
+        sending, begin = self._sending(key, span, pulls=True, **{**_SEND, **options})
+        self.endpoint.submit(begin)
+        return sending
+
+    def receive(
+        self,
+        key: str,
+        span: Span,
+        *,
+        layers: range | None = None,
+        group: str = "",
+        verify: str = "after",
+        wait: Any = None,
+        stream: Any = None,
+        timeout: float = 30.0,
+    ) -> Arrival | Gathering:
+        """Receive tokens of a sequence from the ranks that hold them, whether they call `send` or `offer`.
+
+        Parameters
+        ----------
+        key, group, layers, wait, stream, timeout
+            As for `send`.  `layers` are all layers that are received, in any number of sendings.
+        span : Span
+            Tokens and blocks of this rank.  Only these tokens are received; the sender may send more.
+        verify : {"after", "before"}
+            As for `Cut.unpack`.
+
+        Returns
+        -------
+        Arrival or Gathering
+            The handle of the transfer.  A Gathering if ranks of this engine hold the same and the link has `gather`: then all of
+            these ranks must call `receive` for the same tokens, with blocks for every token.
+        """
+        arrival = self._arriving(key, span, layers, group, verify, wait, stream, timeout)
+        if group not in self._gathered:
+            self.endpoint.submit(lambda: self._begin_arrival(arrival))
+            return arrival
+        near, name = self._near(), f"{self.engine}: {key}"
+        rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
+        passing, begin = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
+        gathering = Gathering(arrival, rest, passing, begin)
+
+        def begin_both() -> None:
+            near._begin_arrival(rest)
+            self._begin_arrival(arrival)
+
+        self.endpoint.submit(begin_both)
+        return gathering
+
+    def _near(self) -> Link:
+        """The link between ranks of this engine that hold the same."""
+        if self.endpoint.siblings is None:
+            raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
+        return self.endpoint.siblings
+
+    def _arriving(
+        self,
+        key: str,
+        span: Span,
+        layers: range | None,
+        group: str,
+        verify: str,
+        wait: Any,
+        stream: Any,
+        timeout: float,
+    ) -> Arrival:
+        require_call(key, span, timeout)
+        packer = self._packer(group, sends=False)
+        some = require_layers(layers, packer.made.src.model.nl)
+        packer.require_usable()
+        packer.require_spans(span, span.origin)
+        if verify not in ("after", "before"):
+            raise BindError(f"verify: expected 'after' or 'before', got {quoted(verify)}")
+        identity = _identity(group, self.endpoint.groups, key)
+        order = self._order(packer, wait, stream)
+        arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
+        with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
+            # Prepare while the offer is on its way: mostly it is of everything that is expected.
+            self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
+        for message in packer.made.messages:
+            if message.dst == self.endpoint.rank:
+                held = {x for meeting in message.l for x in meeting.coordinates("first")}
+                arrival.missing[message.src] = arrival.missing.get(message.src, set()) | held & set(some)
+        return arrival
+
+    fetch = receive
+
+    def stats(self) -> dict[str, float]:
+        """Counters: chunks and bytes in each direction, repeated and wrong notes, waits for slots, failures, seconds."""
+        names = (
+            "bytes_sent", "bytes_received", "chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "notes_wrong",
+            "chunks_mapped", "stalls", "sendings", "arrivals", "failed", "seconds",
+        )  # fmt: skip
+        return {name: self._counts[name] for name in names}
+
+    def close(self, *, timeout: float = 30.0) -> None:
+        """End the running transfers and the connections.
+
+        Raises `TransferTimeoutError` if the endpoint's thread has not done so within `timeout` seconds; then call it again.
+        """
+        self.endpoint.call(lambda: self._close("it was closed"), timeout)
+
+    def leave(self) -> None:
+        """As `close`, without waiting for the endpoint's thread."""
+        self.endpoint.submit(lambda: self._close("it was closed"))
+
+    # ---- beginning -------------------------------------------------------------------------------------------------
+
+    def _sending(
+        self, key: str, span: Span, layers: Any, group: str, wait: Any, stream: Any, timeout: float, *, pulls: bool
+    ) -> tuple[Sending, Callable[[], None]]:
+        """A sending, and the function that begins it on the endpoint's thread."""
+        require_call(key, span, timeout)
+        packer = self._packer(group, sends=True)
+        some = require_layers(layers, packer.made.src.model.nl)
+        packer.require_usable()
+        packer.require_spans(span, span.origin)
+        sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
+        identity = _identity(group, self.endpoint.groups, key)
+        self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # raises an error if this cannot be sent
+        return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
+
+    def _is_late(self, handle: Sending | Arrival) -> bool:
+        """True if the link was closed meanwhile.  The transfer has then failed."""
+        if self.is_closed:
+            handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: the link was closed"))
+            handle.settle()
+        return self.is_closed
+
+    def _begin_sending(
+        self, sending: Sending, packer: Packer, identity: tuple[int, bytes], layers: range, pulls: bool
+    ) -> None:
+        if self._is_late(sending):
+            return
+        self._handles.append(sending)
+        self.count("sendings")
+        by_rank = {rank: peer for peer, rank in self.peers.items()}
+        for message in packer.made.messages:
+            if message.src != self.endpoint.rank or message.of_layers(layers) is None or not len(sending.span.tokens):
+                continue
+            peer, number = by_rank[message.dst], next(self._numbers)
+            if peer in self.lost:
+                sending.fail(self.lost[peer])
+                break
+            plan = int(packer.made.fingerprint, 16)
+            offer = Offer(
+                number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls
+            )
+            flow = Outflow(self, sending, peer, message.dst, number, offer)
+            sending.flows.append(flow)
+            self._flows[peer, number] = flow
+        if not sending.flows and not sending.has_failed:
+            sending.settle()
+
+    def _begin_arrival(self, arrival: Arrival) -> None:
+        if self._is_late(arrival):
+            return
+        self._handles.append(arrival)
+        self.count("arrivals")
+        ranks = {rank for rank, missing in arrival.missing.items() if missing}
+        for peer, rank in self.peers.items():
+            if peer in self.lost and rank in ranks:
+                arrival.fail(self.lost[peer])
+                return
+        if not ranks or not len(arrival.span.tokens):
+            arrival.settle()
+            return
+        for (peer, number), (offer, began) in list(self._offers.items()):
+            if (offer.group, offer.key) == arrival.identity:
+                self._offers.pop((peer, number), None)
+                if arrival.has_failed:
+                    self._refuse(peer, offer, arrival.number, "another rank's offer does not fit")
+                else:
+                    self._match(peer, offer, began, arrival)
+
+    def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival) -> None:
+        """Match an offer with the arrival that waits for it."""
+        rank = self.peers[peer]
+        missing = arrival.missing.get(rank, set())
+        for flow in [one for one in arrival.flows if one.rank == rank]:
+            if _overlap(flow.offer.layers, offer.layers) and self.leaves(flow):
+                flow.fail(TransferError(f"{self.title}: {arrival.key!r}: {peer} has started the transfer again"))
+        held = {flow.offer.layers for flow in arrival.flows if flow.rank == rank}
+        try:
+            if rank not in arrival.missing:
+                raise BindError(f"{self.title}: {arrival.key!r}: {peer} offers it, but sends nothing to this rank in the plan")
+            if offer.plan != self.plans(offer.group)[1]:
+                raise BindError(
+                    f"{self.title}: {peer} has another plan: both sides need the same kvbm, placements and options"
+                )
+            tokens = arrival.span.tokens
+            if not offer.tokens.start <= tokens.start < tokens.stop <= offer.tokens.stop:
+                raise BindError(
+                    f"{self.title}: {arrival.key!r}: expected tokens {tokens}, {peer} offers {offer.tokens}"
+                )
+            known = arrival.layers
+            if not known.start <= offer.layers.start < offer.layers.stop <= known.stop or any(
+                _overlap(one, offer.layers) for one in held
+            ):
+                raise BindError(
+                    f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}; expected some of {sorted(missing)}, once"
+                )
+            cut = self.cut(arrival, offer.group, tokens, offer.origin, offer.layers, sends=False)
+            flow = Inflow(self, arrival, peer, rank, offer, began, cut)
+        except KvbmError as error:
+            arrival.fail(error)
+            self._refuse(peer, offer, arrival.number, str(error))
+            return
+        arrival.flows.append(flow)
+        self._inflows[peer, offer.sending] = flow
+
+    def _refuse(self, peer: str, offer: Offer, arrival: int, why: str) -> None:
+        """Refuse an offer.  If the peer repeats the offer, the answer is repeated."""
+        stop = self._ended[peer, offer.sending] = Stop(offer.sending, arrival, False, False, why)
+        self.say(peer, stop)
+
+    # ---- the endpoint's thread -------------------------------------------------------------------------------------
+
+    def heard(self, peer: str, note: Note) -> None:
+        """Handle a note of a peer.  A wrong note ends only the transfer that it belongs to."""
+        try:
+            self._heard(peer, note)
+        except KvbmError as error:
+            self.count("notes_wrong")
+            at = peer, note.sending
+            for flow in (self._flows.get(at), self._inflows.get(at)):
+                if flow is not None:
+                    _handle_of(flow).fail(error)
+
+    def _heard(self, peer: str, note: Note) -> None:
+        at = peer, note.sending
+        if isinstance(note, Offer):
+            self._offered(peer, note)
+        elif isinstance(note, Want):
+            flow = self._flows.get(at)
+            self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.wanted(note)
+        elif isinstance(note, Put):
+            if (inflow := self._inflows.get(at)) is not None:
+                inflow.put(note)
+            elif (answer := self._ended.get(at)) is not None:
+                self.say(peer, answer)
+        elif isinstance(note, Done):
+            if (flow := self._flows.get(at)) is not None:
+                flow.finished(note)
+        elif isinstance(note, Stop):
+            self._told_to_stop(peer, note)
+        elif note.by_sender:
+            if (inflow := self._inflows.get(at)) is not None:
+                inflow.answered()
+        elif (flow := self._flows.get(at)) is not None:
+            flow.answered()
+
+    def _told_to_stop(self, peer: str, note: Stop) -> None:
+        at = peer, note.sending
+        if note.by_sender:
+            inflow = self._inflows.get(at)
+            self._offers.pop(at, None)
+            if inflow is None:
+                self.say(peer, Stopped(note.sending, note.arrival, False))
+            else:
+                inflow.stopped(note)
+        else:
+            flow = self._flows.get(at)
+            self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.stopped(note)
+
+    def _offered(self, peer: str, offer: Offer) -> None:
+        at = peer, offer.sending
+        if (known := self._inflows.get(at)) is not None:
+            known.offered()
+            return
+        if at in self._ended:  # the note is late, or the answer was lost
+            if (answer := self._ended[at]) is not None:
+                self.say(peer, answer)
+            return
+        began = time.monotonic() - offer.age
+        for arrival in self._handles:
+            if isinstance(arrival, Arrival) and arrival.is_awaited and (offer.group, offer.key) == arrival.identity:
+                self._match(peer, offer, began, arrival)
+                return
+        failed_at, number, why = self._failed.get((offer.group, offer.key), (0.0, 0, ""))
+        if began < failed_at:  # a later offer belongs to the next attempt
+            self._offers.pop(at, None)
+            self._refuse(peer, offer, number, why)
+            return
+        self._offers[peer, offer.sending] = offer, began
+        while len(self._offers) > _MOST:
+            self._offers.popitem(last=False)  # the peer repeats it
+
+    def leaves(self, flow: Inflow) -> bool:
+        """Drop an offer that may belong to a failed attempt, if no chunk of it has come.  The arrival waits for the next offer."""
+        failed_at, _, _ = self._failed.get(flow.arrival.identity, (-_LATE, 0, ""))
+        if flow in flow.arrival.flows and flow.is_untouched and flow.began < failed_at + _LATE:
+            flow.arrival.flows.remove(flow)
+        return flow not in flow.arrival.flows
+
+    def tick(self, now: float) -> bool:
+        """Advance all transfers.  True if something was done."""
+        busy = False
+        for flow in self._all_flows():
+            if flow.is_over:
+                continue
+            try:
+                busy |= flow.tick(now)
+            except PeerLostError as error:
+                self._losing.setdefault(flow.peer, error)
+            except KvbmError as error:  # the peer sent something wrong
+                _handle_of(flow).fail(error)
+        if now >= self._asks_at:
+            self._asks_at = now + _ASKS
+            self._ask()
+        for peer, lost in list(self._losing.items()):
+            self._lose(peer, lost)
+        self._losing.clear()
+        for handle in self._handles:
+            if not handle.has_ended and not handle.has_failed and now > handle.deadline:
+                handle.fail(
+                    TransferTimeoutError(
+                        f"{self.title}: {handle.what} {handle.key!r}: not done after {handle.timeout} s"
+                    )
+                )
+        for handle in self._handles:
+            if handle.has_failed and isinstance(handle, Arrival):
+                self._failed[handle.identity] = handle.failed_at, handle.number, handle.why
+                self._failed.move_to_end(handle.identity)
+            if handle.has_failed and all(flow.uses_no_pool for flow in handle.flows):
+                handle.settle()
+        self._handles = [handle for handle in self._handles if not handle.has_ended]
+        for over in [at for at, flow in self._flows.items() if flow.is_over and flow.sending.has_ended]:
+            self._flows.pop(over)
+        for at in [at for at, inflow in self._inflows.items() if inflow.is_over]:
+            self._ended[at] = self._inflows.pop(at).answer
+        for kept in (self._ended, self._failed):
+            while len(kept) > _MOST:
+                kept.popitem(last=False)
+        return busy
+
+    def _ask(self) -> None:
+        """Send an empty note to peers from which something is expected: only then does a wire report that a peer is gone."""
+        arrivals = [one for one in self._handles if isinstance(one, Arrival) and one.is_awaited]
+        silent = {rank for one in arrivals for rank, layers in one.missing.items() if layers}
+        for peer, rank in self.peers.items():
+            if rank in silent:
+                self.say(peer, Stopped(0, 0, False))
+
+    def _all_flows(self) -> list[Outflow | Inflow]:
+        return [*self._flows.values(), *self._inflows.values()]
+
+    @property
+    def handles(self) -> tuple[Handle, ...]:
+        """The running transfers."""
+        return tuple(self._handles)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no transfer runs and no slot or loan is held."""
+        return not self._handles and all(flow.is_over for flow in self._all_flows())
+
+    def _lose(self, peer: str, error: PeerLostError) -> None:
+        """Handle the loss of a peer: its transfers fail.  Its slots become free when it can no longer write to them."""
+        if peer in self.lost:
+            return
+        self.lost[peer] = error
+        self.ring.part(peer)
+        for flow in self._all_flows():
+            if flow.peer == peer and not flow.is_over:
+                _handle_of(flow).fail(error)
+        for handle in self._handles:
+            if isinstance(handle, Arrival) and handle.missing.get(self.peers[peer]):
+                handle.fail(error)
+        self.endpoint.dropping[peer] = self
+
+    def release(self) -> None:
+        """Wait until no kernel uses a pool or memory that peers lent.  Called at the end."""
+        for flow in self._all_flows():
+            flow.release()
+
+    def dropped(self, peer: str) -> None:
+        """Called when a lost peer can no longer write."""
+        for flow in self._all_flows():
+            if flow.peer == peer:
+                flow.lost()
+
+    def _close(self, why: str) -> None:
+        self.is_closed = True
+        for handle in list(self._handles):
+            handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: {why}"))
+        for peer in self.peers:
+            self._lose(peer, PeerLostError(f"{self.title}: {peer}: {why}", peer=peer))
+
+    # ---- methods for flows -----------------------------------------------------------------------------------------
+
+    def say(self, peer: str, note: Note) -> None:
+        self._guarded(peer, lambda: self.endpoint.wire.note(peer, self.endpoint.closed(peer, write(note))))
+
+    def put(self, peer: str, local: Slice, slot: int, note: Put) -> Op | None:
+        """Write to a slot that the peer has granted.  None if the peer is lost."""
+        wire, closed = self.endpoint.wire, self.endpoint.closed
+        return self._guarded(
+            peer, lambda: wire.put(peer, local, self._far(peer, slot, local), closed(peer, write(note)))
+        )
+
+    def borrow(self, peer: str, slot: int, nbytes: int) -> Array | None:
+        """A slot that the peer has granted, mapped into this process until `give_back`.  None: use `put` instead."""
+        borrow = getattr(self.endpoint.wire, "borrow", None)
+        if borrow is None:
+            return None
+        remote = self._far(peer, slot, Slice(0, nbytes))
+        lent = self._guarded(peer, lambda: borrow(peer, remote))
+        if lent is None:
+            return None
+        self.count("chunks_mapped")
+        return Array(lent.address, (nbytes,), (1,), "uint8", self.ring.device, owner=lent)
+
+    def give_back(self, peer: str) -> None:
+        """End a loan.  No kernel may write to it any more."""
+        self.endpoint.wire.give_back(peer)  # type: ignore[attr-defined]
+
+    def get(self, peer: str, local: Slice, slot: int) -> Op | None:
+        """Read a slot that the peer has packed.  None if the peer is lost."""
+        return self._guarded(
+            peer, lambda: self.endpoint.wire.get(peer, local, self._far(peer, slot, local, sends=True))
+        )
+
+    def _far(self, peer: str, slot: int, local: Slice, *, sends: bool = False) -> Slice:
+        sending, taking, size = self.rings[peer]
+        if not 0 <= slot < (sending if sends else taking) or local.nbytes > size:
+            raise BindError(f"{self.title}: {peer}: slot {slot} of {local.nbytes} bytes: it has {taking} slots of {size} bytes")
+        return Slice((slot if sends else sending + slot) * size, local.nbytes)
+
+    def _guarded(self, peer: str, call: Callable[[], T]) -> T | None:
+        if peer in self.lost or peer in self._losing:
+            return None
+        try:
+            return call()
+        except PeerLostError as error:  # `tick` handles it
+            self._losing.setdefault(peer, error)
+            return None
+
+    def count(self, name: str, many: float = 1) -> None:
+        self._counts[name] += many  # type: ignore[assignment]
+
+    def plans(self, group: int) -> tuple[int, int]:
+        """Fingerprints of the plans to send and to receive; 0 if there is no plan."""
+        name = sorted(self.endpoint.groups)[group]
+        made = [self._plans[sends][name] for sends in (True, False)]
+        out, into = (int(one.fingerprint, 16) if isinstance(one, Resharding) else 0 for one in made)
+        return out, into
+
+    def cut(self, handle: Handle, group: int, tokens: range, origin: int, layers: range, *, sends: bool) -> Cut:
+        """The chunks of some tokens and layers of a transfer.  They are cached: peers mostly want the same."""
+        at = tokens, origin, layers
+        found = handle.cuts.get(at)
+        if found is None:
+            packer = self._packer(sorted(self.endpoint.groups)[group], sends=sends)
+            own = handle.span
+            span = own if tokens == own.tokens else Span(own.table, tokens, own.origin)
+            found = handle.cuts[at] = Cut(packer, span, origin=origin, layers=layers, most=self._chunk_bytes)
+        return found
+
+    def zero(self, arrival: Arrival, group: int, origin: int) -> None:
+        """Write zeros into the tokens of an arrival, in all its layers, and wait until they are there."""
+        packer = self._packers[sorted(self.endpoint.groups)[group], False]
+        # Its chunks were unpacked, so the host has seen that its stream's work on the blocks is done.
+        stream = None if packer.device < 0 else self.endpoint.stream
+        packer.zero(arrival.span, origin=origin, layers=arrival.layers, stream=stream)
+
+    def _packer(self, group: str, *, sends: bool) -> Packer:
+        given: Any = group
+        if not isinstance(given, str) or given not in self.endpoint.groups:
+            raise BindError(f"{self.title}: group {group!r}: expected one of {sorted(self.endpoint.groups)}")
+        if self.is_closed:
+            raise BindError(f"{self.title}: the link is closed")
+        made = self._plans[sends][group]
+        if isinstance(made, KvbmError):
+            raise made.with_traceback(None)
+        found = self._packers.get((group, sends))
+        if found is None:
+            pool = self.endpoint.groups[group][1]
+            found = self._packers[group, sends] = Packer(
+                made, self.endpoint.rank, pool, side="src" if sends else "dst", max_sms=self.endpoint.max_sms
+            )
+        return found
+
+    def _order(self, packer: Packer, wait: Any, stream: Any) -> dict[str, Any]:
+        if packer.device < 0:
+            packer.require_no_stream(stream, wait)
+            return {}
+        return {"wait": wait, "stream": self.endpoint.stream if stream is None else stream}
+
+    def __repr__(self) -> str:
+        return f"<kvbm Link {self.title}, {len(self.peers)} peers>"
+
+
+#: Arguments of `send` that `offer` also accepts.
+_SEND: dict[str, Any] = {"layers": None, "group": "", "wait": None, "stream": None, "timeout": 30.0}
+
+
+def _identity(group: str, groups: Mapping[str, Any], key: str) -> tuple[int, bytes]:
+    return sorted(groups).index(group), hashlib.sha256(key.encode()).digest()[:16]
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _handle_of(flow: Outflow | Inflow) -> Handle:
+    return flow.sending if isinstance(flow, Outflow) else flow.arrival

@@ -1,0 +1,145 @@
+"""The ring of an endpoint: registered memory, divided into slots for packed chunks that are sent or received."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from ..errors import BindError
+from ..layout.shapes import round_up
+from ..memory.array_info import Array
+from ..wire import Slab, Slice
+from ..wire._mapped import memory_file
+
+__all__ = ["Ring"]
+
+#: Slots each way from which on the last free one is kept for peers that are not connected yet.
+_SHARED = 4
+
+#: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
+#: chunks are done, which would delay the first chunk.
+TOGETHER = 4
+
+
+class Ring:
+    """Slots of one size: some for sent chunks, the others for received chunks.  Only one thread may use a ring.
+
+    Parameters
+    ----------
+    device : str
+        Device of the pools: ``"cpu"`` or ``"cuda:N"``.
+    slot_bytes : int
+        Bytes of a slot: the largest chunk and its trailer.
+    sends, takes : int
+        Number of slots for sent chunks, and for received chunks.
+
+    Attributes
+    ----------
+    slab : Slab
+        The memory, which a wire registers.
+    quarantined : set of (str, int)
+        Pairs of a peer and a slot to which it may still write.
+    together : int
+        Most slots that one call packs or unpacks.
+    """
+
+    def __init__(self, device: str, slot_bytes: int, sends: int, takes: int) -> None:
+        if min(sends, takes) < 1:
+            raise BindError(f"ring: expected room for a slot each way, got {sends} and {takes} of {slot_bytes} bytes")
+        self.device, self.slot_bytes = device, slot_bytes
+        self.together = 1 if device == "cpu" else TOGETHER
+        self.sends, self.takes = sends, takes
+        nbytes = (sends + takes) * slot_bytes
+        self._free_device: Any = None
+        self._close_file: Callable[[], object] | None = None
+        file = -1
+        if device == "cpu":
+            try:
+                file = memory_file("ring", nbytes) if hasattr(os, "memfd_create") else -1
+                self._close_file = weakref.finalize(self, os.close, file) if file >= 0 else None
+                self._pages = mmap.mmap(file, nbytes)
+            except (OSError, OverflowError, ValueError) as error:
+                raise BindError(
+                    f"ring: {nbytes} bytes wanted: {error}; expected fewer slots, or smaller ones"
+                ) from None
+            address = int(np.frombuffer(self._pages, np.uint8).ctypes.data)
+        else:
+            number = int(device.partition(":")[2])
+            address = _core.alloc_device(number, nbytes)
+            self._free_device = (number, address)
+        self.slab = Slab(address, nbytes, device, self, file)
+        self._free = deque(range(sends)), deque(range(sends, sends + takes))
+        self._peer_of: dict[int, str] = {}  # taken slots
+        self._taken: Counter[tuple[str, bool]] = Counter()  # by peer and way
+        self._peers: set[str] = set()
+        self._with: Counter[bool] = Counter()  # connected peers that have a slot, by way
+        self.quarantined: set[tuple[str, int]] = set()
+
+    @staticmethod
+    def slot_size(chunk_bytes: int) -> int:
+        """Bytes of a slot for chunks of `chunk_bytes` bytes, including the trailer: a multiple of 256."""
+        return round_up(chunk_bytes, 256)
+
+    def meet(self, peers: Iterable[str]) -> None:
+        """Keep a slot each way free for each of these peers, from now on until `part`."""
+        for peer in set(peers) - self._peers:
+            self._peers.add(peer)
+            self._with.update(sends for sends in (False, True) if (peer, sends) in self._taken)
+
+    def part(self, peer: str) -> None:
+        """A peer is lost: no slot is kept free for it.  Those that it has stay taken."""
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._with.subtract(sends for sends in (False, True) if (peer, sends) in self._taken)
+
+    def take(self, peer: str = "", *, sends: bool) -> int | None:
+        """Take a free slot for chunks of a peer; None if the peer must wait.
+
+        A peer that has a slot gets one more only if as many stay free as other connected peers have none.  So if there are as many
+        slots as peers, each of them gets one at once, whatever slots the others keep because they have stopped.
+        """
+        free, held = self._free[not sends], self._taken.get((peer, sends), 0)
+        if not free or (held and len(free) <= self._reserved(sends=sends)):
+            return None
+        slot = free.popleft()
+        self._peer_of[slot] = peer
+        self._taken[peer, sends] += 1
+        self._with[sends] += not held and peer in self._peers
+        return slot
+
+    def _reserved(self, *, sends: bool) -> int:
+        """Number of free slots that are for peers without one."""
+        return max(len(self._peers) - self._with[sends], (self.sends if sends else self.takes) >= _SHARED)
+
+    def give(self, slot: int) -> None:
+        """Free a slot.  No peer may write to it any more."""
+        key = peer, sends = self._peer_of.pop(slot), slot < self.sends
+        self._taken[key] -= 1
+        if not self._taken[key]:
+            del self._taken[key]
+            self._with[sends] -= peer in self._peers
+        self._free[slot >= self.sends].appendleft(slot)
+
+    def free(self, *, sends: bool) -> int:
+        return len(self._free[not sends])
+
+    def slice(self, slot: int, nbytes: int) -> Slice:
+        return Slice(slot * self.slot_bytes, nbytes)
+
+    def array(self, slot: int, nbytes: int) -> Array:
+        """The first bytes of a slot as an array, for packing and unpacking."""
+        return Array(self.slab.address + slot * self.slot_bytes, (nbytes,), (1,), "uint8", self.device, owner=self)
+
+    def close(self) -> None:
+        if self._free_device is not None:
+            _core.free_device(*self._free_device)
+            self._free_device = None
+        if self._close_file is not None:
+            self._close_file()

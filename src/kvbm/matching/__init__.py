@@ -1,0 +1,1 @@
+"""Which shipped layouts fit given arrays, and how to bind them."""

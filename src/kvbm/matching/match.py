@@ -1,0 +1,672 @@
+"""Finds the shipped layouts that fit given arrays: `kvbm.match`, and ``kvbm which`` on the command line.
+
+Shapes and strides are compared, never contents.  Several layouts may fit the same arrays.  So the result is a list, with checks
+that distinguish its members.  kvbm does not choose one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from .._arguments import quoted
+from ..errors import BindError, LayoutError, SpecError
+from ..layout import spec
+from ..layout.layout import Layout
+from ..layout.naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
+from ..layout.resolved import Allocation, Resolved
+from ..layout.shapes import BlockShape
+from ..layout.terms import AXES
+from ..memory.allocation import Arrays
+from ..memory.array_checks import block_shape, reads_as
+from ..memory.array_info import Array, dense, describe, span
+from .hints import HOW, Steps, near_shapes, own_layout, pitches, steps_between, steps_of, vllm_call
+
+__all__ = ["Candidate", "Check", "Match", "match", "match_described", "names_of_strides", "parse"]
+
+_READING = {
+    "given": "",
+    "unbound": "; one array per allocation, {parts}",
+    "joined": "; the arrays are views of one allocation",
+    "perhaps": "; only if the arrays are views of one allocation, which their shapes do not say",
+}
+#: Numbers, plain or in brackets: ``2,4``, ``(2,4)``, ``torch.Size([2,4])``.
+_LIST = r"(?:(N)|(?:torch\.Size)?[(\[]{1,2}(N),?[)\]]{1,2})".replace("N", r"-?\d{1,18}(?:,-?\d{1,18})*")
+_TEXT = re.compile(rf"(?:(\d{{1,6}})x ?)?{_LIST.replace('-?', '')}(?:: ?{_LIST})?", re.ASCII)
+_WORST = ("exact", "permuted", "viewed")
+
+
+class Candidate(NamedTuple):
+    """A layout that fits.
+
+    Attributes
+    ----------
+    layout : Layout
+    names : tuple of str
+        All shipped names with the same meaning.
+    num_blocks : int
+        Number of blocks in the arrays with this layout.
+    fit : str
+        ``"exact"``, ``"permuted"`` or ``"viewed"``.
+    how : str
+        How the arrays are bound to the layout.
+    """
+
+    layout: Layout
+    names: tuple[str, ...]
+    num_blocks: int
+    fit: str
+    how: str
+
+
+class Check(NamedTuple):
+    """An experiment that distinguishes candidates: write one element with the engine, and look where it is.
+
+    Attributes
+    ----------
+    element : str
+        The element to write, such as ``"head 1"``.  Every coordinate that is not named is 0.
+    outcomes : tuple of (str, tuple of str)
+        A place of the element, and the layouts in which it is there.
+    """
+
+    element: str
+    outcomes: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        lines = [f"Write {self.element} with the engine, and look where it is:"]
+        lines += [f"  {place}: {', '.join(names)}" for place, names in self.outcomes]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, repr=False)
+class Match(Sequence[Candidate]):
+    """The layouts that fit some arrays: a sequence of `Candidate`, those of the engine first, and the best fits first.
+
+    Attributes
+    ----------
+    shape : BlockShape
+    arrays : str
+        Description of the arrays.
+    candidates : tuple of Candidate
+    checks : tuple of Check
+        Experiments that distinguish the candidates.  Candidates that no check separates have the same addresses at this shape, or
+        an unspecified order.
+    reason : str
+        If no layout fits: the reason.
+    """
+
+    shape: BlockShape
+    arrays: str
+    candidates: tuple[Candidate, ...]
+    checks: tuple[Check, ...]
+    reason: str = ""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.candidates[index]
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    @property
+    def names(self) -> list[str]:
+        """Every name of every candidate."""
+        return [name for one in self.candidates for name in one.names]
+
+    def __repr__(self) -> str:
+        return f"Match({self.arrays}, {self.shape}: {', '.join(one.names[0] for one in self.candidates) or 'none'})"
+
+    def __str__(self) -> str:
+        lines = [f"{self.arrays}, block shape {self.shape}"]
+        if not self.candidates:
+            return f"{lines[0]}\nNo shipped layout fits: {self.reason}"
+        alike: dict[Any, list[Candidate]] = {}
+        for one in self.candidates:
+            alike.setdefault(_address_map(one, self.shape), []).append(one)
+        for number, (one, *others) in enumerate(alike.values(), 1):
+            lines += [f"{number}. {', '.join(one.names)}", f"   {one.layout.order_text}"]
+            lines.append(f"   {one.num_blocks:,} blocks; {one.how}")
+            if others:
+                lines.append(f"   {len(others)} more layouts have the same addresses at this shape")
+        if len(self.candidates) == 1:
+            lines.append("No other shipped layout fits. Shapes do not prove a layout: compare with the engine's documentation.")
+        for check in self.checks:
+            lines += ["", str(check)]
+        if len(self.candidates) > 1 and not self.checks:
+            lines += ["", "No single element tells them apart: at this shape they have the same addresses, or promise no order."]
+        if any(_READING["perhaps"] in one.how for one in self.candidates):
+            lines += ["", "kvbm.match(tensors, shape) reads addresses, and so knows whether tensors are views of one allocation."]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as texts and numbers."""
+        return {
+            "arrays": self.arrays,
+            "shape": str(self.shape),
+            "candidates": [
+                {
+                    "names": list(one.names), "order": one.layout.order_text, "fingerprint": one.layout.fingerprint,
+                    "num_blocks": one.num_blocks, "fit": one.fit, "how": one.how,
+                }
+                for one in self.candidates
+            ],
+            "checks": [
+                {"element": check.element, "outcomes": [{"place": place, "names": list(names)} for place, names in check.outcomes]}
+                for check in self.checks
+            ],
+            "reason": self.reason,
+        }  # fmt: skip
+
+
+class _Parts(Sequence[Array]):
+    """The parts of one array along its first axes.  Each part is created on access."""
+
+    def __init__(self, whole: Array, axes: int, count: int) -> None:
+        self.whole, self.axes, self.size = whole, axes, count
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.size))]
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        address, whole = self.whole.address, self.whole
+        for extent, stride in reversed(list(zip(whole.shape[: self.axes], whole.strides, strict=False))):
+            index, at = divmod(index, extent)
+            address += at * stride
+        return whole._replace(address=address, shape=whole.shape[self.axes :], strides=whole.strides[self.axes :])
+
+
+class _Reading(NamedTuple):
+    """One interpretation of the arrays as allocations.  If it assumes other addresses: `given` are the arrays there."""
+
+    name: str
+    arrays: Sequence[Array]
+    given: Sequence[Array] = ()
+
+    @property
+    def joined(self) -> bool:
+        return self.name in ("joined", "perhaps")
+
+
+class _Found(NamedTuple):
+    candidate: Candidate
+    resolved: Resolved
+    reading: _Reading
+    rank: tuple[int, ...]
+
+
+def match(
+    tensors: Any, shape: BlockShape | str, *, engine: str | None = None, num_blocks: int | None = None
+) -> Match:
+    """List the shipped layouts that fit some arrays, by their number, shapes, strides and dtypes.
+
+    Parameters
+    ----------
+    tensors : array, sequence of arrays, or mapping of str to array
+        The engine's tensors, as for `Pool`: one array per allocation in table order.  These views are recognised: permuted axes,
+        joined axes, one tensor for all allocations, and views of one allocation.
+    shape : BlockShape or str
+        Sizes of a block.  A text without a dtype gets the dtype of the arrays.
+    engine : str, optional
+        Only layouts of this engine, such as ``"vllm"``.
+    num_blocks : int, optional
+        Number of blocks in the arrays.  Default: derived from their sizes.
+
+    Returns
+    -------
+    Match
+        A sequence of candidates; `print` it.  Several candidates are common.  A single one is no proof: contents are not read.
+
+    Raises
+    ------
+    BindError
+        There are no arrays, an item is not an array, or the arrays are on several devices.
+    SpecError
+        `shape` is not a shape, or kvbm has no layouts for `engine`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> layers = [np.zeros((2, 6, 16, 4, 8), "float16") for _ in range(3)]
+    >>> match(layers, "nl=3,no=2,nh=4,nt=16,hd=8", engine="vllm")[0].names
+    ('vllm/flash_attn_nhd', 'lmcache/NL_X_TWO_NB_BS_NH_HS')
+    """
+    if isinstance(tensors, Mapping):
+        tensors = list(tensors.values())
+    given = list(tensors) if isinstance(tensors, list | tuple | Arrays) else [tensors]
+    if not given:
+        raise BindError("match: expected at least one array, got none")
+    return match_described([describe(one, f"match: array {i}") for i, one in enumerate(given)], shape, engine, num_blocks)
+
+
+def match_described(
+    arrays: Sequence[Array], shape: BlockShape | str, engine: str | None = None, num_blocks: int | None = None, *,
+    placed: bool = True,
+) -> Match:
+    """`match` for arrays that are already described.  Without `placed`, their addresses mean nothing."""
+    sizes = shape if isinstance(shape, BlockShape) else block_shape(shape, arrays[0].dtype)
+    for index, one in enumerate(arrays):
+        if one.device != arrays[0].device:
+            raise BindError(f"match: array {index} is on {one.device}, array 0 on {arrays[0].device}; expected one device")
+    layouts, readings = _layouts(engine), _readings(arrays, placed)
+    own = f"{engine}/".lower()
+    found = sorted(
+        _candidates(readings, sizes, layouts, num_blocks),
+        key=lambda one: (engine is not None and not one.candidate.names[0].startswith(own), one.rank),
+    )
+    checks = _checks(found, arrays, sizes) if len(found) > 1 else ()
+    reason = "" if found else _reason(arrays, sizes, layouts, readings, num_blocks)
+    return Match(sizes, _words(arrays), tuple(one.candidate for one in found), tuple(checks), reason)
+
+
+def names_of_strides(arrays: Sequence[Array], shape: BlockShape, asked: str, most: int = 3) -> list[str]:
+    """Names of layouts other than `asked` that fit arrays as given or permuted, for errors about strides.
+
+    Layouts from the folder of the layout `asked` are first.
+    """
+    folder = asked.rpartition("/")[0] + "/"
+    try:
+        found = list(_candidates([_Reading("given", arrays)], shape, _layouts(None), None)) if _positive(arrays) else []
+    except (LayoutError, TypeError, OverflowError):  # sizes may be symbols of a compiler
+        return []
+    close = [one.candidate for one in found if one.candidate.fit != "viewed" and asked not in one.candidate.names]
+    names = [min(one.names, key=lambda name: not name.startswith(folder)) for one in close]
+    return sorted(names, key=lambda name: not name.startswith(folder))[:most]
+
+
+def parse(texts: Sequence[str], shape: BlockShape, dtype: str | None = None) -> list[Array]:
+    """Arrays from texts ``[COUNTx]SHAPE[:STRIDES]`` of the command line.  They do not overlap.  Default dtype: that of the shape.
+
+    SHAPE and STRIDES may be in brackets, as torch prints them: ``32x(2, 1024, 16, 8, 128)``.
+
+    Raises
+    ------
+    SpecError
+        A text has another form.
+    DTypeError
+        `dtype` is not the name of a dtype.
+    """
+    dtype = shape.dtype if dtype is None else dtype_name(dtype)
+    size, made = ITEMSIZE[dtype], list[Array]()
+    for text in texts:
+        found = _TEXT.fullmatch(re.sub(r", ?", ",", text))
+        if found is None:
+            raise SpecError(f"array {quoted(text)}: expected [COUNTx]SHAPE[:STRIDES], such as 32x2,1024,16,8,128")
+        extents = tuple(map(int, (found[2] or found[3]).split(",")))
+        steps = found[4] or found[5]
+        strides = tuple(int(step) * size for step in steps.split(",")) if steps else dense(extents, size)
+        if len(strides) != len(extents):
+            raise SpecError(f"array {quoted(text)}: expected as many strides as axes, got {len(strides)} and {len(extents)}")
+        for _ in range(int(found[1] or 1)):
+            made.append(Array(len(made) ** 2 << 64, extents, strides, dtype, "cpu"))
+    if not made:
+        raise SpecError("arrays: expected at least one")
+    return made
+
+
+@functools.cache
+def _shipped() -> tuple[Layout, ...]:
+    """All shipped layouts, names without a folder first.  They are read once per process."""
+    return tuple(sorted(spec.load_dir(spec.layouts_dir()), key=lambda layout: ("/" in layout.name, layout.name)))
+
+
+def _layouts(engine: str | None) -> list[list[Layout]]:
+    """The shipped layouts, of one engine if one is named, in groups with the same meaning."""
+    known: Sequence[Layout] = _shipped()
+    if engine is not None:
+        text = str(engine).lower()
+        word = re.compile(rf"(?<![\w-]){re.escape(text)}(?!\w)", re.IGNORECASE)  # "nano-vLLM" is not vLLM
+        mine = [one for one in known if one.name.startswith(f"{text}/") or any(map(word.search, one.used_by))]
+        if not mine or not text:
+            folders = sorted({one.name.partition("/")[0] for one in known if "/" in one.name})
+            raise SpecError(f"engine: expected one of {', '.join(folders)}, got {quoted(engine)}.{suggestion(text, folders)}")
+        known = sorted(mine, key=lambda layout: (not layout.name.startswith(f"{text}/"), layout.name))
+    by_meaning: dict[str, list[Layout]] = {}
+    for layout in known:
+        by_meaning.setdefault(layout.fingerprint, []).append(layout)
+    return list(by_meaning.values())
+
+
+# ---- candidates ----------------------------------------------------------------------------------------------------
+
+
+def _candidates(
+    readings: Sequence[_Reading], shape: BlockShape, layouts: Sequence[Sequence[Layout]], num_blocks: int | None
+) -> Iterator[_Found]:
+    for same in layouts:
+        found = (_fit_layout(same, shape, reading, num_blocks) for reading in readings)
+        best = min((one for one in found if one), key=lambda one: one.rank, default=None)
+        if best is not None:
+            yield best
+
+
+def _address_map(one: Candidate, shape: BlockShape) -> Any:
+    """What is equal for two layouts that put every element at the same address, with the same arrays."""
+    resolved = one.layout.resolve(shape, one.num_blocks)
+    maps = tuple(
+        (
+            access.plane, access.half, access.dtype, access.at, access.block, access.packed,
+            # Neither an axis of one coordinate nor the order of the steps changes an address.
+            tuple(sorted((s.axes, s.divisor, s.extent, s.nbytes, s.entries, s.opaque) for s in access.steps if s.extent > 1)),
+        )
+        for access in resolved.accesses
+    )  # fmt: skip
+    return maps, one.num_blocks, resolved.record
+
+
+def _as_bytes(arrays: Sequence[Array]) -> list[Array]:
+    """Arrays as ``.view(torch.uint8)``; none if they are bytes, or their last axis is not contiguous."""
+    made = []
+    for one in arrays:
+        size = _itemsize(one.dtype)
+        if size == 1 or not one.shape or one.strides[-1] != size:
+            return []
+        made.append(
+            one._replace(shape=(*one.shape[:-1], one.shape[-1] * size), strides=(*one.strides[:-1], 1), dtype="uint8")
+        )
+    return made
+
+
+def _positive(arrays: Sequence[Array]) -> bool:
+    """True if no array is empty, and no stride is 0 or less."""
+    return not any(
+        0 in one.shape or any(s <= 0 for n, s in zip(one.shape, one.strides, strict=True) if n > 1) for one in arrays
+    )
+
+
+def _readings(arrays: Sequence[Array], placed: bool) -> list[_Reading]:
+    """The interpretations of the arrays.  Without `placed`, their addresses mean nothing: they may be views of one allocation."""
+    if not arrays or not _positive(arrays):
+        return []
+    found, first, count = [_Reading("given", arrays)], arrays[0], len(arrays)
+    if count == 1:
+        parts = 1
+        for axis, extent in enumerate(first.shape):
+            parts *= extent
+            if parts > 1:
+                found.append(_Reading("unbound", _Parts(first, axis + 1, parts)))
+        return found
+    if any(one[1:5] != first[1:5] for one in arrays):
+        return found
+    step = arrays[1].address - first.address
+    if not placed:
+        steps = steps_between(first, count)
+    elif step > 0 and all(one.address == first.address + index * step for index, one in enumerate(arrays)):
+        steps = [step]
+    else:
+        steps = []
+    for step in steps:
+        whole = first._replace(shape=(count, *first.shape), strides=(step, *first.strides))
+        given = () if placed else [first._replace(address=first.address + index * step) for index in range(count)]
+        found.append(_Reading("joined" if placed else "perhaps", [whole], given))
+    return found
+
+
+def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, num_blocks: int | None) -> _Found | None:
+    layout, names = same[0], tuple(one.name for one in same)
+    for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
+        try:
+            resolved = layout.resolve(shape, blocks)
+        except LayoutError:
+            continue
+        if resolved.table_size != len(reading.arrays):
+            continue
+        first_kind = resolved.first
+        kinds, which = resolved.kinds, resolved.kind_of_entry if len(resolved.kinds) > 1 else None
+        alike = reading.arrays[:1] if reading.name == "unbound" else reading.arrays
+        if which:
+            looks = {(kind, one.shape, one.strides, one.dtype) for kind, one in zip(which, reading.arrays, strict=True)}
+        else:
+            looks = {(0, one.shape, one.strides, one.dtype) for one in alike}
+        fits = [_fit(one, kinds[kind], resolved) for kind, *one in looks]
+        first, call = reading.arrays[0], ""
+        if len(looks) == 1 and reads_as(first.dtype, kinds[0].dtype) and reading.name != "unbound":
+            call = vllm_call(names, resolved, first, joined=reading.joined)
+        if reading.name == "perhaps" and not call:
+            continue
+        if call and None in fits:
+            fits = ["viewed"]  # K and V have orders that no view shows: the sizes fit
+        if None not in fits:
+            fit = max((text for text in fits if text), key=_WORST.index)
+            key = fit if fit == "exact" and not reading.joined else "vllm" if call else "whole" if fit == "exact" else fit
+            how = HOW["parts" if key == "exact" and reading.name == "unbound" else key]
+            how = how.format(call=call, shape=_wanted(resolved)) + _READING[reading.name].format(parts=_parts(reading.arrays))
+            if "b" not in first_kind.axes and not layout.b_in_table and not call:
+                how += f"; pass num_blocks={blocks}"
+            cuts = {stride for stride, _ in steps_of(first.shape, first.strides)}
+            crossed = not cuts <= {stride for one in kinds for stride in one.strides}
+            # For latents, layouts of latents before those with an axis of K and V.
+            rank = (_WORST.index(fit), not call or shape.no == 1, crossed, kinds[0].shape.count(1), reading.name == "perhaps")
+            return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank)
+    return None
+
+
+def _parts(arrays: Sequence[Array]) -> str:
+    """What makes a list of the parts of one array along its first axes, in Python."""
+    if not isinstance(arrays, _Parts):
+        return ""
+    extents = arrays.whole.shape[: arrays.axes]
+    if len(extents) == 1:
+        return "list(tensor)"
+    names = "ijklmn"[: len(extents)]
+    loops = " ".join(f"for {name} in range({extent})" for name, extent in zip(names, extents, strict=False))
+    return f"[tensor[{', '.join(names)}] {loops}]"
+
+
+def _wanted(resolved: Resolved) -> str:
+    """What `Pool` takes in place of arrays with other axes."""
+    kind, *more = resolved.kinds
+    if more:
+        return ""
+    count = "one view" if resolved.table_size == 1 else "views"
+    return f"; kvbm.Pool takes {count} of shape {kind.shape} ({' '.join(kind.axes)})"
+
+
+def _blocks(layout: Layout, shape: BlockShape, arrays: Sequence[Array]) -> list[int]:
+    """The possible numbers of blocks in arrays of these sizes."""
+    try:
+        one = layout.resolve(shape, 1)
+    except LayoutError:
+        return []
+    if layout.b_in_table:
+        blocks, rest = divmod(len(arrays), one.table_size)
+        return [blocks] if blocks and not rest else []
+    if len(arrays) != one.table_size:
+        return []
+    held = math.prod(arrays[0].shape) * _itemsize(arrays[0].dtype)
+    sizes = {math.prod(one.first.shape) * one.first.itemsize, one.first.nbytes}
+    return sorted({held // size for size in sizes if size and held >= size and held % size == 0}, reverse=True)
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes per item of a dtype: one that a block may hold, or a void dtype of NumPy."""
+    return ITEMSIZE.get(SPELLINGS.get(dtype, dtype)) or (int(dtype[4:]) // 8 if dtype.startswith("void") else 1)
+
+
+def _fit(look: Sequence[Any], kind: Allocation, resolved: Resolved) -> str | None:
+    """How an array of this shape, strides and dtype fits an allocation of a layout; None if it does not fit."""
+    shape, strides, dtype = look
+    if not reads_as(dtype, kind.dtype):
+        return None
+    if shape == kind.shape and all(a == b for n, a, b in zip(shape, strides, kind.strides, strict=True) if n > 1):
+        return "exact"
+    mine = steps_of(shape, strides)
+    theirs = steps_of(kind.shape, kind.strides)
+    if kind.axes == ("elements",):
+        theirs = _agreed(resolved, kind)
+    elif mine == theirs and not kind.is_record:
+        return "permuted"
+    if _nests(mine, theirs):
+        return "viewed"
+    if kind.is_record and mine and _segments(mine) == [(1, kind.nbytes)]:
+        return "viewed"  # all bytes with the padding, in one piece
+    return None
+
+
+def _agreed(resolved: Resolved, kind: Allocation) -> Steps:
+    """The steps that K and V have in common, if both lie in one allocation in different orders."""
+    cuts = set.intersection(*({p.stride for p in pieces if p.extent > 1 and not p.table} for pieces in resolved.orders))
+    edges = [kind.itemsize, *sorted(cut for cut in cuts if cut > kind.itemsize and kind.nbytes % cut == 0), kind.nbytes]
+    return [(low, high // low) for low, high in itertools.pairwise(edges) if high > low]
+
+
+def _segments(steps: Steps) -> Steps:
+    """The steps, with axes that continue each other merged."""
+    made: Steps = []
+    for stride, extent in steps:
+        if made and made[-1][0] * made[-1][1] == stride:
+            made[-1] = (made[-1][0], made[-1][1] * extent)
+        else:
+            made.append((stride, extent))
+    return made
+
+
+def _nests(mine: Steps, theirs: Steps) -> bool:
+    """True if two nests of axes cover the same bytes, and no axis of one begins inside an axis of the other and ends outside."""
+    if _segments(mine) != _segments(theirs):
+        return False
+    ours, others = {stride for stride, _ in mine}, {stride for stride, _ in theirs}
+    shared = sorted(ours & others)
+    for low, high in zip(shared, [*shared[1:], math.inf], strict=True):
+        if any(low < cut < high for cut in ours) and any(low < cut < high for cut in others):
+            return False
+    return True
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+def _words(arrays: Sequence[Array]) -> str:
+    looks = dict.fromkeys((one.shape, one.strides, one.dtype) for one in arrays)
+    (shape, strides, dtype), *more = looks
+    dense = span(shape, strides, 1) and _segments(steps_of(shape, strides))
+    gaps = "" if not dense or (len(dense) == 1 and list(strides) == sorted(strides, reverse=True)) else f", strides {strides} bytes"
+    count = f"{len(arrays):,} arrays" if len(arrays) > 1 else "1 array"
+    kinds = f", and {len(more)} other kinds" if more else ""
+    return f"{count} of shape {shape}{gaps}, {dtype}{kinds}"
+
+
+def _reason(
+    arrays: Sequence[Array], shape: BlockShape, layouts: Sequence[Sequence[Layout]], readings: Sequence[_Reading],
+    num_blocks: int | None,
+) -> str:
+    for index, one in enumerate(arrays):
+        for n, s in zip(one.shape, one.strides, strict=True):
+            if n == 0:
+                return f"array {index} is empty: shape {one.shape}"
+            if n > 1 and s <= 0:
+                return f"array {index} has a stride of {s} bytes along an axis of {n}; no layout has strides below 1"
+    if texts := list(itertools.islice(_with_pitches(shape, layouts, readings, num_blocks), 2)):
+        return "none has these strides. " + "\nOr: ".join(texts)
+
+    def fits(other: BlockShape) -> list[str]:
+        """Names of the layouts that fit with another shape, without those that only have the same bytes."""
+        found = sorted(_candidates(readings, other, layouts, num_blocks), key=lambda one: one.rank)
+        return [name for one in found if one.rank[:2] < (_WORST.index("viewed"), 1) for name in one.candidate.names]
+
+    for other in dict.fromkeys((shape, replace(shape, no=1))):  # K and V of other sizes side by side, in one row
+        own = [same for same in layouts if same[0].planes]
+        raw = sorted(_candidates(_readings(_as_bytes(arrays), True), other, own, num_blocks), key=lambda one: one.rank)
+        if raw:
+            given = "" if other == shape else "; with no=1, as the planes k and v of a row are K and V,"
+            return f"none takes elements of {arrays[0].dtype}{given or ';'} as bytes, .view(torch.uint8), these fit: " + ", ".join(
+                name for one in raw[:4] for name in one.candidate.names
+            )
+
+    if near := near_shapes(arrays, shape, fits):
+        return "; or ".join(near)
+    held = sum(math.prod(one.shape) * _itemsize(one.dtype) for one in arrays)
+    if held % shape.nbytes:
+        return f"the arrays hold {held:,} bytes, and a block {shape.nbytes:,}: not a whole number of blocks. Is the shape right?"
+    return (
+        "none has allocations of these shapes and strides at this block shape. Is the shape right? A layout of your own is one "
+        "line of YAML: see the layout language"
+    )
+
+
+def _with_pitches(
+    shape: BlockShape, layouts: Sequence[Sequence[Layout]], readings: Sequence[_Reading], num_blocks: int | None
+) -> Iterator[str]:
+    """Layouts whose order fits the arrays, with the pitch that they need, as YAML."""
+    for same, reading in itertools.product(layouts, readings):
+        layout, array = same[0], reading.arrays[0]
+        if layout.planes or layout.pitch or len(layout.orders) > 1 or reading.name == "unbound":
+            continue
+        for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
+            try:
+                kind = layout.resolve(shape, blocks).first
+                text = own_layout(layout.order_text, pitches(array, kind) or {}, kind.itemsize)
+                mine = spec.parse(text, name="mine")
+            except (LayoutError, SpecError):
+                continue
+            if mine.pitch and _fit_layout([mine], shape, reading, blocks):
+                names = ", ".join(one.name for one in same)
+                yield f"The order of {names} fits{_READING[reading.name]}, with a pitch. As a layout of your own:\n{text}"
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------
+
+
+def _checks(found: Sequence[_Found], arrays: Sequence[Array], shape: BlockShape) -> Iterator[Check]:
+    """Experiments.  Each one distinguishes candidates that the ones before it do not."""
+    blocks = min(one.candidate.num_blocks for one in found)
+    sizes = {"h": shape.nh, "t": shape.nt, "o": shape.no, "l": shape.nl, "b": blocks, "d": shape.hd}
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    groups: list[list[_Found]] = [list(found)]
+    for chosen in [*((axis,) for axis in axes), *itertools.combinations(axes, 2)]:
+        at = dict.fromkeys(chosen, 1)
+        places = {one.candidate.names[0]: _place(one, at, arrays) for one in found}
+        parts = [
+            [one for one in group if places[one.candidate.names[0]] == place]
+            for group in groups
+            for place in dict.fromkeys(places[one.candidate.names[0]] for one in group)
+        ]
+        if len(parts) > len(groups):
+            groups = parts
+            outcomes: dict[str, list[str]] = {}
+            for name, place in places.items():
+                outcomes.setdefault(place, []).append(name)
+            said = ", ".join(f"{AXES[axis]} 1" if axis != "o" else "V" for axis in chosen)
+            yield Check(said, tuple((place, tuple(names)) for place, names in outcomes.items()))
+
+
+def _place(one: _Found, at: Mapping[str, int], arrays: Sequence[Array]) -> str:
+    """The place of an element of a layout, in the given arrays.  For several planes: the place in each plane.
+
+    The names of planes are left out: the same bytes can have different names in two layouts.
+    """
+    if not one.resolved.parts:
+        return _place_in(one, one.resolved, at, arrays)
+    # A plane does not have the axes along which its elements are shared, and may have other axes than ``d``.
+    places = ((part, {axis: i for axis, i in at.items() if axis in part.sizes}) for part in one.resolved.parts)
+    first, *others = (_place_in(one, part, mine, arrays) for part, mine in places)
+    return f"{first}{'; its other planes: ' if others else ''}{', '.join(others)}"
+
+
+def _place_in(one: _Found, resolved: Resolved, at: Mapping[str, int], arrays: Sequence[Array]) -> str:
+    loose = {axis for access in resolved.accesses for step in access.steps if step.opaque for axis in step.axes}
+    if loose & set(at):
+        return f"somewhere in {{{' '.join(axis for axis in AXES if axis in loose)}}}, whose order is not promised"
+    try:
+        entry, offset = resolved.address(at.get("b", 0), **{axis: i for axis, i in at.items() if axis != "b"})
+    except LayoutError:
+        return "nowhere: the layout does not have that axis"
+    address = one.reading.arrays[int(entry)].address + int(offset)
+    arrays = one.reading.given or arrays
+    for number, array in enumerate(arrays):
+        rest, index = address - array.address, [0] * len(array.shape)
+        for axis in sorted(range(len(array.shape)), key=lambda axis: -array.strides[axis]):
+            if array.shape[axis] > 1 and rest >= 0:
+                index[axis] = min(rest // array.strides[axis], array.shape[axis] - 1)
+                rest -= index[axis] * array.strides[axis]
+        if 0 <= rest < _itemsize(array.dtype):
+            return f"array {number}, index {tuple(index)}"
+    return f"byte {int(offset):,} of allocation {int(entry)}"

@@ -1,0 +1,476 @@
+"""Loop nests in bytes that one kernel copies, and the forms that are compiled for them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ..errors import MissingKernelError, PlanError
+
+__all__ = [
+    "MAX_INNER",
+    "MAX_LAUNCHES",
+    "MAX_OUTER",
+    "MAX_PARTS",
+    "WIDEST",
+    "Arguments",
+    "Form",
+    "Id",
+    "Kernel",
+    "Mode",
+    "Part",
+    "coalesce",
+    "form_of",
+    "kernel_name",
+    "parse_kernel",
+]
+
+#: Most modes of a kernel, and most parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
+MAX_OUTER, MAX_INNER, MAX_PARTS = 4, 8, 4
+
+#: Most launches into which a part with more modes is cut.
+MAX_LAUNCHES = 4096
+
+#: Bytes of the widest load and store.
+WIDEST = 16
+
+#: Kernels index the words of a chunk with 31 bits and their strides with 32.  Larger modes select chunks instead.
+_CHUNK_LIMIT = 1 << 31
+_STRIDE_LIMIT = 1 << 32
+
+
+class Mode(NamedTuple):
+    """One loop of a copy: `extent`, and its strides in bytes and table entries on each side, and in keys of a digest."""
+
+    extent: int
+    src: int
+    dst: int
+    src_table: int = 0
+    dst_table: int = 0
+    key: int = 0
+
+    def continues(self, inner: Mode) -> bool:
+        """True if this mode continues where `inner` ends, on both sides and in keys, so that both can be merged."""
+        n = inner.extent
+        return (
+            self.dst == n * inner.dst
+            and self.src == n * inner.src
+            and self.dst_table == n * inner.dst_table
+            and self.src_table == n * inner.src_table
+            and self.key == n * inner.key
+        )
+
+
+class Id(NamedTuple):
+    """The strides of an id on one side.
+
+    Attributes
+    ----------
+    entries, nbytes : int
+        Strides of a block: table entries and bytes.
+    units : tuple of (int, int)
+        If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
+    """
+
+    entries: int
+    nbytes: int
+    units: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Stride of each digit in bytes, the block first."""
+        return (self.nbytes, *(nbytes for _, nbytes in self.units))
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Extents of the digits inside a block."""
+        return tuple(extent for extent, _ in self.units)
+
+    def bytes_of(self, block: int | None) -> tuple[int, ...]:
+        """`steps`, with `block` as the bytes per block if the table was shortened to the first block."""
+        return self.steps if block is None else (block, *self.steps[1:])
+
+
+def coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
+    """Normal form of a loop nest: fastest in the destination first, with as few modes as possible.
+
+    Extents of one are dropped.  Neighbours are merged if and only if both sides (and both tables) continue.  Equal copies have
+    equal normal forms, for any layouts.
+    """
+    merged: list[Mode] = []
+    for mode in sorted([mode for mode in modes if mode.extent > 1], key=_nesting):
+        if merged and mode.continues(merged[-1]):
+            inner = merged[-1]
+            merged[-1] = inner._replace(extent=inner.extent * mode.extent)
+        else:
+            merged.append(mode)
+    return tuple(merged)
+
+
+#: Fastest in the destination first: ``dst_table``, ``dst``, ``src_table``, ``src`` of a mode.
+_nesting = operator.itemgetter(4, 2, 3, 1)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Form:
+    """The compiled part of a kernel: its class, numbers of modes and word.  Sizes and strides are arguments.
+
+    Attributes
+    ----------
+    kind : {"copy", "rows", "tile", "record", "page_in", "page_out", "digest"}
+        ``copy``: a chunk is one run.  ``rows``: runs are copied whole, in another order.  ``tile``: source and destination are
+        contiguous along different axes, so elements are transposed in a tile.  ``record``: rows of several parts, the planes of a
+        block.  ``page_in``, ``page_out``: as ``record``, with the source or the destination in shared memory.  ``digest``: cells
+        are read and summed up.
+    outer, inner : int
+        Number of modes that select a chunk, and of modes inside it (for tiles: without the two that span the tile).
+    element : int
+        For tiles, and for digests of transposed cells: bytes that stay together.
+    word : int
+        Bytes of a load and store; 0 for records and pages, as each part has its own word.
+    few : bool
+        True if the kernel accepts a limit of multiprocessors.
+    sums : bool
+        True if the kernel also digests the words that it copies; each word is then a cell.
+    """
+
+    kind: str
+    outer: int
+    inner: int
+    element: int
+    word: int
+    few: bool = False
+    sums: bool = False
+
+    @property
+    def name(self) -> str:
+        """The form's part of a kernel's name.  It contains everything that changes the result."""
+        prefix = "few_" if self.few else "sum_" if self.sums else ""
+        if self.kind == "copy":
+            return f"{prefix}copy_o{self.outer}_w{self.word}"
+        if self.kind == "rows":
+            return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
+        if self.kind == "digest":
+            turned = f"_e{self.element}" if self.element else ""
+            return f"digest_o{self.outer}_i{self.inner}{turned}_w{self.word}"
+        if self.of_planes:
+            return f"{prefix}{self.kind}_o{self.outer}_i{self.inner}"
+        return f"{prefix}tile_o{self.outer}_r{self.inner}_e{self.element}_w{self.word}"
+
+    @property
+    def of_planes(self) -> bool:
+        """True if the kernel accepts any number of parts, each with its own word."""
+        return self.kind in ("record", "page_in", "page_out")
+
+    @property
+    def modes(self) -> int:
+        """Number of inner modes in its arguments, including the two sides of a tile."""
+        return self.inner + 2 if self.kind == "tile" else self.inner
+
+    def runs(self, wanted: Form) -> bool:
+        """True if a kernel of this form can do the work of `wanted`, with extents of one for surplus modes."""
+        kinds = {"copy", "rows"} if self.kind == "rows" else {self.kind}
+        same = (self.few, self.sums, self.element, self.word) == (wanted.few, wanted.sums, wanted.element, wanted.word)
+        return wanted.kind in kinds and same and self.outer >= wanted.outer and self.inner >= wanted.inner
+
+
+#: The forms that are compiled into one kernel: one, or one for K and one for V if they share a launch.
+Kernel = tuple[Form, ...]
+
+
+def kernel_name(kernel: Kernel) -> str:
+    """The symbol of a kernel, and its name between Python and C."""
+    return "__".join(form.name for form in kernel)
+
+
+def parse_kernel(name: str) -> Kernel:
+    """The kernel of a name.
+
+    Raises
+    ------
+    PlanError
+        The text is not the name of a kernel.
+    """
+    forms = []
+    for part in name.split("__"):
+        match = _NAME.fullmatch(part)
+        if match is None:
+            raise PlanError(f"kernel {name!r}: expected names such as rows_o1_i3_w16, got {part!r}")
+        prefix, kind, outer, inner, element, word = match.groups()
+        sizes = int(outer), int(inner or 1), int(element or 0), int(word or 0)
+        forms.append(Form(kind, *sizes, prefix == "few_", prefix == "sum_"))
+        if forms[-1].name != part:
+            raise PlanError(f"kernel {name!r}: expected {forms[-1].name!r}, got {part!r}")
+    return tuple(forms)
+
+
+_NAME = re.compile(
+    r"(few_|sum_)?(copy|rows|tile|record|page_in|page_out|digest)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One loop nest in bytes: the whole copy, its K or V half, or a plane.
+
+    Attributes
+    ----------
+    src_offset, dst_offset, src_table_offset, dst_table_offset : int
+        Start of the part: bytes and table entries.
+    outer : tuple of Mode
+        Modes that select a chunk, fastest first: modes that step through a table of allocations, or with very large strides.
+    inner : tuple of Mode
+        Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, and in keys if the part has them;
+        its extent is in bytes.
+    src_id, dst_id : Id
+        Strides of the ids.
+    label : str
+        Name of the part: ``K``, ``V``, a plane; empty for a whole block.
+    half : int, optional
+        0 for K and 1 for V, if both are separate.
+    key : int
+        For digests: the start in keys, 16 per cell, as for the strides of its modes.
+    """
+
+    src_offset: int
+    dst_offset: int
+    src_table_offset: int
+    dst_table_offset: int
+    outer: tuple[Mode, ...]
+    inner: tuple[Mode, ...]
+    src_id: Id
+    dst_id: Id
+    label: str = ""
+    half: int | None = None
+    key: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        modes: Iterable[Mode],
+        start: Sequence[tuple[int, int]],
+        ids: tuple[Id, Id],
+        label: str,
+        half: int | None = None,
+        key: int = 0,
+    ) -> Part:
+        """The part with these loops, given in any order.  They are coalesced and divided into outer and inner modes.
+
+        `start` is the start of each side (bytes, table entries); `ids` are the strides of ids on each side.
+        """
+        outer: list[Mode] = []
+        inner: list[Mode] = []
+        size = 1
+        for mode in coalesce(modes):
+            if mode.src_table or mode.dst_table or mode.src >= _STRIDE_LIMIT or mode.dst >= _STRIDE_LIMIT:
+                outer.append(mode)
+            else:
+                inner.append(mode)
+                size *= mode.extent
+        if not inner or inner[0].src != 1 or inner[0].dst != 1 or inner[0].key > 1:
+            inner.insert(0, Mode(1, 1, 1))
+        while size >= _CHUNK_LIMIT and len(inner) > 1:
+            outer.insert(0, inner.pop())
+            size //= outer[0].extent
+        return cls(
+            start[0][0], start[1][0], start[0][1], start[1][1], tuple(outer), tuple(inner), *ids, label, half, key
+        )
+
+    @property
+    def start(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Start of each side: bytes, and table entries."""
+        return (self.src_offset, self.src_table_offset), (self.dst_offset, self.dst_table_offset)
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes that stay together."""
+        return self.inner[0].extent
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes per chunk."""
+        return math.prod(mode.extent for mode in self.inner)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks per block."""
+        return math.prod(mode.extent for mode in self.outer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per block."""
+        return self.chunks * self.chunk_bytes
+
+    @property
+    def spans(self) -> tuple[Mode, Mode] | None:
+        """The modes by which source and destination continue after a run, if they differ: the two sides of a tile."""
+        run = self.run_bytes
+        if run > WIDEST or run & (run - 1):
+            return None
+        a = b = None
+        for mode in reversed(self.inner[1:]):
+            if mode.src == run:
+                a = mode
+            if mode.dst == run:
+                b = mode
+        return (a, b) if a and b and a is not b else None
+
+    @property
+    def kind(self) -> str:
+        """``"copy"``, ``"rows"`` or ``"tile"``, by the modes alone."""
+        if len(self.inner) == 1:
+            return "copy"
+        return "tile" if self.spans else "rows"
+
+    def form(self, src_alignment: int, dst_alignment: int) -> Form:
+        """The kernel form for base addresses that are multiples of these.
+
+        The word is the largest power of two up to 16 that divides the run, every other stride and both alignments.
+        """
+        run, loops = self.run_bytes, (*self.inner[1:], *self.outer)
+        src_alignment = math.gcd(src_alignment, *self.src_id.steps)
+        dst_alignment = math.gcd(dst_alignment, *self.dst_id.steps)
+        src = _power(src_alignment, self.src_offset, *[mode.src for mode in loops])
+        dst = _power(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
+        if (spans := self.spans) and min(src, dst) >= run:
+            a, b = spans
+            # A 16-byte word of elements of one side becomes a word of the other side: all strides except the contiguous one must be
+            # multiples of a word.
+            src_word = _power(
+                src_alignment, self.src_offset, a.extent * run, *[mode.src for mode in loops if mode is not a]
+            )
+            dst_word = _power(
+                dst_alignment, self.dst_offset, b.extent * run, *[mode.dst for mode in loops if mode is not b]
+            )
+            word = WIDEST if min(src_word, dst_word) == WIDEST else run
+            return form_of("tile", len(self.outer), len(self.inner) - 3, run, word)
+        word = min(_power(run), src, dst)
+        return form_of("copy" if len(self.inner) == 1 else "rows", len(self.outer), len(self.inner), 0, word)
+
+    def fold(self, src_entry: int | None, dst_entry: int | None) -> Part:
+        """The part for tables with equal steps between entries (bytes; None: no equal steps): entries become bytes."""
+
+        def folded(src: int, dst: int, src_table: int, dst_table: int) -> tuple[int, int, int, int]:
+            if src_entry is not None:
+                src, src_table = src + src_table * src_entry, 0
+            if dst_entry is not None:
+                dst, dst_table = dst + dst_table * dst_entry, 0
+            return src, dst, src_table, dst_table
+
+        start = folded(self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        ids = folded(self.src_id.nbytes, self.dst_id.nbytes, self.src_id.entries, self.dst_id.entries)
+        return replace(
+            self,
+            src_offset=start[0],
+            dst_offset=start[1],
+            src_table_offset=start[2],
+            dst_table_offset=start[3],
+            outer=tuple(Mode(m.extent, *folded(m.src, m.dst, m.src_table, m.dst_table), m.key) for m in self.outer),
+            src_id=self.src_id._replace(entries=ids[2], nbytes=ids[0]),
+            dst_id=self.dst_id._replace(entries=ids[3], nbytes=ids[1]),
+        )
+
+    def fit(self, kind: str) -> tuple[Part, ...]:
+        """The same copy in parts that have no more modes than a kernel supports.
+
+        Surplus inner modes become outer modes, the slowest first.  If there are still too many, modes are peeled off: each step of
+        such a mode becomes a separate part.  These are the shortest modes, as each part is a launch.
+
+        Parameters
+        ----------
+        kind : {"copy", "rows", "tile"}
+            Kind of the kernel.  The two sides and the element of a tile stay inside the chunk.
+
+        Raises
+        ------
+        MissingKernelError
+            More than `MAX_LAUNCHES` parts would be needed.
+        """
+        spans = (self.spans or ()) if kind == "tile" else ()
+        most = MAX_INNER + 1 if spans else MAX_INNER  # the run of a tile is its element, not a mode
+        if len(self.inner) <= most and len(self.outer) <= MAX_OUTER:
+            return (self,)
+        inner, outer = list(self.inner), list(self.outer)
+        while len(inner) > most:
+            slowest = max(k for k in range(1, len(inner)) if not any(inner[k] is span for span in spans))
+            outer.insert(0, inner.pop(slowest))
+        peeled: list[Mode] = []
+        while len(outer) > MAX_OUTER:
+            # The slowest of the shortest modes: the others stay inside a launch.
+            peeled.append(outer.pop(max(range(len(outer)), key=lambda k: (-outer[k].extent, k))))
+        launches = math.prod(mode.extent for mode in peeled)
+        if launches > MAX_LAUNCHES:
+            raise MissingKernelError(
+                f"a loop nest of {len(self.outer)} modes that pick a chunk and {len(self.inner)} inside: expected at most "
+                f"{MAX_OUTER} and {MAX_INNER}, as without the others it would take {launches} launches (at most "
+                f"{MAX_LAUNCHES}); convert in two steps, through a layout with an order between both"
+            )
+        parts = []
+        for steps in itertools.product(*(range(mode.extent) for mode in peeled)):
+            at = list(zip(steps, peeled, strict=True))
+            parts.append(
+                replace(
+                    self,
+                    src_offset=self.src_offset + sum(step * mode.src for step, mode in at),
+                    dst_offset=self.dst_offset + sum(step * mode.dst for step, mode in at),
+                    src_table_offset=self.src_table_offset + sum(step * mode.src_table for step, mode in at),
+                    dst_table_offset=self.dst_table_offset + sum(step * mode.dst_table for step, mode in at),
+                    key=self.key + sum(step * mode.key for step, mode in at),
+                    outer=tuple(outer),
+                    inner=tuple(inner),
+                )
+            )
+        return tuple(parts)
+
+    def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
+        """Offsets, outer and inner modes as arguments of a kernel of this form, padded with extents of one.
+
+        The steps are the bytes from one block to the next, if the tables were shortened to one block.
+        """
+        if form.kind == "tile":
+            assert self.spans is not None
+            a, b = self.spans
+            units = form.element
+            inner = [Mode(a.extent, a.src, a.dst), Mode(b.extent, b.src, b.dst)]
+            inner += [mode for mode in self.inner[1:] if mode is not a and mode is not b]
+            count = form.inner + 2
+        else:
+            units = form.word
+            inner = [Mode(self.run_bytes // units, units, units), *self.inner[1:]]
+            count = form.inner
+        still = Mode(1, 0, 0)
+        outer = [*self.outer, *[still] * (form.outer - len(self.outer))]
+        inner += [still] * (count - len(inner))
+        offsets = (self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        return (
+            offsets,
+            [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
+            [(m.extent, m.src, m.dst) for m in inner],
+            (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
+            (form.word,),
+        )
+
+
+#: Offsets, outer modes, inner modes, strides of an id's digits on each side in bytes (the block first), parameters of words.
+Arguments = tuple[
+    tuple[int, ...],
+    list[tuple[int, ...]],
+    list[tuple[int, ...]],
+    tuple[tuple[int, ...], tuple[int, ...]],
+    tuple[int, ...],
+]
+
+#: Cached, as there are few forms and many plans.
+form_of = functools.lru_cache(maxsize=None)(Form)
+
+
+def _power(*values: int) -> int:
+    """Largest power of two, at most `WIDEST`, that divides all values."""
+    common = math.gcd(WIDEST, *values)
+    return common & -common

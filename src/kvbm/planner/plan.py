@@ -1,0 +1,600 @@
+"""From two layouts to a copy: common refinement, normal form, class, word, kernel.
+
+Everything here is arithmetic on strides.  No code depends on the name of a layout.  Two pairs of layouts with the same normal
+form use the same kernel, so a new layout is as fast as a shipped one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from .._arguments import quoted, whole
+from .._shown import Shown
+from ..errors import LayoutError, MissingKernelError, PlanError
+from ..layout.address_map import Access, Step, refine
+from ..layout.layout import Layout
+from ..layout.region import Section, pieces
+from ..layout.shapes import BlockShape, as_shape
+from ..layout.spec import as_layout
+from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
+from .lowering import Launch, launches
+from .merge import gathered, in_step, rejoined
+
+__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text"]
+
+
+@dataclass(frozen=True)
+class Plan(Shown):
+    """The copy of blocks of one layout into blocks of another.  Printing a plan shows its loop nest.
+
+    Attributes
+    ----------
+    src, dst : Section
+        The copied part of each side: all of a block, a range of layers, or packed slots.
+    parts : tuple of Part
+        One part; two parts if K and V have different orders; one or two per plane.
+    """
+
+    src: Section
+    dst: Section
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> BlockShape:
+        return self.src.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per block.  Each is read once and written once."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def kind(self) -> str:
+        """``copy``, ``rows`` or ``tile``; for example ``tile+rows`` if K and V differ."""
+        return "+".join(dict.fromkeys(part.kind for part in self.parts))
+
+    @property
+    def title(self) -> str:
+        return f"{self.src.layout.name} → {self.dst.layout.name}"
+
+    def forms(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST) -> tuple[Form, ...]:
+        """One kernel form per part, for base addresses that are multiples of the alignments (bytes)."""
+        return tuple(part.form(src_alignment, dst_alignment) for part in self.parts)
+
+    def launches(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST, *, pages: bool = True) -> list[Launch]:
+        """The launches if every kernel is built (`lower.launches`).  The alignments of the base addresses are in bytes."""
+        return launches(self.parts, (src_alignment, dst_alignment), planes=bool(self.src.layout.planes), pages=pages)
+
+    def kernels(self, alignment: int = WIDEST) -> list[str]:
+        """Names of the kernels, for base addresses that are multiples of `alignment` bytes."""
+        found = whole(alignment)
+        if found is None or found < 1:
+            raise PlanError(f"alignment: expected bytes, a number from 1 on, got {quoted(alignment)}")
+        return [launch.name for launch in self.launches(found, found)]
+
+    def fit(self) -> Plan:
+        """The same copy, in parts that have no more modes than kernels support (`Part.fit`)."""
+        return replace(self, parts=tuple(piece for part in self.parts for piece in part.fit(part.kind)))
+
+    def staged(self, *, gathers: bool) -> tuple[Plan, Plan]:
+        """The same copy in two steps, through memory that holds packed blocks in the order of the far side.
+
+        Parameters
+        ----------
+        gathers : bool
+            True if the destination is the far side: blocks are packed, then moved.  False: blocks are moved, then unpacked.
+
+        Returns
+        -------
+        tuple of Plan
+            The first and the second step.  The step on the far side copies runs as long as those of that side.
+        """
+        slot = (self.dst if gathers else self.src).packed()
+        return between(self.src, slot, self.title), between(slot, self.dst, self.title)
+
+    def flat(self, src_step: int | None, dst_step: int | None) -> Plan:
+        """The plan for pools with equal steps between allocations: strides replace tables.  None: no equal steps on that side."""
+        folded = [part.fold(src_step, dst_step) for part in self.parts]
+        parts = [Part.of((*p.inner, *p.outer), p.start, (p.src_id, p.dst_id), p.label) for p in folded]
+        return Plan(self.src, self.dst, gathered(parts))
+
+    def __repr__(self) -> str:
+        return f"Plan({self.title}, {self.shape}, kind={self.kind})"
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}   {self.shape}"]
+        if self._of_planes:
+            lines.append(f"{' and '.join(self.kernels())}: the planes of one page, then the next page's")
+        for part in self.parts:
+            form = part.form(WIDEST, WIDEST)
+            name = f"words of {form.element or form.word} B" if self._of_planes else form.name
+            lines.append(f"{part.label}{'  ' if part.label else ''}{name}: {_CLASS[part.kind]}")
+            lines.extend(_loops(part, form))
+        return "\n".join(lines)
+
+    @property
+    def _of_planes(self) -> bool:
+        """True if several planes are copied: they may share kernels."""
+        return bool(self.src.layout.planes) and len(self.parts) > 1
+
+    def explain(self) -> str:
+        """The plan in sentences: which bytes stay together, which move, the word size, the kernel, and why."""
+        paragraphs = [
+            f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
+            f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} per "
+            f"{'unit' if max(self.src.units, self.dst.units) > 1 else 'block'}."
+        ]
+        for number, (part, form) in enumerate(zip(self.parts, self.forms(), strict=True), 1):
+            label = part.label or (f"part {number}" if len(self.parts) > 1 else "")
+            who = f"In {label}, every" if label else "Every"
+            steps = " and ".join(
+                f"{side} table picks one of {math.prod(m.extent for m in modes)} allocations per block"
+                for side, modes in (
+                    ("the source's", [m for m in part.outer if m.src_table]),
+                    ("the destination's", [m for m in part.outer if m.dst_table]),
+                )
+                if modes
+            )
+            if part.kind == "copy":
+                text = f"{who} chunk of {size_text(part.run_bytes)} stays as it is: a plain copy."
+            elif part.kind == "rows":
+                loops = len(part.inner) - 1
+                text = (
+                    f"{who} run of {size_text(part.run_bytes)} stays together and "
+                    f"{f'{loops} loops reorder' if loops > 1 else 'one loop reorders'} the runs of a "
+                    f"chunk of {size_text(part.chunk_bytes)}: neighbouring threads read and write neighbouring words of a run."
+                )
+            else:
+                assert part.spans is not None
+                a, b = part.spans
+                text = (
+                    f"{who} {size_text(part.run_bytes)} move by themselves: the source goes on along an axis of {a.extent}, the "
+                    f"destination along one of {b.extent}."
+                )
+                if not self._of_planes:
+                    turned = ", 16-byte words of elements in registers" if form.word > form.element else ""
+                    text += f" A tile of both is turned in shared memory{turned}, so that both sides move whole lines."
+            if steps:
+                text += f" {steps[0].upper()}{steps[1:]}."
+            narrow = (
+                "" if form.word == WIDEST else f" (16 is ruled out by the run or a stride: {_narrowing(part, form)})"
+            )
+            if not self._of_planes:
+                text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
+            paragraphs.append(text + _fitted(part))
+        if self._of_planes:
+            paragraphs += [f"{_OF_PLANES[run.kernel[0].kind]}: {run.name}." for run in self.launches()]
+        elif len(self.parts) == 2:
+            paragraphs.append("Both go in one launch where the joined kernel is built, else in one launch each.")
+        return "\n".join(paragraphs)
+
+
+#: How a kernel copies planes.
+_OF_PLANES = {
+    "copy": "One plane of a page is a plain copy",
+    "rows": "One plane of a page is copied row by row",
+    "tile": "One plane of a page is turned in tiles",
+    "record": "Planes of one page are copied side by side, row by row, then the next page's",
+    "page_in": "On a GPU pages are read as one stream into shared memory, where their planes are taken apart",
+    "page_out": "On a GPU pages are put together in shared memory and written as one stream",
+}
+
+
+def _fitted(part: Part) -> str:
+    """How the plan deals with more modes than a kernel supports."""
+    text = (
+        f" Kernels have at most {MAX_OUTER} modes that pick a chunk and {MAX_INNER} inside, and this copy {len(part.outer)} and "
+        f"{len(part.inner)}: "
+    )
+    try:
+        pieces = part.fit(part.kind)
+    except MissingKernelError as error:
+        return f"{text}{error}."
+    if pieces[1:]:
+        return f"{text}the shortest are peeled off, which takes {len(pieces)} launches."
+    return f"{text}the slowest pick chunks instead." if pieces[0] is not part else ""
+
+
+_CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles"}
+
+
+def _narrowing(part: Part, form: Form) -> str:
+    if form.kind == "tile":
+        return f"{form.element}-byte elements in rows that are no multiple of 16 bytes"
+    return f"run of {part.run_bytes} B, strides " + ", ".join(
+        str(m)
+        for m in dict.fromkeys(s for mode in (*part.inner[1:], *part.outer) for s in (mode.src, mode.dst) if s % WIDEST)
+    )
+
+
+def _loops(part: Part, form: Form) -> Iterator[str]:
+    """The loop nest, slowest first."""
+
+    def side(table: int, stride: int) -> str:
+        return " ".join(filter(None, (f"table+{table}" if table else "", f"+{stride} B" if stride else ""))) or "-"
+
+    yield f"  {'for each':<22}{'times':>10}   {'source':<24}destination"
+    ids = [side(of.entries, of.nbytes) for of in (part.src_id, part.dst_id)]
+    what = "pair of unit ids" if part.src_id.units or part.dst_id.units else "pair of block ids"
+    yield f"  {what:<22}{'':>10}   {ids[0]:<24}{ids[1]}"
+    for extent, nbytes in reversed(part.src_id.units):
+        yield f"  {'  unit of the source':<22}{extent:>10}   {side(0, nbytes):<24}-"
+    for extent, nbytes in reversed(part.dst_id.units):
+        yield f"  {'  unit of the dest.':<22}{extent:>10}   {'-':<24}{side(0, nbytes)}"
+    for mode in reversed(part.outer):
+        yield f"  {'chunk':<22}{mode.extent:>10}   {side(mode.src_table, mode.src):<24}{side(mode.dst_table, mode.dst)}"
+    for mode in reversed(part.inner[1:]):
+        yield f"  {'  row':<22}{mode.extent:>10}   {side(0, mode.src):<24}{side(0, mode.dst)}"
+    run = part.run_bytes // (form.element or form.word)
+    word = form.element or form.word
+    yield f"  {f'    word of {word} B':<22}{run:>10}   {side(0, word):<24}{side(0, word)}"
+    if any((part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset)):
+        start = side(part.src_table_offset, part.src_offset), side(part.dst_table_offset, part.dst_offset)
+        yield f"  {'starting at':<22}{'':>10}   {start[0]:<24}{start[1]}"
+
+
+def size_text(count: int) -> str:
+    """A number of bytes with a unit: ``5 MiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} B"
+
+
+@runtime_checkable
+class _Part(Protocol):
+    """A section of a pool."""
+
+    @property
+    def of(self) -> Section: ...
+
+
+@runtime_checkable
+class _Bound(Protocol):
+    """A pool."""
+
+    @property
+    def whole(self) -> _Part: ...
+
+
+#: Objects that have a layout and a shape.
+Meant = _Part | _Bound
+
+
+def _meant(given: object) -> Section:
+    if isinstance(given, _Part):
+        return given.of
+    if isinstance(given, _Bound):
+        return given.whole.of
+    raise PlanError(f"plan: expected a layout, a pool or a section of one, got {type(given).__name__}")
+
+
+# ---- making a plan -------------------------------------------------------------------------------------------------
+
+
+def plan(
+    src: Layout | str | Path | Meant,
+    dst: Layout | str | Path | Meant,
+    shape: BlockShape | str | tuple[BlockShape | str, BlockShape | str] | None = None,
+    *,
+    num_blocks: int | tuple[int, int] = 1024,
+    layers: range | tuple[range, range] | None = None,
+) -> Plan:
+    """Plan the copy of blocks from one layout to another.
+
+    Parameters
+    ----------
+    src, dst : Layout, str, Path, Pool or PoolSection
+        Source and destination.  A layout may be given by its name or the path of its file.
+    shape : BlockShape, str, or a pair of them
+        Sizes of a block, or their text; only for layouts, as pools have their own shape.  A pair is (source, destination), for
+        sides that hold different layers.
+    num_blocks : int or (int, int)
+        Blocks of each pool, or (source, destination).  It matters only for layouts with an axis slower than ``b``: their strides
+        depend on it.
+    layers : range or (range, range), optional
+        The layers to copy, or those of (source, destination).  Default: all.
+
+    Returns
+    -------
+    Plan
+        The plan.  Print it, or call `Plan.explain`.
+
+    Raises
+    ------
+    LayoutError
+        A layout is not legal for the shape.
+    PlanError
+        The two layouts have different axes, have no common refinement, or need the order inside an opaque group.
+
+    Examples
+    --------
+    >>> from kvbm import BlockShape, load, plan
+    >>> plan(load("nhd"), load("universal"), BlockShape(nl=80, no=2, nh=8, nt=16, hd=128)).kind
+    'rows'
+    """
+    src, dst = (as_layout(side) if isinstance(side, str | Path) else side for side in (src, dst))
+    if not isinstance(src, Layout) or not isinstance(dst, Layout):
+        if shape is not None or isinstance(src, Layout) or isinstance(dst, Layout):
+            raise PlanError("plan: expected two layouts and a shape, or two pools or sections without a shape")
+        here, there = (_meant(side) for side in (src, dst))
+        return between_layers(here, there, f"{here.layout.name} → {there.layout.name}", layers)
+    if shape is None:
+        raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape or its text, or one for each side, got none")
+    title = f"{src.name} → {dst.name}"
+    shapes = tuple(as_shape(one, f"{title}: shape") for one in _both(shape, f"{title}: shape"))
+    found = [whole(one) for one in _both(num_blocks, f"{title}: num_blocks")]
+    if not all(one is not None and one > 0 for one in found):
+        raise PlanError(f"{title}: num_blocks: expected a number from 1 on, or one for each side, got {quoted(num_blocks)}")
+    blocks = (found[0], found[1])
+    windows = None if layers is None else _windows(f"{src.name} → {dst.name}", (shapes[0].nl, shapes[1].nl), layers)
+    # Layouts with the same meaning are equal.  The key includes their names, so that the title has the names of this call.
+    return _plan_cached(src, dst, src.name, dst.name, shapes, blocks, windows)
+
+
+def _both(given: Any, what: str) -> tuple[Any, Any]:
+    """One value for each side."""
+    if type(given) is not tuple:
+        return given, given
+    if len(given) != 2:
+        raise PlanError(f"{what}: expected one, or one for each side, got {quoted(given)}")
+    return given
+
+
+def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range, range]:
+    """The layers on each side."""
+    given = (layers, layers) if isinstance(layers, range) else layers if isinstance(layers, tuple) else ()
+    sides = [side for side in given if isinstance(side, range) and side.step == 1]
+    if len(given) != 2 or len(sides) != 2:
+        raise PlanError(f"{title}: layers: expected range(first, last) or a tuple of two of them, got {quoted(layers)}")
+    for side, count, where in zip(sides, counts, ("source", "destination"), strict=True):
+        if not 0 <= side.start < side.stop <= count:
+            raise PlanError(f"{title}: layers: expected a range within 0 to {count} of the {where}, got {side}")
+    if len(sides[0]) != len(sides[1]):
+        raise PlanError(
+            f"{title}: layers: expected as many in the source as in the destination, got {sides[0]} and {sides[1]}"
+        )
+    return sides[0], sides[1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_cached(
+    src: Layout,
+    dst: Layout,
+    src_name: str,
+    dst_name: str,
+    shapes: tuple[BlockShape, BlockShape],
+    blocks: tuple[int, int],
+    windows: tuple[range, range] | None,
+) -> Plan:
+    here, there = src.resolve(shapes[0], blocks[0]).section, dst.resolve(shapes[1], blocks[1]).section
+    if windows is not None:
+        here, there = here.select("l", windows[0]), there.select("l", windows[1])
+    return between(here, there, f"{src_name} → {dst_name}")
+
+
+def between(src: Section, dst: Section, title: str, keys: Section | None = None) -> Plan:
+    """Plan the copy between two sections.  `plan` creates them from layouts and sizes, and caches its plans.
+
+    With `keys` (`kvbm.digest.cells`) the loops are also refined for the keys, and have strides in keys.  Then each axis of
+    the sections must be one loop.
+    """
+    try:
+        parts = [part for here, there in pieces(src, dst) for part in _parts(title, here, there, keys)]
+    except LayoutError as error:
+        raise PlanError(f"{title}: {error}") from None
+    if src.chosen or dst.chosen:
+        parts = in_step(parts)
+    made = Plan(src, dst, tuple(parts))
+    if not made.nbytes == src.block_bytes == dst.block_bytes:  # every rule above must keep this true
+        raise PlanError(
+            f"{title}: the plan moves {made.nbytes} bytes per block, the source holds {src.block_bytes} and the destination "
+            f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
+        )
+    return made
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Join copies with the same list of ids into one plan.  Parts at equal distances become one part."""
+    return Plan(plans[0].src, plans[0].dst, tuple(in_step([part for made in plans for part in made.parts])))
+
+
+def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:
+    """`between` for some layers of the sections."""
+    if layers is not None:
+        ours, theirs = _windows(title, (src.count("l"), dst.count("l")), layers)
+        src, dst = src.select("l", ours), dst.select("l", theirs)
+    return between(src, dst, title)
+
+
+def _parts(title: str, src: Section, dst: Section, keys: Section | None = None) -> tuple[Part, ...]:
+    """The loop nests of two sections.  Each axis of a section is one loop."""
+    planes = _planes(title, src, dst)
+    apart = any(len(side) == 2 for pair in planes for side in pair)
+    of_keys = {access.plane: (access,) for access in keys.accesses} if keys else {}
+    parts = []
+    for here, there in planes:
+        halves: Sequence[int | None] = range(src.shape.no) if apart else (None,)
+        told = [_half(title, of_keys[here[0].plane], o) if keys else None for o in halves]
+        parts.append(
+            [
+                _part(title, (src, _half(title, here, o)), (dst, _half(title, there, o)), o, key)
+                for o, key in zip(halves, told, strict=True)
+            ]
+        )
+    joined = [rejoined(halves) for halves in parts]
+    # If K and V of one plane differ, they are planned separately in all planes, so that all planes have the same loops.
+    kept = parts if any(len(halves) > 1 for halves in joined) else joined
+    return gathered([part for halves in kept for part in halves])
+
+
+#: A plane's maps on one side: one, or K's and V's.
+_Maps = tuple[Access, ...]
+
+
+def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]:
+    """The maps of each plane on both sides.  A layout without planes has one plane."""
+    sides: list[dict[str, _Maps]] = []
+    for side in (src, dst):
+        by_plane: dict[str, _Maps] = {}
+        for access in side.accesses:
+            by_plane[access.plane] = (*by_plane.get(access.plane, ()), access)
+        sides.append(by_plane)
+    sources, destinations = sides
+    for here, there, where in ((sources, destinations, src), (destinations, sources, dst)):
+        only = [name for name in here if name not in there]
+        if only:
+            what = "has no planes" if only == [""] else f"has a plane '{only[0]}'"
+            raise PlanError(
+                f"{title}: {where.layout.name} {what}, and the other side has "
+                f"{', '.join(repr(name) for name in there) if '' not in there else 'none'}; expected the same planes on both sides"
+            )
+    for name, ours in sources.items():
+        theirs = destinations[name]
+        if ours[0].dtype != theirs[0].dtype:
+            plane = f"plane '{name}': " if name else ""
+            raise PlanError(
+                f"{title}: {plane}{ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
+                "converts no dtype"
+            )
+    pairs = [(maps, destinations[name]) for name, maps in sources.items()]
+    for ours, theirs in pairs:
+        _require_same_axes(title, ours[0], theirs[0])
+    return pairs
+
+
+def _require_same_axes(title: str, src: Access, dst: Access) -> None:
+    if src.sizes == dst.sizes:
+        return
+    ours, theirs = dict(src.sizes), dict(dst.sizes)
+    for here, there, where in ((ours, theirs, "source"), (theirs, ours, "destination")):
+        only = here.keys() - there.keys()
+        if only:
+            raise PlanError(f"{title}: axes {only} only in the {where}; the other side has one coordinate, or none")
+    for axis in ours.keys() & theirs.keys():
+        if ours[axis] != theirs[axis]:
+            raise PlanError(f"{title}: axis '{axis}': {ours[axis]} in the source, {theirs[axis]} in the destination")
+
+
+def _half(title: str, maps: _Maps, o: int | None) -> Access:
+    """The map of K (0) or V (1) alone, or of both."""
+    if o is None:
+        return maps[0]
+    try:
+        return maps[min(o, len(maps) - 1)].fix("o", o)
+    except LayoutError as error:
+        raise PlanError(f"{title}: on one side K and V have different orders, and on the other {error}") from None
+
+
+def _part(title: str, src: _Side, dst: _Side, half: int | None, key: Access | None = None) -> Part:
+    """The loop nest of the whole block, or of one half (0 = K, 1 = V)."""
+    here, there = src[1], dst[1]
+    if not _is_plain(here) or not _is_plain(there):
+        here, there = _in_one_form(title, src, dst)
+    if here.packed != there.packed:
+        raise PlanError(
+            f"{title}: axis '{' '.join(here.packed)}': {here.pack} elements of {here.dtype} share a byte on one side only, and "
+            f"along '{' '.join(there.packed)}' on the other, so a copy would have to split bytes"
+        )
+    if key is None:
+        modes = [*_paired(title, here, there), Mode(here.itemsize, 1, 1)]
+    else:
+        modes = [*_in_keys(title, here, there, key), Mode(here.itemsize, 1, 1, key=1)]
+    label = " ".join(filter(None, (here.plane, "KV"[half] if half is not None else "")))
+    ids = Id(here.block[1], here.block[0], here.units), Id(there.block[1], there.block[0], there.units)
+    return Part.of(modes, (here.at, there.at), ids, label, half, key.at[0] if key else 0)
+
+
+#: One side of a copy, and its address map.
+_Side = tuple[Section, Access]
+
+
+def _is_plain(access: Access) -> bool:
+    """True if every step belongs to one axis: no fused or opaque groups."""
+    return all(len(step.axes) == 1 and not step.opaque for step in access.steps)
+
+
+def _in_one_form(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
+    """Both maps in the same axes: a group that is opaque or fused on one side becomes so on both."""
+    sides = [src[1], dst[1]]
+    # The largest group first: it includes smaller groups of the other side.
+    for step in sorted((s for side in sides for s in side.steps if s.opaque), key=lambda s: (-len(s.axes), s.axes)):
+        group = frozenset(step.axes)
+        if not any(s.opaque and group == set(s.axes) for side in sides for s in side.steps):
+            continue
+        for index, (section, other) in enumerate(((src[0], dst[0]), (dst[0], src[0]))):
+            whole = sides[index].gather(group)
+            if whole is None:
+                raise PlanError(
+                    f"{title}: {other.layout.name} does not promise the order inside {step}, and {section.layout.name} "
+                    f"({section.layout.order_text}) needs it; use a layout with a promised order, such as operational_nhd or "
+                    "operational_hnd"
+                )
+            sides[index] = whole
+    for axes in sorted({s.axes for side in sides for s in side.steps if len(s.axes) > 1 and not s.opaque}):
+        for index, side in enumerate(sides):
+            if not any(step.axes == axes for step in side.steps):
+                sides[index] = _fused(title, side, axes)
+    return sides[0], sides[1]
+
+
+def _fused(title: str, access: Access, axes: tuple[str, ...]) -> Access:
+    try:
+        return access.fuse(axes)
+    except LayoutError as error:
+        raise PlanError(f"{title}: {error}; no common refinement") from None
+
+
+def _paired(title: str, src: Access, dst: Access) -> Iterator[Mode]:
+    """Common refinement: one mode per piece that neither side splits further."""
+    ours, theirs = _by_axes(src), _by_axes(dst)
+    for axes, here in ours.items():
+        there = theirs.get(axes)
+        if there is None:
+            raise PlanError(f"{title}: axis '{' '.join(axes)}' has steps on one side only; no common refinement")
+        if len(here) == len(there) == 1:
+            s, d = here[0], there[0]
+            yield Mode(s.extent, s.nbytes, d.nbytes, s.entries, d.entries)
+            continue
+        start = here[0].divisor  # a packed axis starts at `pack`
+        try:
+            pieces = list(refine([step.divisor for step in (*here, *there)], here[-1].divisor * here[-1].extent, start))
+        except LayoutError:
+            splits = " and ".join(
+                "(" + ",".join(str(s.extent) for s in reversed(steps)) + ")" for steps in (here, there)
+            )
+            raise PlanError(f"{title}: splits {splits} of '{' '.join(axes)}' have no common refinement") from None
+        for divisor, extent in pieces:
+            s, d = (next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in (here, there))
+            si, di = divisor // s.divisor, divisor // d.divisor
+            yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di)
+
+
+def _in_keys(title: str, src: Access, dst: Access, key: Access) -> Iterator[Mode]:
+    """The same for three sides: source, destination and keys."""
+    sides = [_by_axes(access) for access in (src, dst, key)]
+    for axes, own in sides[0].items():
+        steps = [side.get(axes, []) for side in sides]
+        end = own[-1].divisor * own[-1].extent
+        try:
+            pieces = list(refine([step.divisor for side in steps for step in side], end, own[0].divisor))
+            for divisor, extent in pieces:
+                s, d, k = [next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in steps]
+                si, di, ki = (divisor // x.divisor for x in (s, d, k))
+                yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di, k.nbytes * ki)
+        except (LayoutError, StopIteration):
+            raise PlanError(
+                f"{title}: splits of '{' '.join(axes)}' have no common refinement with a digest's cells"
+            ) from None
+
+
+def _by_axes(access: Access) -> dict[tuple[str, ...], list[Step]]:
+    groups: dict[tuple[str, ...], list[Step]] = {}
+    for step in access.steps:
+        groups.setdefault(step.axes, []).append(step)
+    return groups

@@ -1,0 +1,408 @@
+"""Pack what a rank sends to its peers, or unpack what it receives, in an order that is independent of layouts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .._arguments import quoted, whole
+from ..compile.prepare import digest_copies, prepare
+from ..digest.cells import Keys, Model, alone, fused, keys_of
+from ..digest.run import fused_copies, pinned
+from ..errors import BindError, LayoutError, PlanError
+from ..layout.overlap import merge_steps
+from ..layout.region import Section
+from ..layout.shapes import ITEMSIZE
+from ..memory.array_info import Array, describe
+from ..planner.lowering import Steps
+from ..planner.plan import Plan, between
+from ..pool.pool import Pool
+from .local import require_pool
+from .messages import Message, Resharding, require_made
+from .sequence import Ids, Parts, Rank, Span, split
+from .strips import ONE_TOKEN, Turns
+
+__all__ = ["NUM_CELLS", "Lane", "Listed", "Packer"]
+
+#: Alignment of a slot's address, and of the bytes of a unit in it.
+_ALIGNMENT = 16
+
+#: The id of a chunk's unit is its distance from a multiple of this, in steps of `_ALIGNMENT`, so that it fits into 32 bits.
+_REACH = 1 << 34
+
+#: Limit of the ids of `Packer.cells`; a slot is smaller than `_REACH`, too.
+NUM_CELLS = 2 * _REACH // _ALIGNMENT - 1
+
+#: Size of the cache of launches with digests, by message, range of layers and distance of origins.
+_MOST_LANES = 4096
+
+
+class Lane(NamedTuple):
+    """Launches of one message's units, or single tokens, with digests.
+
+    Attributes
+    ----------
+    copies : tuple of Copy
+        Copies between the pool and slots at any address: see `Packer.cells`.
+    is_fused : bool
+        True if the copies also compute digests.
+    digests : tuple of Copy
+        Launches that only digest slots.
+    num_ids : int
+        Number of ids of the rank's pool.
+    nbytes : int
+        Bytes of a unit or token in the slot.
+    first : int
+        Position in a unit of the first token that is sent.
+    """
+
+    copies: tuple[_core.Copy, ...]
+    is_fused: bool
+    digests: tuple[_core.Copy, ...]
+    num_ids: int
+    nbytes: int
+    first: int
+
+
+class Listed(NamedTuple):
+    """A message's positions of units and of single tokens of a sequence, and the rank's ids of both.
+
+    An id is -1 if the rank has no block.
+    """
+
+    at: Parts
+    ids: tuple[Ids, Ids]
+
+
+class Packer:
+    """The launches that pack what a rank sends into slots, or unpack what it receives; `Cut` makes them.
+
+    A slot holds whole units one after the other, then single tokens.  Each has its planes by name, and each plane is ``l o h t d``,
+    dense, padded to 16 bytes.  The contents do not depend on the layout of either side.
+
+    Parameters
+    ----------
+    made : Resharding
+        The plan.
+    rank : int
+        The rank.
+    pool : Pool
+        The rank's pool, with the shape of its placement.
+    side : {"src", "dst"}
+        ``"src"``: the rank sends, and slots are written.  ``"dst"``: the rank receives, and slots are read.
+    max_sms : int, optional
+        Multiprocessors that kernels may use.  Default: all.
+
+    Attributes
+    ----------
+    peers : tuple of int
+        Ranks of the other side with which the rank exchanges messages.
+
+    Raises
+    ------
+    BindError
+        The pool does not fit the placement.
+    PlanError
+        A message would cut an opaque group of the layout.
+    """
+
+    def __init__(
+        self, made: Resharding, rank: int, pool: Pool, *, side: str = "src", max_sms: int | None = None
+    ) -> None:
+        given: Any = side
+        if not isinstance(given, str) or given not in ("src", "dst"):
+            raise BindError(f"side: expected 'src' or 'dst', got {quoted(side)}")
+        require_made(made)
+        if max_sms is not None and ((count := whole(max_sms)) is None or not 0 < count < 1 << 31):
+            raise BindError(f"max_sms: expected a number from 1 on, got {quoted(max_sms)}")
+        self.sends = side == "src"
+        place = made.src if self.sends else made.dst
+        require_pool(place, rank, pool)
+        self.pool, self.max_sms = pool, max_sms or 0
+        self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
+        self.table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
+        self.made, self.rank = made, rank
+        mine = self._messages(made)
+        self.peers = tuple(map(self.peer, mine))
+        self._ranks = {
+            (m.src, m.dst): (
+                Rank(f"{made.src.name} rank {m.src}", made.sends[m.src].t, made.src.nt, pool.num_blocks),
+                Rank(f"{made.dst.name} rank {m.dst}", made.takes[m.dst].t, made.dst.nt, pool.num_blocks),
+            )
+            for m in mine
+        }
+        self._addressed = (pool.alignment, pool.steps), (_ALIGNMENT, Steps())
+        self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
+        self._fitting = {0: mine}
+        for message in mine:
+            self._parts(message, single=False)  # raises an error if the message would cut an opaque group
+        self._lanes: dict[tuple[Message, bool], Lane] = {}
+        self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
+        self._fits: Span | None = None  # the last span that was checked
+        self._model = _without(place.part(rank), pool.layout.present)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """The plan's fingerprint in trailers of chunks."""
+        return int(self.made.fingerprint, 16)
+
+    def zero(self, span: Span, *, origin: int = 0, layers: range, stream: Any = None) -> None:
+        """Write zeros where messages with these tokens and layers would be unpacked, and wait until they are there.
+
+        Parameters
+        ----------
+        span : Span
+            Tokens and blocks of the rank.  Tokens without a block are skipped.
+        origin : int
+            The origin of the peers' spans.
+        layers : range
+            Layers of the model.
+        stream : optional
+            On a GPU: the stream to use.
+
+        Raises
+        ------
+        BindError
+            The span does not fit, or the pool is closed.
+        CudaError
+            A call of the driver failed.
+        """
+        self.require_usable()
+        work = []
+        for message, listed in self.listed(span, origin).items():
+            if (some := message.of_layers(layers)) is not None:
+                for single, ids in enumerate(listed.ids):
+                    if (ids >= 0).any():
+                        work.append((self.lane(some, single=bool(single)), ids[ids >= 0]))
+        if not work:
+            return
+        on_gpu = self.device >= 0
+        size, count = 2 + max(lane.nbytes for lane, _ in work) // 8, max(ids.size for _, ids in work)
+        memory = pinned.take(size + count) if on_gpu else np.zeros(size + count, np.uint64)
+        memory[:size] = 0
+        address, digests = int(memory.ctypes.data), int(memory.ctypes.data) + 8 * size
+        for lane, ids in work:  # the launches that unpack chunks; every unit is read from the same zeros
+            base, cell = self.cells(-(-address // _ALIGNMENT) * _ALIGNMENT, lane.nbytes, 1)
+            places = np.zeros(ids.size, np.int64)
+            ends = self.in_order(ids, places + cell[0])
+            pairs = _core.Pairs(*ends, *self.in_order(lane.num_ids, NUM_CELLS), False, self.device)
+            positions = _core.Positions(places, ids.size, self.device)
+            route = self.route(lane, base, copies=True)
+            route.copy_digested(pairs, positions, digests, on_gpu, (0, 0), stream, None, (self, memory)).synchronize()
+        self.pool.written()
+        if on_gpu:
+            pinned.give(memory)
+
+    # ---- planning --------------------------------------------------------------------------------------------------
+
+    def _messages(self, made: Resharding) -> tuple[Message, ...]:
+        return tuple(m for m in made.messages if (m.src if self.sends else m.dst) == self.rank)
+
+    def in_order(self, mine: Any, far: Any) -> tuple[Any, Any]:
+        """Return (this rank's, the other side's) values in the order (source, destination)."""
+        return (mine, far) if self.sends else (far, mine)
+
+    def fitting(self, shift: int) -> tuple[Message, ...]:
+        """The rank's messages, with units that divide `shift`, the distance of the origins; both sides use the same units."""
+        made = self.made
+        places = (made.src, made.sends), (made.dst, made.takes)
+        most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
+        shift = math.gcd(shift, most) % most
+        if shift not in self._fitting:
+            self._fitting[shift] = self._messages(made.refit(made.cuts, shift))
+        return self._fitting[shift]
+
+    def peer(self, message: Message) -> int:
+        return message.dst if self.sends else message.src
+
+    def ends(self, message: Message) -> tuple[Rank, Rank]:
+        """The packer's rank, and its peer."""
+        mine, far = self.in_order(*self._ranks[message.src, message.dst])
+        return mine, far
+
+    def _prepared(self, made: Plan) -> list[_core.Copy]:
+        (src, src_steps), (dst, dst_steps) = self.in_order(*self._addressed)
+        few = self.max_sms > 0
+        return prepare(made, src, dst, few=few, device=self.device, src_steps=src_steps, dst_steps=dst_steps)
+
+    def _parts(self, message: Message, single: bool) -> tuple[Section, Section]:
+        """A message's section of the pool's units or tokens, and the section of the packed slot."""
+        unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
+        assert unit.meeting is not None
+        part = self.pool.units(unit.src_slots if self.sends else unit.dst_slots).section(
+            l=[x for meeting in message.l for x in meeting.coordinates(name)],
+            h=[x for meeting in message.h for x in meeting.coordinates(name)],
+            t=list(unit.meeting.coordinates(name)),
+        )
+        return part.of, self._wire(part.of)
+
+    def lane(self, message: Message, *, single: bool) -> Lane:
+        """The launches that copy and digest one message's units, or its single tokens; cached."""
+        found = self._lanes.get((message, single))
+        if found is None:
+            if len(self._lanes) >= _MOST_LANES:
+                self._lanes.clear()
+            found = self._lanes.setdefault((message, single), self._lane(message, single))
+        return found
+
+    @staticmethod
+    def cells(address: int, nbytes: int, count: int) -> tuple[int, Ids]:
+        """A base address (equal for nearby slots), and the ids of `count` units from an address on: distances from the base."""
+        base = address // _REACH * _REACH
+        return base, np.arange(count, dtype=np.int64) * (nbytes // _ALIGNMENT) + (address - base) // _ALIGNMENT
+
+    def route(self, lane: Lane, base: int, *, copies: bool) -> _core.Route:
+        """The route of a lane's copies between the pool and `cells`, or of its digests; cached."""
+        at = id(lane), base, copies
+        found = self._routes.get(at)
+        if found is None:
+            if len(self._routes) >= _MOST_LANES:
+                self._routes.clear()
+            slot = _core.Table(np.array([base], np.uint64), self.device, False)
+            if copies:
+                made = _core.Route(
+                    self.device, *self.in_order(self.table, slot), *self.in_order(lane.num_ids, NUM_CELLS), direct=lane.copies,
+                    sum_direct=lane.copies if lane.is_fused else (), digests=self.in_order((), lane.digests),
+                    digests_dst=self.sends, max_sms=self.max_sms,
+                )  # fmt: skip
+            else:
+                made = _core.Route(
+                    self.device, slot, slot, NUM_CELLS, NUM_CELLS, direct=(), limits=(), digests=(lane.digests, ())
+                )
+            found = self._routes[at] = (made, lane)  # keeps the lane alive, as its id() is the key
+        return found[0]
+
+    def _lane(self, message: Message, single: bool) -> Lane:
+        part, slot = self._parts(message, single)
+        first, keys = self._keys(message, single)
+        nbytes = slot.accesses[0].block[0]
+        slot = replace(slot, accesses=tuple(replace(access, block=(_ALIGNMENT, 0)) for access in slot.accesses))
+        ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
+        made = (
+            None if self.max_sms else fused(*ends, keys, alignments, self._title)
+        )  # kernels with a limit of multiprocessors do not digest
+        sums = None if made is None else fused_copies(made, keys.lanes, *steps)
+        is_fused = isinstance(sums, list)
+        copies = sums if isinstance(sums, list) else self._prepared(between(*ends, self._title))
+        digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
+        for kernel in dict.fromkeys(copy.kernel for copy in (*copies, *digests)) if self.device >= 0 else ():
+            _core.warm(kernel, self.device)
+        return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
+
+    def _keys(self, message: Message, single: bool) -> tuple[int, Keys]:
+        """The keys of a unit's cells, at the model's coordinates, and the position in a unit from which they count."""
+        unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
+        assert unit.meeting is not None
+        section, layout = self.pool.resolved.section, self.pool.layout
+        choices: list[tuple[str, tuple[int, ...]]] = [
+            (axis, tuple(x for meeting in meetings for x in meeting.coordinates(name)))
+            for axis, meetings in (("l", message.l), ("h", message.h))
+            if axis in layout.present
+        ]
+        first, *others = unit.meeting.coordinates("first")
+        choices.append(("t", (0, *(position - first for position in others))))
+        if others:  # a rank's slots count only its own tokens, keys count all tokens of a unit
+            accesses = [
+                replace(access, sizes=tuple((axis, unit.tokens if axis == "t" else n) for axis, n in access.sizes))
+                for access in section.accesses
+            ]
+            section = replace(section, accesses=tuple(accesses))
+        return first, keys_of(section, self._model, choices)
+
+    def _wire(self, section: Section) -> Section:
+        try:
+            return section.wire()
+        except LayoutError as error:
+            raise PlanError(f"{section.layout.name} ({section.layout.order_text}): {error}") from None
+
+    # ---- a sequence ------------------------------------------------------------------------------------------------
+
+    def listed(self, span: Span, origin: int) -> dict[Message, Listed]:
+        """The units and tokens of a sequence for every message.  `origin` is the origin of the peers' spans."""
+        origin = self.require_spans(span, origin)
+        known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind have the same tokens
+        found = {}
+        for message in self.fitting(span.origin - origin):
+            mine, far = self.ends(message)
+            kind = message.t.tokens, far.turns
+            if kind not in known:
+                src, dst = self.in_order(mine.turns, far.turns)
+                at = split(message.t, src, dst, span.tokens, span.origin)
+                slots = message.t.src_slots if self.sends else message.t.dst_slots
+                units = mine.units(span, at.units, message.t.tokens, slots)
+                known[kind] = Listed(at, (units, mine.ids(span, mine.slots(span, at.tokens), 1)))
+            found[message] = known[kind]
+        return found
+
+    def require_spans(self, span: Span, origin: int) -> int:
+        """Check a span.  Returns the peers' origin as an int, as a NumPy integer could overflow."""
+        if not isinstance(span, Span):
+            raise BindError(f"span: expected a kvbm.Span, got {quoted(span)}")
+        far = span.origin if origin is span.origin else Span([], span.tokens, origin).origin  # checks the origin
+        if span is not self._fits:  # spans are immutable: check each once
+            for ends in list(self._ranks.values())[:1]:  # this rank is the same in all
+                self._require_span(ends[0 if self.sends else 1], span)
+            self._fits = span
+        return far
+
+    def _require_span(self, rank: Rank, span: Span) -> None:
+        """Check that the table is long enough, that its blocks exist, and that none is written twice."""
+        blocks = rank.touched(span)[:, 0] // rank.nt
+        if not self.sends and np.unique(blocks).size != blocks.size:
+            raise BindError(f"{rank.name}: the table contains a block twice, so it would be written twice")
+
+    def slot(self, given: Any, size: int, where: object, *, exact: bool = False) -> Array:
+        found = given if isinstance(given, Array) else describe(given, str(where))
+        nbytes = math.prod(found.shape)
+        if ITEMSIZE.get(found.dtype) != 1 or merge_steps(found.shape, found.strides) not in ([], [(nbytes, 1)]):
+            raise BindError(
+                f"{where}: expected contiguous bytes, got {found.dtype} of shape {found.shape} and strides of {found.strides} bytes"
+            )
+        if nbytes < size or (exact and nbytes > size):
+            raise BindError(f"{where}: expected {'' if exact else 'at least '}{size} bytes, got {nbytes}")
+        if found.address % _ALIGNMENT:
+            raise BindError(f"{where}: expected an address at a multiple of {_ALIGNMENT}, got {found.address:#x}")
+        if self.sends and found.readonly:
+            raise BindError(f"{where}: read-only")
+        if found.device not in (self.pool.device, "cpu") or (self.device < 0 and found.device != "cpu"):
+            raise BindError(f"{where}: expected memory of {self.pool.device}, or pinned, got {found.device}")
+        if self.device >= 0 and found.device == "cpu":
+            _core.find_device(np.array([found.address], np.uint64), str(where))  # raises an error if it is not pinned
+        return found
+
+    def require_apart(self, slots: Iterable[tuple[object, int, int]]) -> None:
+        """Check that no slot ``(name in messages, address, bytes)`` overlaps the pool, and that written slots do not overlap."""
+        behind = 0
+        before: object = ""
+        for where, address, nbytes in sorted(slots, key=lambda slot: slot[1]):
+            if self.pool.holds(address, address + nbytes):
+                raise BindError(f"{where}: expected separate memory; it overlaps the {self.pool!r}")
+            if self.sends and address < behind:
+                raise BindError(f"{where}: expected separate memory; it overlaps {before}")
+            behind, before = address + nbytes, where
+
+    def require_usable(self) -> None:
+        self.pool.require_open()
+        if not self.sends and self.pool.readonly:
+            raise BindError(f"{self.pool!r}: read-only")
+
+    def require_no_stream(self, stream: Any, wait: Any = None) -> None:
+        for name, given in (("stream", stream), ("wait", wait)):
+            if self.device < 0 and given is not None:
+                raise BindError(
+                    f"{name}: the pool is on the CPU, where the call waits for the copy; leave {name} out"
+                )
+
+
+def _without(model: Model, present: frozenset[str]) -> Model:
+    """The model without axes that the layout does not have."""
+    for axis, names in (("l", ("layers", "nl")), ("h", ("heads", "nh"))):
+        if axis not in present:
+            model = replace(model, **dict.fromkeys(names))
+    return model

@@ -1,0 +1,511 @@
+"""`mapped`: peers on this host write directly to each other's slabs.  Everything else uses another wire."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import json
+import mmap
+import os
+import re
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from .. import _core
+from .._arguments import quoted, require_a
+from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
+
+__all__ = ["Mapped", "mapped"]
+
+#: A page of loans: the name of the end that owns the page, then one line per mapped peer of this end.
+_MAGIC: Final = b"kvbm loans 1\0"
+_NAME_BYTES: Final = 256
+_PAGE_BYTES: Final = 256 << 10
+
+#: Bytes of a line.  It has the peer's key, the number of slices of the peer's slab that the page's end has borrowed, and a flag
+#: that is set when this end has dropped the peer.
+_LINE: Final = 64
+_LOANS, _DROPPED = 16, 24
+
+#: Fields of a card for peers on this host, with the range of a number or the pattern of a text.
+_NUMBER: Final = range(1 << 63)
+_KINDS: Final[dict[str, range | str]] = {
+    "version": range(1, 2), "boot": ".{1,80}", "namespace": ".{1,80}", "pid": range(1 << 31), "start": _NUMBER, "page": _NUMBER,
+    "device": r"cpu|cuda:\d{1,4}", "nbytes": range(1, 1 << 63),
+}  # fmt: skip
+_OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
+_OF_GPU: Final[dict[str, range | str]] = {"ipc": "[0-9a-f]{128}", "address": range(1, 1 << 63)}
+
+#: The link of a descriptor that may be opened in another process: only memory files of kvbm match.
+_FILE = re.compile(r"/memfd:kvbm( ring| loans) \(deleted\)")
+
+
+def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
+    """Wrap a wire so that peers on the same host can borrow slices of each other's slabs.
+
+    Chunks are then packed directly into the peer's slot: by CUDA IPC over NVLink between GPUs, and by shared memory between pools
+    on the CPU.  Notes use the wrapped wire, and so do chunks for peers on other hosts or without this wire.
+
+    Parameters
+    ----------
+    wire : Wire
+        A wire of any transport between processes.
+    drop_seconds : float
+        How long `Wire.drop` waits for the peer's loans to end.
+
+    Notes
+    -----
+    A peer is mapped if it runs on this host, in the same PID namespace, as the same user, and if both slabs are rings of endpoints
+    on the CPU, or both are on GPUs that reach each other.  `Mapped.unmapped` lists the other peers; their chunks are put.
+
+    *Fence.*  A slice is on loan from `borrow` to `give_back`.  Each end has a page that its peers map.  It counts its loans there,
+    and marks the peers that it has dropped.  The borrower first raises its count and then reads the lender's mark.  The lender
+    first sets its mark and then waits for the borrower's count.  The loans of a process end with the process.
+
+    Examples
+    --------
+    >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
+    """
+    require_wire("wire", wire)
+    if type(drop_seconds) not in (int, float) or not 0 <= drop_seconds < 1e9:
+        raise BindError(f"drop_seconds: expected seconds, got {quoted(drop_seconds)}")
+    return Mapped(wire, drop_seconds)
+
+
+class Mapped:
+    """A wire with loans.
+
+    Attributes
+    ----------
+    unmapped : dict of str to str
+        Name of each peer that is not mapped → the reason.
+    """
+
+    def __init__(self, wire: Wire, drop_seconds: float) -> None:
+        self.unmapped: dict[str, str] = {}
+        self._wire, self._drop_seconds = wire, drop_seconds
+        self._slab: Slab | None = None
+        self._why = ""  # why this side lends nothing
+        self._page: _Page | None = None
+        self._cards: dict[str, bytes] = {}
+        self._peers: dict[str, _Peer] = {}
+        if hasattr(wire, "on_news"):
+            self.on_news = wire.on_news
+
+    def register(self, slab: Slab) -> None:
+        self._wire.register(slab)
+        self._slab = slab
+
+    def card(self) -> bytes:
+        """The wrapped wire's card, with the fields that a peer on this host needs."""
+        held = json.loads(self._wire.card())
+        text = json.dumps({**held, "mapped": {**self._shared, "sha256": _sum(held["name"], self._shared)}}).encode()
+        if len(text) > CARD_BYTES:
+            raise BindError(f"card: {len(text)} bytes, expected at most {CARD_BYTES}")
+        return text
+
+    @functools.cached_property
+    def _shared(self) -> dict[str, Any]:
+        """The card's fields for peers on this host; empty if this side cannot lend its slab."""
+        slab = self._slab
+        assert slab is not None
+        here = _host()
+        if not here or (slab.device == "cpu" and slab.file < 0):
+            self._why = "it is no endpoint's ring, or this system shares no memory"
+            return {}
+        try:
+            lent = {"file": slab.file} if slab.device == "cpu" else {"ipc": _handle(slab).hex(), "address": slab.address}
+            self._page = _Page.made(self._name())
+        except (OSError, KvbmError) as error:
+            self._why = str(error)
+            return {}
+        return {"version": 1, **here, "device": slab.device, "nbytes": slab.nbytes, "page": self._page.file, **lent}
+
+    def _name(self) -> str:
+        return str(json.loads(self._wire.card())["name"])
+
+    def connect(self, card: bytes) -> str:
+        peer = self._wire.connect(card)  # the wrapped wire ignores the additional fields
+        shared = _read(card)
+        if (known := self._peers.get(peer)) is not None and known.lost:
+            raise BindError(f"card of {peer}: the peer is lost ({known.lost}); it must start again, with a new card")
+        if peer in self._cards:
+            if self._cards[peer] != card:
+                raise BindError(f"card of {peer}: not the one that it was connected with")
+            return peer
+        self._cards[peer] = card
+        try:
+            self._peers[peer] = self._map(peer, shared)
+        except (OSError, KvbmError, ValueError) as error:
+            self.unmapped[peer] = str(error)
+        return peer
+
+    def _map(self, peer: str, shared: dict[str, Any]) -> _Peer:
+        """Map a peer's page and slab.  Raises `BindError` with the reason if they cannot be mapped."""
+        if not self._shared or self._page is None or self._slab is None:
+            raise BindError(f"this side's slab cannot be lent: {self._why}")
+        if not shared:
+            raise BindError("its slab cannot be lent: its wire is not wire.mapped, or it is no endpoint's ring")
+        if any(shared[name] != self._shared[name] for name in ("boot", "namespace")):
+            raise BindError("it is on another host, or in another PID namespace")
+        if (shared["device"] == "cpu") is not (self._slab.device == "cpu"):
+            raise BindError(f"it is on {shared['device']}, and this side on {self._slab.device}")
+        with contextlib.ExitStack() as failing:
+            process = _Process(shared["pid"], shared["start"])
+            failing.callback(process.close)
+            page = _Page.opened(shared["pid"], shared["page"], peer)
+            failing.callback(page.close)
+            slab = _Lent(shared, self._slab.device)
+            failing.callback(slab.close)
+            if process.is_over():
+                raise BindError("its process has ended")
+            self._page.add(peer)  # from now on the peer may borrow: this side can read its loans
+            failing.pop_all()
+        return _Peer(process, page, slab, _key(self._name()))
+
+    # ---- loans -------------------------------------------------------------------------------------------------------
+
+    def borrow(self, peer: str, remote: Slice) -> Slab | None:
+        """Borrow a slice of the peer's slab as memory of this process until `give_back`.  None: use `put` instead.
+
+        Raises
+        ------
+        PeerLostError
+            The peer has ended the connection.
+        """
+        known = self._peers.get(peer)
+        if known is None or self._page is None:
+            return None
+        self._require(peer)
+        inside(remote, known.slab.nbytes, f"{peer}: remote")
+        at = known.page.find(known.key)
+        if at is None:
+            return None  # the peer has not connected yet, or cannot read this side's loans
+        self._page.loans(peer, 1)
+        _core.fence()
+        if known.page.is_dropped(at):
+            self._page.loans(peer, -1)
+            known.lost = "it has ended the connection"
+            self._require(peer)
+        return Slab(known.slab.address + remote.offset, remote.nbytes, known.slab.device, known)
+
+    def give_back(self, peer: str) -> None:
+        """End a loan.  This process no longer writes to the slice."""
+        assert self._page is not None
+        _core.fence()
+        known = self._peers[peer]
+        if not self._page.loans(peer, -1) and known.lost:
+            known.slab.close()  # the drop did not close it, because a loan was open
+
+    def _require(self, peer: str) -> None:
+        require_a(str, "peer", peer, "a peer's name, as connect() returned it")
+        known = self._peers.get(peer)
+        if known is not None and known.lost:
+            raise PeerLostError(f"{peer} is lost: {known.lost}", peer=peer)
+
+    # ---- calls of the wrapped wire -----------------------------------------------------------------------------------
+
+    def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
+        self._require(peer)
+        return self._wire.put(peer, local, remote, note)
+
+    def get(self, peer: str, local: Slice, remote: Slice) -> Op:
+        self._require(peer)
+        return self._wire.get(peer, local, remote)
+
+    def note(self, peer: str, note: bytes) -> None:
+        self._require(peer)
+        self._wire.note(peer, note)
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        return [note for note in self._wire.poll() if (known := self._peers.get(note[0])) is None or not known.lost]
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def drop(self, peer: str, seconds: float | None = None) -> None:
+        require_a(str, "peer", peer, "a peer's name, as connect() returned it")
+        known = self._peers.get(peer)
+        if known is not None and self._page is not None:
+            known.lost = known.lost or "it was dropped"
+            self._page.drop(peer)
+        self._wire.drop(peer, seconds)
+        if known is not None:
+            self._await_loans([peer], seconds)
+
+    def _await_loans(self, peers: list[str], seconds: float | None = None) -> None:
+        """Wait until these peers have returned their loans or their processes have ended."""
+        _core.fence()
+        seconds = self._drop_seconds if seconds is None else seconds
+        late = deadline(seconds)
+        for peer in peers:
+            known = self._peers[peer]
+            while known.has_loans() and not known.process.is_over():
+                if late():
+                    raise TransferTimeoutError(
+                        f"{peer}: it still writes to what it was lent after {seconds} s: do not use it for something "
+                        "else, and drop again"
+                    )
+                time.sleep(0.0002)
+            if self._page is not None and not self._page.count_of(peer):
+                known.slab.close()
+            known.close()  # its page and process are no longer read
+
+    def close(self) -> None:
+        if self._page is not None:
+            for peer, known in self._peers.items():
+                known.lost = known.lost or "this side is closed"
+                self._page.drop(peer)
+        self._wire.close()
+        self._await_loans(list(self._peers))
+        if self._page is not None and any(self._page.count_of(peer) for peer in self._peers):
+            raise TransferTimeoutError("this side still writes to what it was lent: close it again once that was given back")
+        self._peers = {}
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+
+
+class _Peer:
+    """A peer on this host."""
+
+    def __init__(self, process: _Process, page: _Page, slab: _Lent, key: bytes) -> None:
+        self.process, self.page, self.slab, self.key = process, page, slab, key
+        self.lost = ""
+
+        self.is_closed = False
+
+    def has_loans(self) -> bool:
+        """True if the peer has borrowed slices of this end's slab."""
+        at = None if self.is_closed else self.page.find(self.key)
+        return at is not None and self.page.count(at) > 0
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.page.close()
+            self.process.close()
+
+
+class _Process:
+    """Another process, or this one."""
+
+    def __init__(self, pid: int, start: int) -> None:
+        self._file = -1 if _is_own(pid) else os.pidfd_open(pid)
+        if _started(pid) != start:  # checked after opening: the pid may have been reused for another process
+            self.close()
+            raise BindError("its process has ended")
+
+    def is_over(self) -> bool:
+        ended = select.poll()  # `select` accepts no descriptor above 1023
+        if self._file >= 0:
+            ended.register(self._file, select.POLLIN)
+        return bool(ended.poll(0))
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class _Page:
+    """The page of loans of one end.  This end writes it, and its peers read it."""
+
+    def __init__(self, file: int, name: str) -> None:
+        self.file, self._name = file, name
+        self._memory = mmap.mmap(file, _PAGE_BYTES)
+        self._at: dict[bytes, int] = {}
+
+    @classmethod
+    def made(cls, name: str) -> _Page:
+        made = cls(memory_file("loans", _PAGE_BYTES), name)
+        made._memory[: len(_MAGIC) + len(name)] = _MAGIC + name.encode()
+        return made
+
+    @classmethod
+    def opened(cls, pid: int, number: int, name: str) -> _Page:
+        file = _opened(pid, number, _PAGE_BYTES)
+        try:
+            found = cls(file, name)
+        finally:
+            os.close(file)
+        found.file = -1
+        if found._memory[:_NAME_BYTES].rstrip(b"\0") != _MAGIC + name.encode():
+            found.close()
+            raise BindError("its page of loans is another end's")
+        return found
+
+    def add(self, peer: str) -> None:
+        """Add a line for a peer."""
+        key = _key(peer)
+        at = _NAME_BYTES + _LINE * len(self._at)
+        if at + _LINE > _PAGE_BYTES:
+            raise BindError(f"more than {len(self._at)} peers: no room in the page of loans")
+        self._at[key] = at
+        _core.fence()
+        self._memory[at : at + len(key)] = key
+
+    def find(self, key: bytes) -> int | None:
+        """Offset of a peer's line in another end's page; None if it has no such line."""
+        known = self._at.get(key)
+        if known is None:
+            for at in range(_NAME_BYTES, _PAGE_BYTES, _LINE):
+                found = self._memory[at : at + len(key)]
+                if found == key:
+                    known = self._at[key] = at
+                    break
+                if not any(found):
+                    break
+        return known
+
+    def _word(self, at: int) -> Any:
+        return ctypes.c_uint64.from_buffer(self._memory, at)
+
+    def count(self, at: int) -> int:
+        return int(self._word(at + _LOANS).value)
+
+    def count_of(self, peer: str) -> int:
+        """Number of this end's loans from a peer."""
+        return self.count(self._at[_key(peer)])
+
+    def loans(self, peer: str, more: int) -> int:
+        """Add `more` to the number of this end's loans from a peer; return the new number."""
+        word = self._word(self._at[_key(peer)] + _LOANS)
+        word.value += more
+        return int(word.value)
+
+    def is_dropped(self, at: int) -> bool:
+        return bool(self._word(at + _DROPPED).value)
+
+    def drop(self, peer: str) -> None:
+        self._word(self._at[_key(peer)] + _DROPPED).value = 1
+
+    def close(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+class _Lent:
+    """A peer's slab, as memory of this process."""
+
+    def __init__(self, shared: dict[str, Any], device: str) -> None:
+        self.nbytes, self.device = shared["nbytes"], device
+        self._close: Callable[[], object] = int
+        if device == "cpu":
+            file = _opened(shared["pid"], shared["file"], self.nbytes)
+            try:
+                pages = mmap.mmap(file, self.nbytes)
+            finally:
+                os.close(file)
+            self._pages = (ctypes.c_uint8 * self.nbytes).from_buffer(pages)
+            self.address = ctypes.addressof(self._pages)
+            return
+        own, far = (int(name.partition(":")[2]) for name in (device, shared["device"]))
+        if _is_own(shared["pid"]):  # CUDA refuses to open an IPC handle in the process that made it
+            if own != far and not _core.enable_peer(own, far):
+                raise BindError(f"{device} does not reach {shared['device']}")
+            self.address = shared["address"]
+            return
+        self.address = _core.ipc_open(own, bytes.fromhex(shared["ipc"]))
+        self._close = functools.partial(_core.ipc_close, own, self.address)
+
+    def close(self) -> None:
+        self._pages = None
+        close, self._close = self._close, int
+        with contextlib.suppress(KvbmError):
+            close()
+
+
+def _read(card: bytes) -> dict[str, Any]:
+    """Read the fields for peers on the same host from a card that the wrapped wire has accepted; empty if it has none."""
+    whole = json.loads(card)
+    held = whole.get("mapped", {})
+    if not isinstance(held, dict):
+        raise BindError(f"card: 'mapped': expected an object, got {quoted(held, 60)}")
+    if "mapped" in whole and held.pop("sha256", None) != _sum(whole["name"], held):
+        raise BindError("card: 'mapped': expected the sum that its fields have: it was damaged on its way")
+    if not held:
+        return {}
+    kinds = _KINDS | (_OF_HOST if held.get("device") == "cpu" else _OF_GPU)
+    for name, expected in kinds.items():
+        value = held.get(name)
+        if isinstance(expected, str):
+            is_right = isinstance(value, str) and bool(re.fullmatch(expected, value, re.ASCII))
+        else:
+            is_right = type(value) is int and value in expected
+        if not is_right:
+            raise BindError(f"card: {name!r}: expected {expected}, got {quoted(value, 60)}")
+    return {name: held[name] for name in kinds}
+
+
+def _sum(name: str, held: dict[str, Any]) -> str:
+    """Checksum of these fields.  It detects damage before a field is used as an address; it does not authenticate the sender."""
+    return hashlib.sha256(json.dumps([name, held], sort_keys=True).encode()).hexdigest()
+
+
+def _host() -> dict[str, Any]:
+    """The host, the PID namespace and the process; empty on systems without pidfd or memfd."""
+    with contextlib.suppress(OSError, AttributeError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        os.close(os.pidfd_open(os.getpid()))  # fails on old kernels
+        os.memfd_create  # noqa: B018
+        pid = os.getpid()
+        return {"boot": boot, "namespace": str(Path("/proc/self/ns/pid").readlink()), "pid": pid, "start": _started(pid)}
+    return {}
+
+
+def _started(pid: int) -> int:
+    """Start time of a process in clock ticks; -1 if the process does not exist."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+def _is_own(pid: int) -> bool:
+    return pid == os.getpid()
+
+
+def memory_file(what: str, nbytes: int) -> int:
+    """Create a memory file that peers on this host can map; return its descriptor.  Its size is sealed, so mappings stay valid."""
+    file = os.memfd_create(f"kvbm {what}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, nbytes)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _opened(pid: int, number: int, nbytes: int) -> int:
+    """Open a memory file of another process.  Raises `BindError` for any other file."""
+    path = Path(f"/proc/{pid}/fd/{number}")
+    if not _FILE.fullmatch(str(path.readlink())):
+        raise BindError("its card names a file that is no memory of kvbm")
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        is_file = _FILE.fullmatch(str(Path(f"/proc/self/fd/{file}").readlink())) and os.fstat(file).st_size == nbytes
+        if not is_file or fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
+            raise BindError("its card names a file that is no memory of kvbm of this size")
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _handle(slab: Slab) -> bytes:
+    return _core.ipc_handle(int(slab.device.partition(":")[2]), slab.address)
+
+
+def _key(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()[:16]
