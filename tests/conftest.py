@@ -18,11 +18,13 @@ HERE = Path(__file__).resolve().parent
 # torch's TCPStore asks for the names of addresses.  Where no name server answers, that would take 5 s a time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Built kernels are what is tested, also where others could be compiled for odd structures; test_runtime.py turns it on.
+# Built kernels are what is tested, also where others could be compiled for odd structures; test_nvrtc.py turns it on.
 os.environ.setdefault("KVBM_NVRTC", "0")
 
-if str(HERE) not in sys.path:  # oracle, matrix, memory: also under --import-mode=importlib
-    sys.path.insert(0, str(HERE))
+# What tests share: oracle, matrix, test_planes; also under --import-mode=importlib.
+for _folder in (*sorted({str(path.parent) for path in HERE.glob("*/test_*.py")}), str(HERE / "helpers"), str(HERE)):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
 
 import processes  # noqa: E402
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Gives kvbm inputs that are almost right, a million or as many as wanted; see tests/fuzzing.py.
+"""Gives kvbm inputs that are almost right, a million or as many as wanted; see tests/helpers/fuzzing.py.
 
     tools/fuzz.py [--cases N] [--kind KIND] [--state FILE]    goes on where the state says that it was
     tools/fuzz.py --kind KIND --number N                      one case again: its input, and what becomes of it
-    tools/fuzz.py --kind call [--cases N] [--only PART]       only calls of public functions (tests/calling.py)
+    tools/fuzz.py --kind call [--cases N] [--only PART]       only calls of public functions (tests/helpers/calling.py)
     tools/fuzz.py --kind KIND --coverage [libFuzzer options]  inputs that reach new lines, with atheris, without an end
 
 A case is a kind and a number: those that fail are in the state, and fail again.  The exit status is 1 where one did.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 #: Of a hundred cases, how many are of a kind.
 PARTS = {"layout": 45, "shape": 10, "shape file": 2, "placement": 18, "preset": 10, "file": 5, "arrays": 5, "ids": 5}

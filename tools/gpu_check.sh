@@ -89,7 +89,7 @@ sanitize() {
   local tool=$1 clean=$2 which=$3 begin=$SECONDS result=ok passed=0 file log number code
   local -A processes=()
   printf '\n==> %s: -k %s, a process a file\n' "$tool" "$which"
-  for file in $(grep -lE 'def test_.*sanitize' tests/test_*.py); do
+  for file in $(grep -lE 'def test_.*sanitize' tests/*/test_*.py); do
     log=$OUT/$tool.$(basename "$file" .py).log
     # PyTorch's caching allocator would hide a read past the end of a tensor from memcheck.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 ${LIMIT:+timeout --kill-after=10 "$LIMIT"} \

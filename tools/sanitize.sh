@@ -26,8 +26,8 @@ skip=()
 set +f
 for name in "${others[@]}"; do skip+=("--ignore-glob=*/test_$name.py"); done
 
-skip+=(--deselect=tests/test_memory.py::test_more_than_there_is) # limits the address space, which sanitizers need
-skip+=(--deselect=tests/test_wire.py::test_objects_as_peers)     # the AWS SDK gives memory of operator new to free
+skip+=(--deselect=tests/memory/test_allocation.py::test_more_than_there_is) # limits the address space, which sanitizers need
+skip+=(--deselect=tests/wire/test_wire.py::test_objects_as_peers)     # the AWS SDK gives memory of operator new to free
 
 # Of this compiler; its own name comes back for a library that it does not have.
 library() {

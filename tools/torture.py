@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Copies with injected faults, each judged by digests and by the oracles; see tests/torturing.py for the kinds and the words.
+"""Copies with injected faults, each judged by digests and by the oracles; tests/helpers/torturing.py has the kinds and the words.
 
     tools/torture.py [--time S] [--rounds N] [--device D] [--kind KIND]    goes on where the state says that it was
     tools/torture.py --device D --kind KIND --number N [--seed S]          one round again
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 os.environ.setdefault("KVBM_NVRTC", "0")
 os.environ.setdefault("KVBM_TUNE", "0")
 

@@ -312,7 +312,7 @@ static void start_early(const Work *work) {
   memset((void *)unclear->digest.out, 0x5a, 8 * (size_t)unclear->num_pairs);
 }
 
-/* The kernel itself, of the libraries that FAKE_KERNELS names (tests/emulation.py); false: what it means is done instead. */
+/* The kernel itself, of the libraries that FAKE_KERNELS names (tests/helpers/emulation.py); false: what it means is done instead. */
 _Atomic long emulated;
 static int run_device_code(const Work *work) {
   const char *libraries = getenv("FAKE_KERNELS");

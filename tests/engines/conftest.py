@@ -48,7 +48,8 @@ class Program:
 
     def __init__(self, program: str, *arguments: Any, **variables: str) -> None:
         environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "HF_HUB_OFFLINE": "1", "UCX_TLS": "all",
+            **os.environ, "HF_HUB_OFFLINE": "1", "UCX_TLS": "all",
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parent / "helpers"), *sys.path]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the tests for workers
             "NIXL_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1", **variables,

@@ -1,1 +1,1 @@
-"""Programs that tests run in processes of their own: start them with `tests/processes.py`."""
+"""Programs that tests run in processes of their own: start them with `tests/helpers/processes.py`."""

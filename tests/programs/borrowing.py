@@ -1,4 +1,4 @@
-"""A process that borrows, writes and gives back without end, until it is told that it was dropped (test_loans.py)."""
+"""A process that borrows, writes and gives back without end, until it is told that it was dropped (test_mapped.py)."""
 
 from __future__ import annotations
 

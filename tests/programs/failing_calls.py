@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
+sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in (".", "helpers", "copy", "bridges"))  # the tests
 
-import kvbm
 import matrix
 import oracle
 from failing import every_call
+
+import kvbm
 from kvbm import kernels
 from memory import FakeCuda, numpy_views, placed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import kvbm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests
+sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in (".", "helpers", "copy", "bridges"))  # the tests
 from test_transfer_gpu import check, ends, stream_of
 
 s, d = ends("d2h", "nhd", "universal", 4, 4)

@@ -1,4 +1,4 @@
-"""Layouts that nothing in the catalogue looks like (test_runtime.py): each is a file NAME.yaml in a folder.
+"""Layouts that nothing in the catalogue looks like (test_nvrtc.py): each is a file NAME.yaml in a folder.
 
 NVRTC asks a driver for more than the fake one has, which runs kernels by their names, whatever their code.
 """

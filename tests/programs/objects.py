@@ -18,12 +18,12 @@ os.environ["AWS_EC2_METADATA_DISABLED"] = "true"  # no address but the server's 
 import boto3
 import nixl_cu12  # noqa: F401 - before kvbm looks for NIXL
 import numpy as np
+import pages
 import pytest
+import test_chunks
 from botocore.exceptions import ClientError
 from moto.server import ThreadedMotoServer
 
-import pages
-import test_reshard_cut
 from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire.protocol import Card
 
@@ -215,7 +215,7 @@ def main() -> None:
     documented(url)
     assert len(read("cache/request-17.0")) == 4096
     opened = partial(wire.nixl_objects, BUCKET, prefix="chunks/", endpoint=url, **KEYS)
-    test_reshard_cut.chunks_are_stored(opened, lambda its: its.object, damage)
+    test_chunks.chunks_are_stored(opened, lambda its: its.object, damage)
     server.stop()
 
 

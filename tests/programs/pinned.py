@@ -1,4 +1,4 @@
-"""Pinned memory: what is registered, and that all of it is given back (test_memory.py)."""
+"""Pinned memory: what is registered, and that all of it is given back (test_allocation.py)."""
 
 from __future__ import annotations
 

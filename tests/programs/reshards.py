@@ -1,4 +1,4 @@
-"""Reshardings on one GPU, and between it and pinned memory (test_reshard_local.py).  Streams run when they are waited for."""
+"""Reshardings on one GPU, and between it and pinned memory (test_local.py).  Streams run when they are waited for."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import types
 from typing import Any
 
 import numpy as np
-
-import kvbm
 import plane_oracle
 import reshard_oracle
 from chunking import Carried, far_cells, is_sendable
+from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
+from test_planes import fake_arrays
+
+import kvbm
 from kvbm import _core, reshard, wire
 from kvbm.digest import run as digesting
 from kvbm.link.ring import Ring
 from kvbm.wire import _mapped
-from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
 from memory import FakeCuda
 from programs.fake_gpu import alive, count, defer, pump, refused, seed
 from programs.transfers import POOL, grant
-from test_planes import fake_arrays
 
 
 def on_pages(data: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Measuring the strategies (test_tuner.py)."""
+"""Measuring the strategies (test_autotune.py)."""
 
 from __future__ import annotations
 

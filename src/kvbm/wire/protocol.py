@@ -126,7 +126,7 @@ class Wire(Protocol):
     Each side registers one slab, sends its card to the other side (kvbm does not do this), and connects.  Only one thread at a
     time may use a wire.  No call waits for the peer, except `drop` and `close`, and `drop` no longer than its caller says.
 
-    **Laws.**  The code above wires relies on them; ``tests/test_wire.py`` tests them for every wire.
+    **Laws.**  The code above wires relies on them; ``tests/wire/test_wire.py`` tests them for every wire.
 
     1. *Data before note.*  The note of a put is delivered after all bytes of the put are readable.
     2. *Order.*  Notes of one sender are delivered once and in the order in which they were sent, including those of puts.

@@ -1,0 +1,110 @@
+"""The kernels' device code, run on the host (emulation.py): correct without a GPU, and within its arguments' memory.
+
+`make sanitize` runs it under AddressSanitizer and UndefinedBehaviorSanitizer.  Only a GPU can test nvcc's machine code and races
+between threads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import emulation
+import processes
+import pytest
+
+from kvbm import _core
+
+pytestmark = [pytest.mark.slow, pytest.mark.sanitize]
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "torture.py"
+
+
+@pytest.fixture(scope="module")
+def emulated(fake_gpu: processes.FakeDriver, tmp_path_factory: pytest.TempPathFactory) -> partial[str]:
+    """Runs programs on the fake driver, with the kernels' own code."""
+    names = [name for name in _core.kernel_names() if name != "kvbm_copy_pairs"]
+    return partial(fake_gpu, FAKE_KERNELS=emulation.compile_kernels(tmp_path_factory.mktemp("kernels"), names))
+
+
+PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
+    ("nests.each", ()),
+    ("nests.each_of_planes_is_launched", ()),
+    ("launches.launches_move_what_the_host_moves", ("hnd", "vllm/paged_attn_v0")),
+    ("launches.lists_of_tensors", ()),
+    ("launches.backends", (None, "launches")),
+    ("planes.every_strategy", ("d2d", "direct")),
+    ("planes.every_strategy", ("h2d", "staged")),
+    ("sections.every_strategy", ("d2d", "direct")),
+    ("sections.ids_on_the_gpu", ("d2d", "direct")),
+    ("sections.kernels_of_planes", ()),
+    ("reshards.every_byte", (30_000, 20, "device")),
+    ("digests.every_strategy", ("d2d", "direct")),
+    ("digests.every_strategy", ("d2h", "staged")),
+    ("digests.pools", ()),
+    ("digests.turned", ()),
+    ("digests.rows", ("d2d", "direct", 1)),
+    ("digests.rows", ("d2h", "staged", 1)),
+    ("digests.all_planes", ()),
+    ("digests.ids_on_the_gpu", ("d2d", "direct")),
+    ("digests.graphs", ("d2d", "direct")),
+    ("digests.verified", ("h2d", "staged")),
+]
+
+
+@pytest.mark.parametrize(("program", "arguments"), PROGRAMS, ids=["-".join(map(str, (p, *a))) for p, a in PROGRAMS])
+def test_programs(emulated: partial[str], program: str, arguments: tuple[object, ...]) -> None:
+    emulated(program, *arguments, FAKE_DEVICES="2")
+
+
+def test_rounds(emulated: partial[str], tmp_path: Path) -> None:
+    """Copies and digests of the torture campaign: random layouts, shapes, addresses, strategies, orders of streams."""
+    command = [sys.executable, TOOL, "--device", "fake", "--kind", "copies", "--rounds", "30", "--seed", "7"]
+    done = subprocess.run(
+        [*command, "--state", tmp_path / "state.json"],
+        env={**os.environ, **emulated.keywords},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0 and "30 right" in done.stdout, done.stdout + done.stderr
+
+
+#: Kernels, what of their code is replaced, by what, and what then fails.
+BROKEN = [
+    ("rows_o1_i3_w16", "    Mine::sync();\n    const bool copies", "    const bool copies", "bytes differ"),
+    ("rows_o1_i3_w16", "index + u * width < last) load(", "index + u * width + 1 < last) load(", "bytes differ"),
+    ("rows_o1_i3_w8", "load(v[u], at.src + from[u])", "load(v[u], at.src + from[u] + 4)", "multiple of its word"),
+    ("tile_o1_r1_e2_w16", "words[slot[u] + j * tb]", "words[slot[u] + j]", "bytes differ"),
+    (
+        "tile_o1_r1_e2_w16",
+        "    Mine::sync();\n\n    const uint32_t stores",
+        "    const uint32_t stores",
+        "bytes differ",
+    ),
+    ("sum_rows_o1_i3_w16", "distance = width / 2; distance;", "distance = width / 2; distance > 1;", "digests"),
+    ("sum_rows_o1_i3_w16", "    wait_for_clear();\n", "", "digests"),
+    ("sum_rows_o1_i3_w16", "    if (!SUMS && !copies) return;", "    if (!copies) return;", "never comes"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "code", "instead", "said"), BROKEN, ids=range(len(BROKEN)))
+def test_what_is_broken_is_seen(
+    fake_gpu: processes.FakeDriver, tmp_path: Path, kernel: str, code: str, instead: str, said: str
+) -> None:
+    found = 0
+
+    def broken(text: str) -> str:
+        nonlocal found
+        found += text.count(code)
+        return text.replace(code, instead)
+
+    libraries = emulation.compile_kernels(tmp_path, [kernel], broken)
+    assert found
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        fake_gpu("nests.each", (kernel,), FAKE_KERNELS=libraries)

@@ -1,0 +1,95 @@
+"""Programs in separate processes: a `Server` starts one Python per set of imports, and forks it for each program."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+#: Folders of tests: programs share some of their parts.
+FOLDERS = sorted({str(path.parent) for path in HERE.glob("*/test_*.py") if path.parent.name != "engines"})
+COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+LIMIT = 120  #: Seconds that a program may take.
+
+
+class Server:
+    """A Python that has imported `modules`, with `variables` in its environment; see programs/server.py."""
+
+    def __init__(self, modules: tuple[str, ...], **variables: str) -> None:
+        self.variables = variables
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "programs" / "server.py", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+            env=self.environment(),
+        )
+        atexit.register(self.close)
+
+    def environment(self, **knobs: str) -> dict[str, str]:
+        folders = (str(HERE), str(HERE / "helpers"), *FOLDERS, str(HERE.parent))
+        path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, "PYTHONPATH": path, **self.variables, **knobs}
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # nobody reads the other end any more
+                pipe.close()
+        self.process.wait()
+
+    def run(self, code: str, **knobs: str) -> str:
+        """Run a program and return its output; an exit status other than 0 fails the test with that output."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            request = {"code": code, "variables": self.environment(**knobs), "limit": LIMIT}
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            answer = json.loads(self.process.stdout.readline())
+        except BaseException:  # its answer may still come: no other test may read that
+            self.process.kill()
+            server.cache_clear()
+            raise
+        assert answer["returncode"] == 0, f"exit status {answer['returncode']}\n{answer['stderr']}"
+        return str(answer["stdout"])
+
+
+@cache
+def server(library: Path, *modules: str) -> Server:
+    """The server in which libcuda.so.1 is the file in the folder `library`."""
+    return Server(modules, LD_LIBRARY_PATH=str(library))
+
+
+def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_driver.c") -> Path:
+    """The libcuda.so.1 of a folder."""
+    from kvbm.compile import codegen
+
+    assert COMPILER is not None
+    command = [COMPILER, "-shared", "-fPIC", "-O1", "-w", f"-I{codegen.cuda_dir()}", "-o", folder / "libcuda.so.1"]
+    if sanitizers := os.environ.get("KVBM_SANITIZE"):  # what runs kvbm's code is looked at as well
+        command += ["-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    subprocess.run([*command, source], check=True)
+    return folder
+
+
+class FakeDriver:
+    """Runs functions of programs/, each in a separate process whose libcuda.so.1 is the one in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, program: str, *arguments: object, **knobs: str) -> str:
+        """Call ``"module.function"`` with plain data as arguments, and return its output.
+
+        The module is imported once for all of its programs.  `knobs` are environment variables.
+        """
+        module, _, function = program.partition(".")
+        code = f"from programs.{module} import {function}\n{function}(*{arguments!r})"
+        return server(self.folder, f"programs.{module}").run(code, **knobs)

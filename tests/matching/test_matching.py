@@ -1,0 +1,312 @@
+"""Layouts that fit given arrays: the true one is always listed, and no layout that does not fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import matrix
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import kvbm
+from kvbm.cli.app import main
+from kvbm.matching.match import parse
+
+SHAPE = "nl=2,no=2,nh=4,nt=8,hd=16,dtype=float16"
+SQUARE = "nl=2,no=2,nh=8,nt=8,hd=64,dtype=bfloat16"
+LATENT = "nl=2,no=1,nh=1,nt=64,hd=576,dtype=bfloat16"
+ONES = "nl=1,no=1,nh=1,nt=1,hd=32,dtype=float32"
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SQUARE, LATENT, ONES, "nl=2,no=1,nh=1,nt=64,hd=512"])
+@pytest.mark.parametrize("name", sorted(matrix.orders()))
+def test_the_true_layout_is_listed(name: str, shape: str) -> None:
+    """Arrays as in the layout, including its gaps; then with reversed axes.  A pool accepts exact fits."""
+    try:
+        pool = kvbm.Pool.allocate(name, shape, 3)
+    except kvbm.LayoutError:
+        return
+    found = kvbm.match(list(pool.arrays), shape)
+    (mine,) = (one for one in found if one.layout == pool.layout)
+    assert (mine.fit, mine.num_blocks) == ("exact", 3) and name in mine.names and name in found.names
+    for one in found:
+        if one.how == mine.how and one.fit == "exact" and "allocation" not in one.how:
+            assert kvbm.Pool(one.layout, shape, pool.arrays, num_blocks=one.num_blocks)
+    turned = kvbm.match([array.T for array in pool.arrays], shape)
+    assert pool.layout in [one.layout for one in turned]
+
+
+def test_a_permuted_view_is_another_layout() -> None:
+    """The engine's HND with NHD's axes: strides differ, and the pool's error names the layout."""
+    memory = [np.zeros((2, 3, 4, 8, 16), "float16") for _ in range(2)]
+    views = [one.transpose(0, 1, 3, 2, 4) for one in memory]
+    found = kvbm.match(views, SHAPE, engine="vllm")
+    assert [one.names[0] for one in found if one.fit == "permuted"] == ["vllm/flash_attn_hnd"]
+    assert "vllm/flash_attn_nhd" not in found.names
+    with pytest.raises(kvbm.BindError, match=r"these strides are those of .*vllm/flash_attn_hnd") as info:
+        kvbm.Pool("vllm/flash_attn_nhd", SHAPE, views)
+    assert "contiguous" not in str(info.value)
+
+
+def test_checks_say_where_to_look() -> None:
+    """With as many heads as tokens NHD and HND have the same shape: the check names an element with different places."""
+    pool = kvbm.Pool.allocate("nhd", SQUARE, 3)
+    found = kvbm.match(list(pool.arrays), SQUARE)
+    assert {"nhd", "hnd"} <= set(found.names)
+    check = next(check for check in found.checks if check.element == "KV head 1")
+    places = {name: place for place, names in check.outcomes for name in names}
+    assert places["nhd"] == "array 0, index (0, 1, 0)" and places["hnd"] == "array 0, index (1, 0, 0)"
+    assert "KV head 1" in str(found)
+
+
+def test_checks_of_planes() -> None:
+    """Records per token and planes per page fill the same arrays: the check names the planes' places for a token."""
+    shape = "nl=2,no=1,nh=1,nt=64,hd=576,dtype=bfloat16"
+    pool = kvbm.Pool.allocate("vllm/fp8_ds_mla", shape, 3)  # 512 bytes, 4 scales of 4, 64 positions of 2
+    found = kvbm.match(list(pool.arrays), shape)
+    (check,) = found.checks
+    assert check.element == "token 1" and {names[0]: place for place, names in check.outcomes} == {
+        "vllm/fp8_ds_mla": "array 0, index (0, 1, 0); its other planes: array 0, index (0, 1, 512), array 0, index (0, 1, 528)",
+        "record/mla_fp8_pages": "array 0, index (0, 0, 512); its other planes: "
+        f"array 0, index (0, {(64 * 512 + 16) // 656}, {(64 * 512 + 16) % 656}), "
+        f"array 0, index (0, {(64 * 528 + 128) // 656}, {(64 * 528 + 128) % 656})",
+    }
+    shape = "nl=2,no=1,nh=1,nt=64,hd=128,dtype=bfloat16"
+    pool = kvbm.Pool.allocate("record/dsa_indexer_tokens", shape, 3)
+    (check,) = kvbm.match(list(pool.arrays), shape).checks
+    names = {one for _, names in check.outcomes for one in names}
+    same = next(names for _, names in check.outcomes if "record/dsa_indexer_tokens" in names)
+    assert "vllm/dsa_indexer" in names - set(same) and "record/mla_v41_tokens" in same, "other names of planes, and the same bytes"
+
+
+def test_one_tensor_and_views_of_one() -> None:
+    whole = np.zeros((3, 4, 2, 2, 8, 16), "float16")  # b h l o t d
+    (one,) = (one for one in kvbm.match(whole, SHAPE) if "universal" in one.names)
+    assert one.num_blocks == 3 and "list(tensor)" in one.how
+    layers = list(np.zeros((2, 3, 4, 8, 32), "float16"))  # views of l b h t (o d)
+    assert "vllm/LBHNC" not in kvbm.match([layer.copy() for layer in layers], SHAPE).names
+    found = kvbm.match(layers, SHAPE)
+    assert any("views of one allocation" in one.how for one in found)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros(()), np.zeros((2, 16, 8))[::-1], np.broadcast_to(np.zeros(8), (4, 8)), np.zeros((0, 4)), np.zeros(7),
+     np.zeros((1,) * 32)],
+    ids=["no axis", "backwards", "stride 0", "empty", "seven", "32 axes"],
+)  # fmt: skip
+def test_arrays_that_no_layout_has(array: Any) -> None:
+    found = kvbm.match([array.astype("float16") if array.strides == array.astype("float16").strides else array], SHAPE)
+    assert len(found) == 0 and found.reason and "No shipped layout fits" in str(found)
+
+
+def test_refused() -> None:
+    with pytest.raises(kvbm.BindError, match="at least one array"):
+        kvbm.match([], SHAPE)
+    with pytest.raises(kvbm.BindError, match="match: array 1"):
+        kvbm.match([np.zeros(3), "x"], SHAPE)
+    with pytest.raises(kvbm.SpecError, match=r"engine: expected one of .* Did you mean .*vllm"):
+        kvbm.match(np.zeros(3), SHAPE, engine="vlm")
+    mixed = [np.zeros((8, 4, 16), "float16"), np.zeros((8, 4, 16), "float32")] * 6
+    assert len(kvbm.match(mixed, SHAPE)) == 0
+
+
+def test_which() -> None:
+    def call(*args: str) -> Any:
+        return CliRunner().invoke(main, ["which", *args])
+
+    text = call("32x2,1024,16,8,128", "--shape", "llama-3.1-8b")
+    assert text.exit_code == 0 and "vllm/flash_attn_nhd" in text.stdout and "1,024 blocks" in text.stdout
+    told = json.loads(call("32x2,1024,16,8,128", "--shape", "llama-3.1-8b", "--json", "--engine", "vllm").stdout)
+    assert "vllm/flash_attn_nhd" in [name for one in told["candidates"] for name in one["names"]]
+    assert call("3x7", "--shape", "llama-3.1-8b").exit_code == kvbm.BindError.exit_code
+    records = call("2x8,64,656", "--shape", "deepseek-v3,nl=2", "--dtype", "uint8", "--engine", "vllm")
+    assert records.exit_code == 0 and "1. vllm/fp8_ds_mla\n" in records.stdout
+    assert call("2x8,64,656", "--shape", "deepseek-v3,nl=2").exit_code == kvbm.BindError.exit_code
+    assert call("2x8,64,656", "--dtype", "float7").exit_code == kvbm.DTypeError.exit_code
+    for bad in ("", "x", "2x", "1,2:1", "0x3", "1,,2", "9" * 5000):
+        assert call(bad, "--shape", "llama-3.1-8b").exit_code == kvbm.SpecError.exit_code, bad
+
+
+@pytest.mark.parametrize(
+    ("array", "mine"),
+    [("32x1024,8,16,256", "vllm/LBHNC"), ("32x1024,8,16,256:32768,256,2048,1", "vllm/LBNHC"),
+     ("32x1024,8,16,256:1048576,4096,256,1", "vllm/BLHNC"), ("32x1024,8,16,256:1048576,256,2048,1", "vllm/BLNHC"),
+     ("32x1024,8,16,256:1048576,131072,256,1", "vllm/BHLNC"), ("32x1024,8,16,256:4096,4194304,256,1", "vllm/LHBNC")],
+    ids=["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC"],
+)  # fmt: skip
+def test_which_views_of_one_allocation(array: str, mine: str) -> None:
+    """Shapes carry no addresses, so the arrays may be views: as vLLM 0.26 and newer hands them out."""
+    done = CliRunner().invoke(main, ["which", array, "--shape", "llama-3.1-8b", "--engine", "vllm", "--json"])
+    first, *others = json.loads(done.stdout)["candidates"]
+    assert first["names"] == [mine] and first["num_blocks"] == 1024
+    assert f'Pool.from_vllm(tensors, "{mine}")' in first["how"] and "only if the arrays are views of one" in first["how"]
+    own = [one["names"][0].startswith("vllm/") for one in others]
+    assert own == sorted(own, reverse=True), "the engine's own names first"
+    if mine == "vllm/LBHNC":
+        assert not own[-1] and {"vllm/cpu_vec", "vllm/cpu_amx"} <= {name for one in others for name in one["names"]}
+
+
+def test_latents_first() -> None:
+    """Layouts with axes of size 1 for K and V and for the heads fit a latent, too: that of latents is listed before them."""
+    found = kvbm.match([np.zeros((3, 1, 64, 576), "uint16") for _ in range(2)], LATENT, engine="vllm")
+    assert "or axes of size 1 differ; kvbm.Pool takes views of shape (3, 64, 576) (b t d)" in found[0].how
+    assert found[0].names[0] == "vllm/mla" and {"vllm/flash_attn_nhd", "vllm/ascend_nd"} < set(found.names)
+
+
+def test_from_vllm_takes_what_is_advised() -> None:
+    """Every advice of a call is a call that works, and another order with the same sizes is not advised."""
+    torch = pytest.importorskip("torch")
+    shape, advised = "nl=3,no=2,nh=8,nt=8,hd=16,dtype=float16", set()
+    for order in ("l b h t", "l b t h", "l h b t", "b l h t", "b l t h", "b h l t"):
+        sizes = {"l": 3, "b": 5, "h": 8, "t": 8}
+        memory = torch.zeros(*(sizes[axis] for axis in order.split()), 32, dtype=torch.float16)
+        views = list(memory.permute(*(order.split().index(axis) for axis in "lbht"), 4))
+        calls = [one for one in kvbm.match(views, shape) if "from_vllm" in one.how]
+        for one in calls:
+            assert kvbm.Pool.from_vllm(views, one.names[0]).num_blocks == 5
+        name = "vllm/" + order.replace(" ", "").upper().replace("T", "N") + "C"
+        assert name in [one.names[0] for one in calls], name
+        advised |= {one.names[0] for one in calls if one.layout.order_text.replace(" ", "")[:4] in order.replace(" ", "")}
+        copies = [view.clone() for view in views]
+        assert name not in kvbm.match(copies, shape).names, "addresses say that they are not views of one allocation"
+    assert len(advised) == 6
+    with pytest.raises(kvbm.BindError, match=r'expected 6 axes .*Pool.from_vllm\(tensors, "vllm/LBHNC"\).*\(b h t o\*d\)'):
+        kvbm.Pool("vllm/LBHNC", shape, views)
+    with pytest.raises(kvbm.BindError, match=r"expected 6 axes \(l b h t o d\), got shape \(5, 8\)$"):
+        kvbm.Pool("vllm/LBHNC", shape, [view[:, :, 0, 0] for view in views])
+
+
+def test_views_say_what_a_pool_takes() -> None:
+    layers = [np.zeros((3, 4, 8, 32), "float16") for _ in range(2)]  # b h t (o d)
+    (one,) = (one for one in kvbm.match(layers, SHAPE) if "lmcache/NL_X_NB_NH_BS_TWO_HS" in one.names)
+    assert one.how.endswith("kvbm.Pool takes views of shape (3, 4, 8, 2, 16) (b h t o d)")
+    assert kvbm.Pool(one.layout, SHAPE, [layer.reshape(3, 4, 8, 2, 16) for layer in layers]).num_blocks == 3
+    whole = np.zeros((2, 2, 3, 8, 4, 16), "float16")  # l o b t h d
+    (one,) = (one for one in kvbm.match(list(whole), SHAPE) if "flexkv/LAYERFIRST" in one.names)
+    assert "takes one view of shape (2, 2, 3, 8, 4, 16) (l o b t h d); the arrays are views" in one.how
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [(["16x2,1024,16,8,128"], "16 arrays, the shape has 32 layers; with nl=16 these fit: dynamo/"),
+     (["16x1024,8,16,256", "--engine", "vllm"], "16 arrays, the shape has 32 layers; with nl=16 these fit: vllm/LBHNC, "),
+     (["32x2,1024,16,8,64"], "the shape has hd=128 (elements per head); with hd=64 these fit: dynamo/"),
+     (["32x2,1024,32,8,128", "--num-blocks", "1024"], "nt=16 (tokens per block); with nt=32"),
+     (["28x2,1024,16,4,128"], "28 arrays, the shape has 32 layers, and the shape has nh=8 (KV heads); with nl=28,nh=4 these fit: "),
+     (["32x2,1024,16,8,128", "--dtype", "float32"], "the arrays are float32, the shape is bfloat16; with dtype=float32 these")],
+    ids=["layers", "views", "head", "tokens", "two values", "dtype"],
+)  # fmt: skip
+def test_near_misses(args: list[str], said: str) -> None:
+    done = CliRunner().invoke(main, ["which", *args, "--shape", "llama-3.1-8b"])
+    assert done.exit_code == kvbm.BindError.exit_code
+    assert "No shipped layout fits: " in done.stdout and said in done.stdout and "KV_2LTD" not in done.stdout
+
+
+def test_strides_with_a_gap_are_a_pitch(tmp_path: Any) -> None:
+    """The advice is a layout file, and a pool takes the arrays with it."""
+    shape, strides = "nl=3,no=2,nh=4,nt=16,hd=64,dtype=bfloat16", (25768, 8576, 536, 128, 64, 1)
+    array = f"10,3,16,4,2,64:{','.join(map(str, strides))}"
+    text = CliRunner().invoke(main, ["which", array, "--shape", shape]).stdout
+    assert "The order of vllm/BLNHC fits, with a pitch." in text
+    assert text.endswith('\norder: "b l t h o d"\npitch: {t: 536, b: 25768}\n')
+    (tmp_path / "mine.yaml").write_text("\n".join(text.splitlines()[-2:]), encoding="utf-8")
+    memory = np.zeros(10 * 25768, "uint16")
+    view = np.lib.stride_tricks.as_strided(memory, (10, 3, 16, 4, 2, 64), [2 * n for n in strides])
+    assert kvbm.Pool(tmp_path / "mine.yaml", shape, view).num_blocks == 10
+    overlapping = CliRunner().invoke(main, ["which", "10,3,16,4,2,64:25728,8576,500,128,64,1", "--shape", shape])
+    assert "pitch" not in overlapping.stdout
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["32x(2, 1024, 16, 8, 128)", "32xtorch.Size([2, 1024, 16, 8, 128])", "32x2,1024,16,8,128:(16777216, 16384, 1024, 128, 1)",
+     "32x (2, 1024, 16, 8, 128): (16777216, 16384, 1024, 128, 1)", "32x[2,1024,16,8,128]"],
+)  # fmt: skip
+def test_arrays_as_torch_prints_them(text: str) -> None:
+    shape = kvbm.load_shape("llama-3.1-8b")
+    assert parse([text], shape) == parse(["32x2,1024,16,8,128"], shape)
+    assert parse(["(1024,)"], shape)[0].shape == (1024,)
+
+
+def test_engine_is_a_word() -> None:
+    """nano-vLLM is not vLLM, and ``vllm/`` is the begin of a name."""
+    whole = np.zeros((2, 2, 3, 8, 4, 16), "float16")  # o l b t h d
+    assert "nanovllm/kv_cache" in kvbm.match(whole, SHAPE, engine="nanovllm").names
+    assert "nanovllm/kv_cache" in kvbm.match(whole, SHAPE, engine="nano-vLLM").names
+    assert "nanovllm/kv_cache" not in kvbm.match(whole, SHAPE, engine="vllm").names
+    listed = json.loads(CliRunner().invoke(main, ["layouts", "vllm/", "--json"]).stdout)
+    assert listed and all(one["name"].startswith("vllm/") for one in listed)
+    listed = json.loads(CliRunner().invoke(main, ["layouts", "vllm", "--json"]).stdout)
+    assert "nanovllm/kv_cache" in [one["name"] for one in listed]
+
+
+def test_the_layout_that_was_named_is_not_advised() -> None:
+    """With as many heads as tokens its axes fit in another order, too: it is not what the strides say."""
+    shape = "nl=5,no=2,nh=8,nt=8,hd=16,dtype=float16"
+    torch = pytest.importorskip("torch")
+    views = list(torch.zeros(5, 3, 8, 8, 32, dtype=torch.float16))
+    with pytest.raises(kvbm.BindError, match="these strides are those of vllm/LBHNC: name that layout"):
+        kvbm.Pool.from_vllm(views, "vllm/LBNHC")
+    only = np.zeros((3, 5, 2, 8, 8, 16), "float16").transpose(0, 1, 2, 4, 3, 5)
+    with pytest.raises(kvbm.BindError) as info:
+        kvbm.Pool("trtllm/v1_pool", shape, only)
+    assert "those of trtllm/v1_pool" not in str(info.value)
+
+
+def test_k_and_v_of_two_sizes_in_one_row_are_never_one_head() -> None:
+    """K of 192 and V of 128 in rows of 320: the layout of both is named, and how; it binds."""
+    arrays = [np.zeros((6, 16, 4, 320), "float16") for _ in range(2)]
+    for no in (1, 2):
+        shape = f"nl=2,no={no},nh=4,nt=16,hd=192,dtype=float16"
+        found = str(kvbm.match(arrays, shape))
+        assert "hd=320" not in found
+        assert "as bytes, .view(torch.uint8), these fit: vllm/diff_kv" in found
+    raw = [array.view(np.uint8) for array in arrays]
+    [one] = kvbm.match(raw, shape.replace("no=2", "no=1"))
+    assert one.names[0] == "vllm/diff_kv"
+    assert kvbm.Pool(one.layout, shape.replace("no=2", "no=1"), raw).num_blocks == 6
+    other = kvbm.match([np.zeros((6, 16, 4, 292), "float16")] * 2, "nl=2,no=1,nh=4,nt=16,hd=192,dtype=float16")
+    assert "K of 192 and V of 100 side by side" in str(other)
+
+
+def test_layouts_with_the_same_addresses_are_listed_once() -> None:
+    """A latent is a row per token, whatever the places of the axes of one coordinate."""
+    shape = "nl=2,no=1,nh=1,nt=16,hd=576,dtype=float16"
+    found = kvbm.match([np.zeros((6, 16, 576), "float16") for _ in range(2)], shape)
+    assert found[0].fit == "exact" and "vllm/mla" in found[0].names
+    lines = str(found).splitlines()
+    assert [line for line in lines if line[:2] in ("1.", "2.")] == [f"1. {', '.join(found[0].names)}"]
+    assert f"{len(found) - 1} more layouts have the same addresses at this shape" in str(found)
+
+
+def test_every_suggestion_is_accepted_by_a_pool() -> None:
+    """Arrays of shipped layouts at small shapes, padded ones included: as given, or as the view whose shape is printed."""
+    accepted = 0
+    shapes = ["nl=2,no=2,nh=2,nt=16,hd=32,dtype=float16", "nl=2,no=1,nh=1,nt=16,hd=576,dtype=float16"]
+    for text, name in itertools.product(shapes, kvbm.layouts()):
+        try:
+            made = kvbm.Pool.allocate(name, text, 3)
+        except (kvbm.LayoutError, kvbm.PlanError):
+            continue
+        for one in kvbm.match(list(made.arrays), text):
+            resolved = one.layout.resolve(text, one.num_blocks)
+            if resolved.table_size != len(made.arrays):
+                continue
+            if one.fit == "exact":
+                given = list(made.arrays)
+            else:
+                kinds = [resolved.kinds[kind] for kind in resolved.kind_of_entry]
+                given = [
+                    np.lib.stride_tricks.as_strided(array, kind.shape, kind.strides)
+                    for array, kind in zip(made.arrays, kinds, strict=True)
+                    if kind.itemsize == array.itemsize
+                ]
+                if len(given) < len(kinds):
+                    continue
+            assert kvbm.Pool(one.layout, text, given, num_blocks=one.num_blocks).num_blocks == one.num_blocks
+            accepted += 1
+    assert accepted > 100
