@@ -161,6 +161,12 @@ def test_shipped_names_are_shipped() -> None:
     assert {name for name in names if "/" not in name} <= set(re.findall(r"`(\w+)`", pages.read("docs/gallery/README.md")))
 
 
+def test_the_internals_name_every_file_of_the_compiled_half() -> None:
+    (tree,) = [block for block in blocks(pages.read("docs/explanation/internals.md"), "text") if "kernels.cu.in" in block]
+    named = set(re.findall(r"[\w.]+\.(?:h|cuh|cpp|cu|in)\b", tree))
+    assert named == {path.name for path in (pages.ROOT / "cuda").iterdir()}
+
+
 def test_the_architecture_names_every_room_and_its_files() -> None:
     """Each package of kvbm is in the table of rooms, and each file that the table names is there."""
     root = pages.ROOT / "src" / "kvbm"
