@@ -6,6 +6,7 @@ Each class is also a subclass of a built-in exception, so callers can catch it w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 __all__ = [
@@ -213,7 +214,8 @@ def printable(text: str, most: int = 200) -> str:
 
 class _Printable(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = printable(record.getMessage(), 10_000), ()
+        with contextlib.suppress(Exception):  # a message that cannot be formatted: the handler reports it
+            record.msg, record.args = printable(record.getMessage(), 10_000), ()
         return True
 
 

@@ -219,14 +219,16 @@ class Senders:
             talk.fail(failed)
         finally:
             served.error = str(failed or "")
-            with self._lock:
-                self._running.remove(talk)
-                self._lock.notify_all()
-                if failed is not None:
-                    print_error(failed)
-                click.echo(json.dumps(served.as_json(), ensure_ascii=False) if self._as_json else str(served))
-                sys.stdout.flush()
-            self.ended.put(0 if failed is None else getattr(failed, "exit_code", 1))
+            try:
+                with self._lock:
+                    self._running.remove(talk)
+                    self._lock.notify_all()
+                    if failed is not None:
+                        print_error(failed)
+                    click.echo(json.dumps(served.as_json(), ensure_ascii=False) if self._as_json else str(served))
+                    sys.stdout.flush()
+            finally:  # also if nobody reads the output any more
+                self.ended.put(0 if failed is None else getattr(failed, "exit_code", 1))
 
     def stop(self) -> bool:
         """Tell the senders that this side has been stopped, and wait until their memory is free.  True if there was one."""

@@ -106,8 +106,8 @@ class Endpoint:
     ring_bytes : int
         Bytes of registered memory on the device of the pools: half to send, half to receive.
     slots : int, optional
-        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With as many slots as peers, a peer
-        that stops keeps no other from a slot.
+        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With three more slots than peers,
+        a peer that stops keeps no other from a slot.
     max_sms : int, optional
         Multiprocessors that kernels may use.
     secret_file : path, optional

@@ -256,5 +256,5 @@ def require_call(key: Any, span: Any, timeout: Any) -> None:
         raise BindError(f"key: expected the sequence's name, got {quoted(key)}")
     if not isinstance(span, Span):
         raise BindError(f"span: expected a kvbm.Span, got {quoted(span)}")
-    if type(timeout) not in (int, float) or not 0 <= timeout < 1e9:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < 1e9:
         raise BindError(f"timeout: expected seconds, got {quoted(timeout)}")

@@ -102,8 +102,9 @@ class Ring:
     def take(self, peer: str = "", *, sends: bool) -> int | None:
         """Take a free slot for chunks of a peer; None if the peer must wait.
 
-        A peer that has a slot gets one more only if as many stay free as other connected peers have none.  So if there are as many
-        slots as peers, each of them gets one at once, whatever slots the others keep because they have stopped.
+        A peer that has a slot gets one more only if as many stay free as other connected peers have none, but a few slots are for
+        whoever is active.  So if there are `_SHARED - 1` more slots than peers, each of them gets one at once, whatever slots the
+        others keep because they have stopped.
         """
         free, held = self._free[not sends], self._taken.get((peer, sends), 0)
         if not free or (held and len(free) <= self._reserved(sends=sends)):
@@ -116,7 +117,8 @@ class Ring:
 
     def _reserved(self, *, sends: bool) -> int:
         """Number of free slots that are for peers without one."""
-        return max(len(self._peers) - self._with[sends], (self.sends if sends else self.takes) >= _SHARED)
+        size = self.sends if sends else self.takes
+        return max(min(len(self._peers) - self._with[sends], size - _SHARED), size >= _SHARED)
 
     def give(self, slot: int) -> None:
         """Free a slot.  No peer may write to it any more."""

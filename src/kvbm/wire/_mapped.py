@@ -74,7 +74,7 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
     >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
     """
     require_wire("wire", wire)
-    if type(drop_seconds) not in (int, float) or not 0 <= drop_seconds < 1e9:
+    if isinstance(drop_seconds, bool) or not isinstance(drop_seconds, int | float) or not 0 <= drop_seconds < 1e9:  # type: ignore[redundant-expr]
         raise BindError(f"drop_seconds: expected seconds, got {quoted(drop_seconds)}")
     return Mapped(wire, drop_seconds)
 

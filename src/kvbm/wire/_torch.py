@@ -91,7 +91,7 @@ class _Torch(Ends["_Far"]):
         if not isinstance(store, distributed.Store):
             raise BindError(f"{name}: store: expected a store of torch.distributed, got {quoted(store)}")
         for what, seconds in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):
-            if type(seconds) not in (int, float) or not 0 <= seconds < 1e9:
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:  # type: ignore[redundant-expr]
                 raise BindError(f"{name}: {what}: expected seconds, got {quoted(seconds)}")
         if type(backend) is not str or backend not in ("gloo", "nccl"):
             raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {quoted(backend, 40)}")

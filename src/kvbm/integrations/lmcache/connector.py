@@ -45,8 +45,9 @@ class KvbmLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]  # neither
         logger.info("kvbm: LMCache's keys have the model %s, which is %s", known.model_config.model, named(fields))
 
     def _get_or_create_request_tracker(self, request: Any) -> Any:
+        known = self.request_trackers.get(request.request_id)
         tracker = super()._get_or_create_request_tracker(request)
-        if inputs := inputs_of(request, None):
+        if tracker is not known and (inputs := inputs_of(request, None)):
             salt = f"{request.cache_salt or ''}\0{inputs}"
             tracker.cache_salt = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:32]
         return tracker

@@ -198,12 +198,15 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         return index
 
     def _let_go(self) -> None:
-        """Pages may be evicted again, except those of batches that run."""
+        """Pages may be evicted again, except those of batches that run and of loads that wait."""
         for name, pages in self.pools.items():
             pages.let_go()
             for batch in self.layer_done_counter.batches.values():
                 if name in batch.loads:
                     pages.hold(batch.loads[name].keys)
+        for transfers in self._queued.values():  # loads that have not begun
+            for transfer in transfers:
+                self.pools[transfer.name].hold(transfer.keys)
 
     def _begin(self, wanted: Mapping[PoolName, tuple[list[str], list[int]]]) -> _Batch:
         gone = [key for name, (keys, _) in wanted.items() for key in keys if key not in self.pools[name]]

@@ -133,4 +133,6 @@ def differing(ours: str, theirs: str) -> str:
 def push_name(given: str, inputs: str) -> str:
     """The name by which both engines know a request that the router has named, with what `inputs_of` says of it."""
     plain = given.replace("%", "%25").replace("#", "%23")
+    if len(plain) > 1000:  # names have a limit on the other side
+        plain = hashlib.sha256(plain.encode(errors="surrogatepass")).hexdigest()
     return f"push/{plain}{inputs and f'#{inputs}'}"

@@ -305,7 +305,7 @@ class Scheduler:
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
             "remote_request_id": f"{self._told.start}/{self._number}/{request.request_id}", "remote_host": self._host,
             "remote_port": self._port, "remote_workers": self._workers, "remote_num_tokens": tokens,
-            "remote_inputs": inputs_of(request, tokens),
+            "remote_inputs": self._inputs_of(request, tokens),
         }  # fmt: skip
         if self._windows:
             blocks_of = {one.group: one.block for one in self._windows}

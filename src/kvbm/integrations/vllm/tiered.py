@@ -461,7 +461,7 @@ class TierWorker:
         self._threads = ThreadPoolExecutor(THREADS, "kvbm tier")
         self._reads: dict[int, _Reading] = {}
         self._writes: dict[int, tuple[Any, float, list[Future[Shelved]]]] = {}
-        self._late: list[Future[Shelved]] = []  # writes that were given up
+        self._late: list[Future[Shelved]] = []  # reads and writes that were given up
         self._stores: dict[int, Tiered] = {}
 
     def _pieces(self, tiered: Tiered) -> list[tuple[int, Any, tuple[str, ...], list[int]]]:
@@ -494,7 +494,10 @@ class TierWorker:
 
     def read(self, job_id: int, tiered: Tiered) -> None:
         """Begin to fill chunks of host memory from files.  Blocks that are missing or wrong are left without digests."""
+        self._late = [one for one in self._late if not one.done()]
         reading = self._reads[job_id] = _Reading()
+        if len(self._late) >= THREADS:  # no thread is free: it is given up at once
+            reading.end = 0.0
         for piece in self._pieces(tiered):
             reading.pieces.append(piece[:2])
             reading.futures.append(self._threads.submit(self._read, reading, *piece))
@@ -537,8 +540,7 @@ class TierWorker:
             for index, blocks in reading.pieces:
                 [lane] = self._copier.memory.lanes[index]
                 lane.known[blocks] = False
-        for future in reading.futures:
-            future.cancel()
+        self._late += [future for future in reading.futures if not future.cancel() and not future.done()]
 
     def _told(self, name: str, found: Sequence[Shelved]) -> None:
         if nbytes := sum(one.nbytes for one in found):
