@@ -11,7 +11,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BindError, KvbmError, TransferError, TransferTimeoutError
-from ..given import quoted
+from ..given import is_real, quoted
 from .sequence import Span
 
 if TYPE_CHECKING:
@@ -256,5 +256,5 @@ def require_call(key: Any, span: Any, timeout: Any) -> None:
         raise BindError(f"key: expected the sequence's name, got {quoted(key)}")
     if not isinstance(span, Span):
         raise BindError(f"span: expected a kvbm.Span, got {quoted(span)}")
-    if type(timeout) not in (int, float) or not 0 <= timeout < 1e9:
+    if not is_real(timeout) or not 0 <= timeout < 1e9:
         raise BindError(f"timeout: expected seconds, got {quoted(timeout)}")

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from .. import _core
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
-from ..given import quoted, require_a
+from ..given import is_real, quoted, require_a
 from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
 
 __all__ = ["Mapped", "mapped"]
@@ -74,7 +74,7 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
     >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
     """
     require_wire("wire", wire)
-    if type(drop_seconds) not in (int, float) or not 0 <= drop_seconds < 1e9:
+    if not is_real(drop_seconds) or not 0 <= drop_seconds < 1e9:
         raise BindError(f"drop_seconds: expected seconds, got {quoted(drop_seconds)}")
     return Mapped(wire, drop_seconds)
 
