@@ -6,6 +6,7 @@ An argument may be any object.  Its own code (``__index__``, ``__iter__``, ``__e
 from __future__ import annotations
 
 import itertools
+import numbers
 import operator
 import reprlib
 import sys
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from .errors import BindError, KvbmError, printable
 
-__all__ = ["flag", "listed", "number", "quoted", "require_a", "require_like", "require_text", "whole", "wholes"]
+__all__ = ["flag", "is_real", "listed", "number", "quoted", "require_a", "require_like", "require_text", "whole", "wholes"]
 
 T = TypeVar("T")
 
@@ -26,9 +27,14 @@ def whole(value: Any) -> int | None:
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         return None
     try:
-        return operator.index(value)
+        return None if str(getattr(value, "dtype", "")) == "torch.bool" else operator.index(value)
     except Exception:  # an array of several, or the object's own code
         return None
+
+
+def is_real(value: Any) -> bool:
+    """True for a number of Python or NumPy that is no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def wholes(values: Any, most: int = 1 << 20) -> tuple[int, ...] | None:
@@ -94,7 +100,7 @@ def flag(what: str, value: Any, error: type[KvbmError] = BindError) -> bool:
 def require_text(what: str, value: Any, among: Iterable[str], error: type[KvbmError] = BindError) -> None:
     """Raise an error of the class `error` unless the value is one of these texts."""
     known = list(among)
-    if type(value) is not str or value not in known:
+    if not isinstance(value, str) or str.__str__(value) not in known:
         raise error(f"{what}: expected one of {', '.join(map(repr, known))}, got {quoted(value)}")
 
 
@@ -131,10 +137,14 @@ class _Quoter(reprlib.Repr):
 
     repr_bytes = repr_bytearray = repr_str
 
-    def repr_instance(self, x: Any, level: int) -> str:  # noqa: ARG002
+    def repr_instance(self, x: Any, level: int) -> str:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(x, torch.Tensor):  # to print one whose storage was freed ends the process
             return f"<{type(x).__name__} of shape {tuple(x.shape)}, {x.dtype}>"
+        readers: Any = ((dict, self.repr_dict), (list, self.repr_list), (tuple, self.repr_tuple))
+        for kind, read in readers:
+            if isinstance(x, kind):  # of a class of its own: its items may be such tensors
+                return f"{type(x).__name__}({read(x, level)})"
         try:
             return repr(x)
         except Exception as error:

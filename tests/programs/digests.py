@@ -9,20 +9,20 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 import digest_rows
-import kvbm
+import numpy as np
 import plane_oracle
 from failing import every_call
+from test_digest import expected
+from test_planes import shapes
+from test_sections import Meant, Plain, Planar, moved
+
+import kvbm
 from kvbm import BlockShape, DigestError
 from kvbm.digest.cells import alone, keys_of
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
 from programs.sections import SIDES, batches, check, ends
-from test_digest import expected
-from test_planes import shapes
-from test_sections import Meant, Plain, Planar, moved
 
 SHAPE = BlockShape(nl=3, no=2, nh=2, nt=8, hd=16, dtype="float16")
 WAYS = ("steps", "rows", "scattered")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from test_kernels import FEW, OF_PLANES, ONE_PART, Nest, Page
 
 from kvbm import _core
 from memory import aligned
 from programs.fake_gpu import count
-from test_kernels import FEW, OF_PLANES, ONE_PART, Nest, Page
 
 
 def each_of_planes_is_launched() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from test_planes import PAIRS, SOME_PAIRS, Side, check, shapes
 
 import kvbm
 from programs.fake_gpu import count, defer, pump, seed
-from test_planes import PAIRS, SOME_PAIRS, Side, check, shapes
 
 SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
 WAYS = ("steps", "rows", "scattered")

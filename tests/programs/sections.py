@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from test_planes import shapes
+from test_sections import Meant, Plain, Planar, moved
 
 import kvbm
 from kvbm import BlockShape
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
-from test_planes import shapes
-from test_sections import Meant, Plain, Planar, moved
 
 SIDES = {"d2d": (0, 0), "d2h": (0, "pinned"), "h2d": ("pinned", 0), "p2p": (0, 1)}
 

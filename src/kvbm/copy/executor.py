@@ -532,7 +532,7 @@ def _max_sms(mover: Mover, asked: object) -> int:
 
 def _check_strategy(mover: Mover) -> None:
     """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
-    if type(mover.strategy) is not str or mover.strategy not in (*_CHOICES, *_STRATEGIES):
+    if not isinstance(mover.strategy, str) or str.__str__(mover.strategy) not in (*_CHOICES, *_STRATEGIES):  # type: ignore[redundant-expr]
         raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(mover.strategy)}")
     if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
         raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")

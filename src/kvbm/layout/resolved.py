@@ -407,7 +407,9 @@ class Resolved:
 
     def pieces(self, o: int = 0) -> tuple[Piece, ...]:
         """Pieces of the order of K (`o` = 0) or V (`o` = 1), fastest first."""
-        if o not in (0, 1) if type(o) is int else True:
+        if type(o) is not int:
+            o = int(o) if isinstance(o, bool) else number(f"{self.layout.name}: o", o, 0, 1, LayoutError)
+        if o not in (0, 1):
             raise LayoutError(f"{self.layout.name}: o: expected 0 (K) or 1 (V), got {quoted(o)}")
         return self.orders[min(o, len(self.orders) - 1)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NoReturn
 
 import yaml
@@ -120,7 +120,7 @@ def load(name: str | Path) -> Layout:
     >>> load("universal").order_text
     '[b] h l o t d'
     """
-    require_a((str, Path), "layout", name, "a name that `kvbm layouts` lists, or the path of a .yaml file", SpecError)
+    require_a((str, PurePath), "layout", name, "a name that `kvbm layouts` lists, or the path of a .yaml file", SpecError)
     text = str(name)
     if text.endswith((".yaml", ".yml")):
         return _read(Path(name), Path(name).stem)

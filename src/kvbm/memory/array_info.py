@@ -424,6 +424,15 @@ class _Flat:
     def __iter__(self) -> Iterator[Any]:
         return self._flat
 
+    def __next__(self) -> Any:
+        return next(self._flat)
+
+    def _as_numpy(name: str) -> Any:  # type: ignore[misc]  # noqa: N805
+        return lambda self, other: getattr(self._flat, name)(other)
+
+    __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = map(_as_numpy, ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"))
+    __hash__ = None  # type: ignore[assignment]
+
     def __len__(self) -> int:
         return len(self._flat)
 

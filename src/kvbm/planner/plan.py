@@ -339,11 +339,11 @@ def plan(
 
 def _both(given: Any, what: str) -> tuple[Any, Any]:
     """One value for each side."""
-    if type(given) is not tuple:
+    if not isinstance(given, tuple | list):
         return given, given
     if len(given) != 2:
         raise PlanError(f"{what}: expected one, or one for each side, got {quoted(given)}")
-    return given
+    return given[0], given[1]
 
 
 def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range, range]:

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..layout.overlap import reach
@@ -98,7 +98,14 @@ class Source:
             if now and len(pieces) < 3:
                 act(itertools.chain.from_iterable(pieces))
                 return lambda: None
-            waited = [threads.submit(act, piece) for piece in pieces]
+            waited: list[Future[None]] = []
+            for piece in pieces:
+                try:
+                    waited.append(threads.submit(act, piece))
+                except RuntimeError as error:
+                    if "shutdown" not in str(error):
+                        raise
+                    act(piece)  # the main thread has ended: no thread starts any more
 
             def wait() -> None:
                 for one in waited:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .._arguments import number, quoted
+from .._arguments import number, quoted, whole
 from ..errors import BindError
 
 __all__ = ["digest"]
@@ -79,12 +79,12 @@ def _is_plane(one: tuple[Any, Any]) -> bool:
 
 
 def _is_extents(name: Any, extents: Any, named: Mapping[str, npt.NDArray[np.uint8]]) -> bool:
-    if not isinstance(name, str) or name not in named or not isinstance(extents, tuple):
+    if not isinstance(name, str) or name not in named or not isinstance(extents, tuple | list):
         return False
     held = named[name].shape[1:-1]
     return len(extents) == len(held) and all(
-        type(n) is int and least <= n < 1 << 31 for n, least in zip(extents, held, strict=True)
-    ) and math.prod(extents) < 1 << 31
+        whole(n) is not None and least <= n < 1 << 31 for n, least in zip(extents, held, strict=True)
+    ) and math.prod(map(int, extents)) < 1 << 31
 
 
 def _fold(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from .._arguments import quoted
+from .._arguments import is_real, quoted
 from ..system.clock import Events, cuda
 from .data import device_index
 
@@ -57,7 +57,7 @@ class KernelFailure(Exception):  # noqa: N818  (internal: users see only its sen
 
 def require_limit(limit_s: float) -> None:
     """Raise ValueError unless `limit_s` is a positive number."""
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not limit_s > 0:  # type: ignore[redundant-expr]
+    if not is_real(limit_s) or not limit_s > 0:
         raise ValueError(f"limit_s: expected a number of seconds above 0, got {quoted(limit_s)}")
 
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from .._arguments import listed, quoted, require_a
-from ..errors import BindError
+from .._arguments import listed, quoted, require_a, require_like
 from . import limits
 from .compare import find_nan
 from .data import clone, device_index, nbytes, require_room
@@ -95,8 +94,7 @@ class Benchmark(_Pair):
 
 def write_csv(records: Iterable[BenchmarkRecord], out: TextIO) -> None:
     """Write records as CSV with a header line.  None becomes an empty field."""
-    if not callable(getattr(type(out), "write", None)):
-        raise BindError(f"out: expected a file that is open for text, got {quoted(out)}")
+    require_like("out", out, ("write",), "a file that is open for text", methods=True)
     records = listed("records", records, "records")
     for record in records:
         require_a(BenchmarkRecord, "records", record, "a BenchmarkRecord each")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from .._arguments import listed, number, quoted, require_a, require_text
+from .._arguments import is_real, listed, number, quoted, require_a, require_text
 from ..errors import BindError, PeerLostError
 from .protocol import Op, Slab, Slice, Wire, require_wire
 
@@ -55,7 +55,7 @@ def random_faults(
 ) -> list[Fault]:
     """Return a script in which each note, put and call has a fault of these kinds with a probability of `rate`."""
     chance = random.Random(number("seed", seed, -(1 << 64), 1 << 64))
-    if not isinstance(rate, int | float) or not 0 <= rate <= 1:  # type: ignore[redundant-expr]
+    if not is_real(rate) or not 0 <= rate <= 1:
         raise BindError(f"rate: expected a probability, got {quoted(rate)}")
     wanted, most = listed("kinds", kinds, "kinds of faults"), number("most", most, 0, 1 << 24)
     for kind in wanted:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import _core
-from .._arguments import quoted, require_a
+from .._arguments import is_real, quoted, require_a
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
 from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
 
@@ -74,7 +74,7 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
     >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
     """
     require_wire("wire", wire)
-    if isinstance(drop_seconds, bool) or not isinstance(drop_seconds, int | float) or not 0 <= drop_seconds < 1e9:  # type: ignore[redundant-expr]
+    if not is_real(drop_seconds) or not 0 <= drop_seconds < 1e9:
         raise BindError(f"drop_seconds: expected seconds, got {quoted(drop_seconds)}")
     return Mapped(wire, drop_seconds)
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Final, Literal
 
-from .._arguments import quoted
+from .._arguments import is_real, quoted
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
 from .protocol import NOTE_BYTES, Card, Ends, Op, Peer, Slab, Slice, deadline, inside
 
@@ -91,9 +91,9 @@ class _Torch(Ends["_Far"]):
         if not isinstance(store, distributed.Store):
             raise BindError(f"{name}: store: expected a store of torch.distributed, got {quoted(store)}")
         for what, seconds in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:  # type: ignore[redundant-expr]
+            if not is_real(seconds) or not 0 <= seconds < 1e9:
                 raise BindError(f"{name}: {what}: expected seconds, got {quoted(seconds)}")
-        if type(backend) is not str or backend not in ("gloo", "nccl"):
+        if not isinstance(backend, str) or str.__str__(backend) not in ("gloo", "nccl"):  # type: ignore[redundant-expr]
             raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {quoted(backend, 40)}")
         self.transport = f"torch/{backend}"
         self._torch: Any = torch
