@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import csv
 import ctypes
 import dataclasses
@@ -398,7 +399,66 @@ def test_a_kernel_that_hangs(hanging: Any) -> None:
     assert str(check(hanging, limit_s=0.05)).startswith(said)
     average, error = benchmark_kernel(hanging, X, 2, 3, limit_s=0.05)
     assert math.isnan(average)
-    assert error is not None and error.startswith(said) and error.endswith(" (after 0 of 5 calls)")
+    assert error is not None and error.startswith(said)
+    assert " (after 0 of 5 calls), and no longer computes; limit_s= " in error
+
+
+def computes(seconds: float, over: threading.Event | None = None) -> None:
+    """Use a core, or wait for one, until the time or the test is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not (over is not None and over.is_set()):
+        pass
+
+
+def on_a_thread(seconds: float) -> None:
+    worker = threading.Thread(target=computes, args=(seconds,), daemon=True)
+    worker.start()
+    worker.join()
+
+
+@pytest.mark.slow  # three limits each
+@pytest.mark.usefixtures("no_grace")
+def test_a_kernel_that_computes_for_longer_than_its_limit_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: a slow machine was a hang, also for kvbm's own copies.  Threads of a pool and threads that have ended count, too."""
+    monkeypatch.setattr("kvbm.system.machine.cache_bytes", lambda device: 1 << 20)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # the pool's thread is there before the call
+        kernels = [
+            lambda x: computes(0.6) or x,
+            lambda x: pool.submit(computes, 0.6).result() or x,
+            lambda x: [on_a_thread(0.05) for _ in range(12)] and x,
+        ]
+        for kernel in kernels:
+            assert make_match_reference(lambda x: x, limit_s=0.2)(kernel, X) == (True, None)
+    assert benchmark_kernel(lambda x: computes(0.2) or x, X, 1, 2, limit_s=0.2).error is None
+
+
+@pytest.mark.slow  # ten limits, twice
+@pytest.mark.usefixtures("no_grace")
+def test_a_kernel_that_computes_for_ever_is_too_slow_and_does_not_hang(hanging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it a sign, while it goes on, that the next one computes."""
+    monkeypatch.setattr("kvbm.system.machine.cache_bytes", lambda device: 1 << 20)
+    over = threading.Event()
+    try:
+        error = check(lambda x: computes(math.inf, over), limit_s=0.1)
+        said = "the kernel is too slow: it did not return within 10 times its limit of 0.1 s: it computed all the time"
+        assert error.startswith(said) and "limit_s=" in error
+        assert check(hanging, limit_s=0.1).startswith("the kernel hangs: it did not return within its limit of 0.1 s")
+        _, error = benchmark_kernel(lambda x: computes(0.02, over), 1, 0, 1000, limit_s=0.1)
+        assert error is not None
+        assert re.match(r"the kernel is too slow: .* within 10 times its limit of 0.1 s \(after \d+ of 1000 calls\)", error), error
+    finally:
+        over.set()
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_a_thread_that_waits_for_a_gpu_by_polling_is_no_sign_that_the_gpu_computes() -> None:
+    over = threading.Event()
+    try:
+        with pytest.raises(limits.KernelFailure, match=r"the kernel hangs: .* its limit of 0.05 s"):
+            limits.run(lambda _: computes(math.inf, over), 0.05, on_gpu=True)
+    finally:
+        over.set()
 
 
 def test_many_calls_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +467,7 @@ def test_many_calls_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch)
     pause = threading.Event()
     _, error = benchmark_kernel(lambda x: pause.wait(0.02), 1, 0, 1000, limit_s=1.5)
     assert error is not None
-    assert "its calls were not done within its limit of 1.5 s" in error and "of 1000 calls" in error
+    assert "is too slow: its calls were not done within its limit of 1.5 s" in error and "of 1000 calls" in error
     assert not [
         thread for thread in threading.enumerate() if thread.name == "kvbm.testing kernel" and thread.is_alive()
     ]
@@ -654,20 +714,23 @@ print(make_match_reference(lambda data: data[0], limit_s=0.2)(kernel, (torch.one
 sys.exit(7)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 7 and "the kernel hangs" in ended.stdout, ended
+    assert ended.returncode == 7 and "the kernel is too slow" in ended.stdout, ended
 
 
 def test_seconds_without_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that needs 0.3 s on a machine that gives its threads no core meanwhile does not hang; one that never ends does."""
     start = time.monotonic()
     monkeypatch.setattr(limits, "GRACE", 0.0)
-    monkeypatch.setattr(limits, "_waits", lambda: {"1": time.monotonic() - start})
-    assert limits.run(lambda _: time.sleep(0.3) or 5, 0.1) == 5
-    with pytest.raises(limits.KernelFailure, match=r"hangs.*limit of 0.01 s, and .* waited for a core"):
-        limits.run(lambda _: threading.Event().wait(30), 0.01)
-    monkeypatch.setattr(limits, "_waits", dict)
-    with pytest.raises(limits.KernelFailure, match=r"within its limit of 0.01 s$"):
-        limits.run(lambda _: threading.Event().wait(30), 0.01)
+    monkeypatch.setattr(limits, "_tasks", lambda: {"1": (0.0, time.monotonic() - start)})
+    ended = {False: r"too slow.* 10 times .*0.01 s.* waited for a core", True: r"hangs.*0.01 s, and .* more in which it waited"}
+    for on_gpu, said in ended.items():
+        assert limits.run(lambda _: time.sleep(0.3) or 5, 0.1, on_gpu=on_gpu) == 5
+        with pytest.raises(limits.KernelFailure, match=said):
+            limits.run(lambda _: threading.Event().wait(30), 0.01, on_gpu=on_gpu)
+    monkeypatch.setattr(limits, "_tasks", dict)  # Linux does not count them
+    for on_gpu in ended:
+        with pytest.raises(limits.KernelFailure, match=r"hangs: it did not return within its limit of 0.02 s"):
+            limits.run(lambda _: threading.Event().wait(30), 0.02, on_gpu=on_gpu)
 
 
 @pytest.mark.quick

@@ -81,14 +81,15 @@ def make_match_reference(
     rtol, atol : float
         As for `allclose_with_error`.
     limit_s : float
-        Seconds after which a kernel counts as hanging (see `kvbm.testing.limits`).
+        Seconds after which a kernel that no longer computes hangs.  On the CPU one that computes has ten times as long, and is then
+        too slow (see `kvbm.testing.limits`).
 
     Returns
     -------
     callable
         ``check(impl_fn, data) -> (ok, error)``.  Reference and kernel get separate copies of the data.  `error` is None, or a
-        sentence on the exception, the hang, the part with another shape or dtype, the place of a NaN, or the worst element with
-        its coordinate and both values.
+        sentence on the exception, the time limit, the part with another shape or dtype, the place of a NaN, or the worst element
+        with its coordinate and both values.
 
     Examples
     --------

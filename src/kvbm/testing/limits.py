@@ -9,10 +9,16 @@ On the CPU, times can differ from those on the main thread in two ways.  OpenMP 
 calls it, and waits differently if all of them outnumber the cores.  And glibc returns large freed memory of such a thread to the
 system sooner.  A kernel that writes into given memory on one core takes as long as on the main thread.
 
-A limit is in the machine's time: seconds in which threads of this process were ready and got no core do not count, up to nine
-times the limit.  So a kernel on a busy machine is slow, and does not hang.
+On the CPU a call *hangs* if it has not returned when its limit is over, and threads of this process have used nearly no processor
+time since the last look, and were not waiting for a core either.  Else it is *slow*, as on a slow or busy machine, in an emulator
+or under valgrind, and gets as long again, until ten limits are over.  So a kernel that computes for ever is given up, too, and
+reported as too slow.  All threads count, because a kernel may leave its work to a pool of threads: only the thread that waits for
+the call and the threads of calls that were given up do not.  Beside another thread that computes, a hang is therefore reported
+after ten limits, as too slow.
 
 On a GPU a call returns before its work is done.  An event is polled for the work, so a kernel that never ends is detected, too.
+Nothing shows whether a GPU computes, and a thread that waits for it may use a core.  So the limit is time by the clock there, and
+only seconds in which threads were ready and got no core do not count, up to the same ten limits.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .._arguments import is_real, quoted
 from ..system.clock import Events, cuda
@@ -44,8 +50,11 @@ T = TypeVar("T")
 #: Seconds between two queries of an event: at first, and at most.
 SHORT_NAP, LONG_NAP = 20e-6, 2e-3
 
-#: Most seconds of waiting for a core that are added to a limit, in limits.
-MOST_LOST = 9
+#: Most seconds of a call that is slow and does not hang, in limits.
+MOST = 10
+
+#: A call that uses a smaller part of a core computes nearly nothing: a thread that polls for something uses some per cent.
+NEARLY_NOTHING = 0.1
 
 #: Seconds after the limit in which a thread may itself report that the GPU hangs.
 GRACE = 1.0
@@ -81,7 +90,7 @@ def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
             gpu.finish(deadline)
             return result
 
-    return run(work, limit_s)
+    return run(work, limit_s, on_gpu=device >= 0)
 
 
 class Blamed:
@@ -128,12 +137,19 @@ def said(error: BaseException, ours: str = __file__) -> str:
 
 
 class Deadline:
-    """A time limit, and the progress for its message.
+    """A time limit, which moves while a call is slow, and the progress for its message.
 
-    Attributes
+    Made by the thread that waits for the call.
+
+    Parameters
     ----------
     limit_s : float
         Seconds.
+    on_gpu : bool
+        True if processor time says nothing about the call, because a GPU does its work.
+
+    Attributes
+    ----------
     progress : tuple of two int, or None
         Number of calls made, and of all calls.
     pid : int
@@ -142,54 +158,146 @@ class Deadline:
         True if the caller no longer waits, so that a thread that returns late ends.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
+    def __init__(self, limit_s: float, on_gpu: bool) -> None:
+        self.limit_s, self.on_gpu = limit_s, on_gpu
         self.progress: tuple[int, int] | None = None
         self.passed = False
         self.pid = os.getpid()
-        self._before = _waits()
-        self._end = time.monotonic() + limit_s
-
-    @property
-    def lost(self) -> float:
-        """Seconds in which the thread of this process that waited longest was ready to run and got no core."""
-        waits = _waits()
-        return max((after - self._before.get(name, 0.0) for name, after in waits.items()), default=0.0)
+        self._strangers = _given_up_tasks() | {str(threading.get_native_id())}
+        self._lock = threading.Lock()  # the call and the one that waits for it may look at the same time
+        self._lost, self._computes = 0.0, False
+        self._seen = _Use.now()
+        self._end = self._seen.at + limit_s
+        self._last = self._seen.at + MOST * limit_s
 
     @property
     def left(self) -> float:
-        """Remaining seconds: those of the limit, and those that the machine took for other work."""
-        left = self._end - time.monotonic()
-        return left if left > 0 else left + min(self.lost, MOST_LOST * self.limit_s)
+        """Remaining seconds.  Where none are left, the end moves if the call is slow and does not hang."""
+        with self._lock:
+            if not self.passed and time.monotonic() >= self._end:
+                self._look()
+            return self._end - time.monotonic()
 
-    def missed(self, what: str) -> KernelFailure:
-        progress = f" (after {self.progress[0]} of {self.progress[1]} calls)" if self.progress else ""
-        lost = self.lost
-        busy = f", and {lost:.1f} s more in which its threads waited for a core" if lost > 0.1 * self.limit_s else ""
-        return KernelFailure(f"the kernel hangs: {what} within its limit of {self.limit_s:g} s{busy}{progress}")
+    def _look(self) -> None:
+        now = _Use.now()
+        ran, waited = now.since(self._seen, self._strangers)
+        self._computes = not self.on_gpu and ran + waited > NEARLY_NOTHING * (now.at - self._seen.at)
+        if now.at < self._last and (self._computes or self.on_gpu):
+            self._end = min(self._end + waited if self.on_gpu else now.at + self.limit_s, self._last)
+            self._lost += waited
+            self._seen = now
+
+    def give_up(self) -> set[str]:
+        """The caller waits no longer.  Returns the threads that computed since the last look."""
+        self.passed = True
+        return _Use.now().busy(self._seen) - self._strangers
+
+    def missed(self, what: str, *, returns: bool = False) -> KernelFailure:
+        """What to report.
+
+        Parameters
+        ----------
+        what : str
+            What did not happen, as a clause: ``"it did not return"``.
+        returns : bool
+            True if single calls return, so that they do not hang.
+        """
+        limit = f"its limit of {self.limit_s:g} s"
+        calls = f" (after {self.progress[0]} of {self.progress[1]} calls)" if self.progress else ""
+        advice = "; limit_s= (kvbm smoke: --limit) gives it more time"
+        least = 0.1 * self.limit_s
+        if self._computes:
+            lost = f", except for {self._lost:.1f} s in which it waited for a core" if self._lost > least else ""
+            return KernelFailure(
+                f"the kernel is too slow: {what} within {MOST} times {limit}{calls}: it computed all the time{lost}{advice}"
+            )
+        more = self._end - self._last + (MOST - 1) * self.limit_s
+        did = "waited" if self.on_gpu else "computed or waited"
+        longer = f", and {more:.1f} s more in which it {did} for a core" if more > least else ""
+        still = "" if returns or self.on_gpu else ", and no longer computes"
+        return KernelFailure(
+            f"the kernel {'is too slow' if returns else 'hangs'}: {what} within {limit}{longer}{calls}{still}{advice}"
+        )
 
 
-def _waits() -> dict[str, float]:
-    """For each thread of this process, the seconds that it waited for a core; nothing if Linux does not count them."""
+class _Use(NamedTuple):
+    """Use of the processor until a moment.
+
+    Attributes
+    ----------
+    at : float
+        The moment, in seconds of the monotonic clock.
+    ran : float
+        Seconds that all threads of this process have computed, also those that have ended.
+    tasks : dict of str to (float, float)
+        For each thread, the seconds that it computed, and those that it waited for a core; empty if Linux does not count them.
+    """
+
+    at: float
+    ran: float
+    tasks: dict[str, tuple[float, float]]
+
+    @classmethod
+    def now(cls) -> _Use:
+        return cls(time.monotonic(), time.process_time(), _tasks())
+
+    def since(self, before: _Use, strangers: set[str]) -> tuple[float, float]:
+        """Seconds that threads other than `strangers` computed, together, and that one of them waited for a core, at most."""
+        more = {
+            task: (ran - before.tasks.get(task, (0.0, 0.0))[0], waited - before.tasks.get(task, (0.0, 0.0))[1])
+            for task, (ran, waited) in self.tasks.items()
+        }
+        others = sum(ran for task, (ran, _) in more.items() if task in strangers)
+        waits = [waited for task, (_, waited) in more.items() if task not in strangers]
+        return self.ran - before.ran - others, max(waits, default=0.0)
+
+    def busy(self, before: _Use) -> set[str]:
+        """Threads that computed for more than nearly nothing."""
+        least = NEARLY_NOTHING * (self.at - before.at)
+        return {task for task, (ran, _) in self.tasks.items() if ran - before.tasks.get(task, (0.0, 0.0))[0] > least}
+
+
+def _tasks() -> dict[str, tuple[float, float]]:
     found = {}
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError, ValueError, IndexError):  # it may have ended
-                found[task.name] = int((task / "schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+                ran, waited, *_ = (task / "schedstat").read_text(encoding="ascii").split()
+                found[task.name] = int(ran) / 1e9, int(waited) / 1e9
     return found
 
 
-def run(work: Callable[[Deadline], T], limit_s: float) -> T:
-    """Run `work` on a thread with the context of this one (context variables, and torch's modes), for at most `limit_s` seconds.
+#: Calls that were given up, with the threads that work for them: they are no sign that another call computes.
+_given_up: dict[threading.Thread, set[str]] = {}
+
+
+def _given_up_tasks() -> set[str]:
+    for thread in list(_given_up):
+        if not thread.is_alive():
+            _given_up.pop(thread, None)
+    return set().union(*_given_up.values())
+
+
+def run(work: Callable[[Deadline], T], limit_s: float, *, on_gpu: bool) -> T:
+    """Run `work` on a thread with the context of this one (context variables, and torch's modes).
 
     Exceptions of `work` are raised here.
+
+    Parameters
+    ----------
+    work : callable
+        Called with the deadline.
+    limit_s : float
+        Seconds after which it is given up if it hangs.  While it is slow, it has up to `MOST` times as long.
+    on_gpu : bool
+        True if a GPU does its work, so that processor time is no sign that it computes.
 
     Raises
     ------
     KernelFailure
         The time limit has passed.
     """
-    deadline = Deadline(limit_s)
+    deadline = Deadline(limit_s, on_gpu)
     outcome: list[tuple[bool, Any]] = []
     context, restore = contextvars.copy_context(), _torch_state()
 
@@ -207,7 +315,7 @@ def run(work: Callable[[Deadline], T], limit_s: float) -> T:
     while thread.is_alive() and (left := deadline.left) > -GRACE:
         thread.join(min(left + GRACE + SHORT_NAP, threading.TIMEOUT_MAX))
     if not outcome:
-        deadline.passed = True
+        _given_up[thread] = deadline.give_up() | {str(thread.native_id)}
         raise deadline.missed("it did not return")
     ok, value = outcome[0]
     if not ok:

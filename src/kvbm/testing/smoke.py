@@ -64,7 +64,8 @@ def run(
     num_runs : int
         Measured runs per test.
     limit_s : float
-        Time limit of a kernel in seconds, for the test and again for its runs.
+        Time limit of a kernel in seconds, for the test and again for its runs.  On the CPU a kernel that computes has ten times as
+        long (see `kvbm.testing.limits`).
     step : callable, optional
         Called with each result.
 
@@ -178,7 +179,7 @@ class _Convert:
     default=60.0,
     show_default=True,
     type=click.FloatRange(0, min_open=True),
-    help="Seconds after which a kernel counts as hung.",
+    help="Seconds after which a kernel counts as hung. One that still computes on the CPU has ten times as long.",
 )
 @json_option()
 @click.option("--ssh", "target", metavar="USER@HOST:PORT", help="Run on another machine: needs kvbm-layouts[remote].")
