@@ -537,7 +537,7 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             crossed = not cuts <= {stride for one in kinds for stride in one.strides}
             # For latents, layouts of latents before those with an axis of K and V.
             rank = (_WORST.index(fit), not call or shape.no == 1, crossed, kinds[0].shape.count(1), reading.name == "perhaps")
-            return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank, call)
+            return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank, call if key == "vllm" else "")
     return None
 
 
@@ -691,11 +691,13 @@ def _with_pitches(
         for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
             try:
                 kind = layout.resolve(shape, blocks).first
-                text = own_layout(layout.order_text, pitches(array, kind) or {}, kind.itemsize)
+                if not (steps := pitches(array, kind)):
+                    continue
+                text = own_layout(layout.order_text, steps, kind.itemsize)
                 mine = spec.parse(text, name="mine")
             except (LayoutError, SpecError):
                 continue
-            if mine.pitch and (one := _fit_layout([mine], shape, reading, blocks)):
+            if one := _fit_layout([mine], shape, reading, blocks):
                 found.append((one.rank, one, ", ".join(one.name for one in same), text))
     texts: dict[Any, str] = {}
     for _, one, names, text in sorted(found, key=lambda item: item[0]):
