@@ -406,7 +406,7 @@ def test_a_prompt_that_is_half_read_moves(device: str) -> None:
         name = begun(one, 1, prompt)
         with here.paused():
             go_on = batching.HandOver(here, there)
-            with pytest.raises(kvbm.BindError, match="the manager has one of this name; pass request_id="):
+            with pytest.raises(kvbm.BindError, match="the manager has one of this name; pass another as request_id="):
                 batching.HandOver(here, here)(name)
             state = here.detach(name)
             assert state.status.name == "PREFILLING" and state.position_offset == 128

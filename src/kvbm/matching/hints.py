@@ -14,7 +14,7 @@ from ..layout.resolved import Allocation, Resolved
 from ..layout.shapes import ITEMSIZE, BlockShape
 from ..memory.array_info import Array, dense
 
-__all__ = ["HOW", "Steps", "near_shapes", "own_layout", "pitches", "steps_between", "steps_of", "vllm_call"]
+__all__ = ["HOW", "Steps", "merged", "near_shapes", "own_layout", "pitches", "steps_between", "steps_of", "vllm_call"]
 
 #: How arrays are bound, by the fit of their axes.
 HOW = {
@@ -33,6 +33,17 @@ _SIZES = {"nl": "layers", "hd": "elements per head", "nh": "KV heads", "nt": "to
 def steps_of(shape: Sequence[int], strides: Sequence[int]) -> Steps:
     """Stride in bytes and extent of each axis that is longer than one, fastest first."""
     return sorted((stride, extent) for extent, stride in zip(shape, strides, strict=True) if extent > 1)
+
+
+def merged(steps: Steps) -> Steps:
+    """The steps, with axes that continue each other merged."""
+    made: Steps = []
+    for stride, extent in steps:
+        if made and made[-1][0] * made[-1][1] == stride:
+            made[-1] = (made[-1][0], made[-1][1] * extent)
+        else:
+            made.append((stride, extent))
+    return made
 
 
 def steps_between(array: Array, count: int) -> list[int]:
@@ -90,7 +101,7 @@ def _has_dims(array: Array, dims: Sequence[str], resolved: Resolved) -> bool:
 
 def pitches(array: Array, kind: Allocation) -> dict[str, int] | None:
     """Strides in bytes along the axes of an allocation that need a pitch to fit the array; None if the array does not fit."""
-    mine, found, held = steps_of(array.shape, array.strides), dict[str, int](), kind.itemsize
+    mine, found, held = merged(steps_of(array.shape, array.strides)), dict[str, int](), kind.itemsize
     for axis, extent in reversed(list(zip(kind.axes, kind.shape, strict=True))):
         if extent == 1:
             continue

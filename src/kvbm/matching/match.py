@@ -14,18 +14,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._arguments import quoted
 from ..errors import BindError, LayoutError, SpecError
 from ..layout import spec
+from ..layout.address_map import Step
 from ..layout.layout import Layout
 from ..layout.naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
 from ..layout.resolved import Allocation, Resolved
-from ..layout.shapes import BlockShape
+from ..layout.shapes import BlockShape, numpy_name
 from ..layout.terms import AXES
 from ..memory.allocation import Arrays
 from ..memory.array_checks import block_shape, reads_as
 from ..memory.array_info import Array, dense, describe, span
-from .hints import HOW, Steps, near_shapes, own_layout, pitches, steps_between, steps_of, vllm_call
+from .hints import HOW, Steps, merged, near_shapes, own_layout, pitches, steps_between, steps_of, vllm_call
 
 __all__ = ["Candidate", "Check", "Match", "match", "match_described", "names_of_strides", "parse"]
 
@@ -55,6 +58,8 @@ class Candidate(NamedTuple):
         ``"exact"``, ``"permuted"`` or ``"viewed"``.
     how : str
         How the arrays are bound to the layout.
+    code : str
+        Python that does it, for the arrays ``tensors`` (a list; ``tensor`` if there is one) and the block shape ``shape``.
     """
 
     layout: Layout
@@ -62,6 +67,7 @@ class Candidate(NamedTuple):
     num_blocks: int
     fit: str
     how: str
+    code: str = ""
 
 
 class Check(NamedTuple):
@@ -99,6 +105,8 @@ class Match(Sequence[Candidate]):
         an unspecified order.
     reason : str
         If no layout fits: the reason.
+    alike : tuple of tuple of Candidate
+        The candidates again: those with the same addresses of all elements are together.
     """
 
     shape: BlockShape
@@ -106,6 +114,7 @@ class Match(Sequence[Candidate]):
     candidates: tuple[Candidate, ...]
     checks: tuple[Check, ...]
     reason: str = ""
+    alike: tuple[tuple[Candidate, ...], ...] = ()
 
     def __getitem__(self, index: Any) -> Any:
         return self.candidates[index]
@@ -125,12 +134,9 @@ class Match(Sequence[Candidate]):
         lines = [f"{self.arrays}, block shape {self.shape}"]
         if not self.candidates:
             return f"{lines[0]}\nNo shipped layout fits: {self.reason}"
-        alike: dict[Any, list[Candidate]] = {}
-        for one in self.candidates:
-            alike.setdefault(_address_map(one, self.shape), []).append(one)
-        for number, (one, *others) in enumerate(alike.values(), 1):
+        for number, (one, *others) in enumerate(self.alike, 1):
             lines += [f"{number}. {', '.join(one.names)}", f"   {one.layout.order_text}"]
-            lines.append(f"   {one.num_blocks:,} blocks; {one.how}")
+            lines += [f"   {one.num_blocks:,} blocks; {one.how}", f"   {one.code}"]
             if others:
                 lines.append(f"   {len(others)} more layouts have the same addresses at this shape")
         if len(self.candidates) == 1:
@@ -151,7 +157,7 @@ class Match(Sequence[Candidate]):
             "candidates": [
                 {
                     "names": list(one.names), "order": one.layout.order_text, "fingerprint": one.layout.fingerprint,
-                    "num_blocks": one.num_blocks, "fit": one.fit, "how": one.how,
+                    "num_blocks": one.num_blocks, "fit": one.fit, "how": one.how, "code": one.code,
                 }
                 for one in self.candidates
             ],
@@ -185,15 +191,24 @@ class _Parts(Sequence[Array]):
 
 
 class _Reading(NamedTuple):
-    """One interpretation of the arrays as allocations.  If it assumes other addresses: `given` are the arrays there."""
+    """One interpretation of the arrays as allocations.  If it assumes other addresses: `given` are the arrays there.
+
+    `cast` is Python that makes each array one of another dtype, such as ``.view(torch.uint8)``.
+    """
 
     name: str
     arrays: Sequence[Array]
     given: Sequence[Array] = ()
+    cast: str = ""
 
     @property
     def joined(self) -> bool:
         return self.name in ("joined", "perhaps")
+
+    @property
+    def single(self) -> bool:
+        """True if there is one array."""
+        return not self.joined and (self.name == "unbound" or len(self.arrays) == 1)
 
 
 class _Found(NamedTuple):
@@ -201,6 +216,7 @@ class _Found(NamedTuple):
     resolved: Resolved
     reading: _Reading
     rank: tuple[int, ...]
+    call: str
 
 
 def match(
@@ -244,27 +260,39 @@ def match(
     given = list(tensors) if isinstance(tensors, list | tuple | Arrays) else [tensors]
     if not given:
         raise BindError("match: expected at least one array, got none")
-    return match_described([describe(one, f"match: array {i}") for i, one in enumerate(given)], shape, engine, num_blocks)
+    arrays = [describe(one, f"match: array {i}") for i, one in enumerate(given)]
+    return match_described(arrays, shape, engine, num_blocks, numpy=all(isinstance(one, np.ndarray) for one in given))
 
 
 def match_described(
     arrays: Sequence[Array], shape: BlockShape | str, engine: str | None = None, num_blocks: int | None = None, *,
-    placed: bool = True,
+    placed: bool = True, numpy: bool = False,
 ) -> Match:
-    """`match` for arrays that are already described.  Without `placed`, their addresses mean nothing."""
+    """`match` for arrays that are already described.  Without `placed`, their addresses mean nothing.
+
+    The printed Python is for arrays of torch; with `numpy`, for those of NumPy.
+    """
     sizes = shape if isinstance(shape, BlockShape) else block_shape(shape, arrays[0].dtype)
     for index, one in enumerate(arrays):
         if one.device != arrays[0].device:
             raise BindError(f"match: array {index} is on {one.device}, array 0 on {arrays[0].device}; expected one device")
     layouts, readings = _layouts(engine), _readings(arrays, placed)
+    raw = _cast(arrays, sizes.dtype, numpy) if _itemsize(arrays[0].dtype) == 1 else None
+    readings += _readings(*raw[:1], placed, raw[1]) if raw else []
     own = f"{engine}/".lower()
-    found = sorted(
-        _candidates(readings, sizes, layouts, num_blocks),
-        key=lambda one: (engine is not None and not one.candidate.names[0].startswith(own), one.rank),
-    )
+    found = list(_candidates(readings, sizes, layouts, num_blocks))
+    raw = _cast(arrays, "uint8", numpy)
+    if raw and not found:  # planes of several dtypes share arrays of bytes
+        planes = [same for same in layouts if same[0].planes]
+        found = list(_candidates(_readings(*raw[:1], placed, raw[1]), sizes, planes, num_blocks))
+    found.sort(key=lambda one: (engine is not None and not one.candidate.names[0].startswith(own), one.rank))
+    alike: dict[Any, list[Candidate]] = {}
+    named = [one.candidate._replace(code=_code(one, one.candidate.names[0], numpy)) for one in found]
+    for each, candidate in zip(found, named, strict=True):
+        alike.setdefault(_address_map(each), []).append(candidate)
     checks = _checks(found, arrays, sizes) if len(found) > 1 else ()
-    reason = "" if found else _reason(arrays, sizes, layouts, readings, num_blocks)
-    return Match(sizes, _words(arrays), tuple(one.candidate for one in found), tuple(checks), reason)
+    reason = "" if found else _reason(arrays, sizes, layouts, readings, num_blocks, numpy)
+    return Match(sizes, _words(arrays), tuple(named), tuple(checks), reason, tuple(map(tuple, alike.values())))
 
 
 def names_of_strides(arrays: Sequence[Array], shape: BlockShape, asked: str, most: int = 3) -> list[str]:
@@ -348,31 +376,94 @@ def _candidates(
             yield best
 
 
-def _address_map(one: Candidate, shape: BlockShape) -> Any:
-    """What is equal for two layouts that put every element at the same address, with the same arrays."""
-    resolved = one.layout.resolve(shape, one.num_blocks)
-    maps = tuple(
-        (
-            access.plane, access.half, access.dtype, access.at, access.block, access.packed,
-            # Neither an axis of one coordinate nor the order of the steps changes an address.
-            tuple(sorted((s.axes, s.divisor, s.extent, s.nbytes, s.entries, s.opaque) for s in access.steps if s.extent > 1)),
-        )
-        for access in resolved.accesses
-    )  # fmt: skip
-    return maps, one.num_blocks, resolved.record
+def _address_map(one: _Found) -> Any:
+    """What is equal for two layouts that put every element at the same address, however the arrays are bound."""
+    arrays, resolved = one.reading.arrays, one.resolved
+
+    def step(nbytes: int, entries: int, extent: int) -> tuple[int, int]:
+        """The bytes of a step, if the allocations that it visits are evenly apart."""
+        apart = arrays[entries].address - arrays[0].address if extent > 1 else 0
+        even = all(arrays[i * entries].address - arrays[0].address == i * apart for i in range(extent))
+        return (nbytes + apart, 0) if even else (nbytes, entries)
+
+    maps = []
+    for access in resolved.accesses:
+        digits: list[Step] = []
+        for digit in sorted(access.steps, key=lambda digit: (digit.axes, digit.divisor)):
+            nbytes, entries = step(digit.nbytes, digit.entries, digit.extent)
+            digit = digit._replace(nbytes=nbytes, entries=entries)
+            if digits and not digit.opaque and digit.continues(digits[-1]):
+                digit = digits[-1]._replace(extent=digits.pop().extent * digit.extent)
+            digits.append(digit)
+        nbytes, entry = access.at
+        block = step(*access.block, one.candidate.num_blocks)
+        start = arrays[entry].address + nbytes
+        maps.append((access.plane, access.half, access.dtype, access.packed, start, block, tuple(digits)))
+    return tuple(maps), one.candidate.num_blocks, bool(resolved.parts)
 
 
-def _as_bytes(arrays: Sequence[Array]) -> list[Array]:
-    """Arrays as ``.view(torch.uint8)``; none if they are bytes, or their last axis is not contiguous."""
+def _cast(arrays: Sequence[Array], dtype: str, numpy: bool) -> tuple[list[Array], str] | None:
+    """The same memory as arrays of another dtype, and the Python that makes each; None if there is no such view."""
+    size, wanted = _itemsize(arrays[0].dtype), ITEMSIZE[dtype]
+    axes = len(arrays[0].shape)
+    if size == wanted or not axes or not _positive(arrays):
+        return None
+    if any(one.dtype != arrays[0].dtype or len(one.shape) != axes for one in arrays):
+        return None
+    order = list(range(axes))
+    if arrays[0].strides[-1] != size:  # the axis of neighbours must be the last one
+        order.sort(key=lambda axis: (arrays[0].shape[axis] > 1, -arrays[0].strides[axis]))
     made = []
     for one in arrays:
-        size = _itemsize(one.dtype)
-        if size == 1 or not one.shape or one.strides[-1] != size:
-            return []
-        made.append(
-            one._replace(shape=(*one.shape[:-1], one.shape[-1] * size), strides=(*one.strides[:-1], 1), dtype="uint8")
-        )
-    return made
+        shape, strides = [one.shape[axis] for axis in order], [one.strides[axis] for axis in order]
+        whole = [shape[-1] * size, one.address, *(s for n, s in zip(shape[:-1], strides, strict=False) if n > 1)]
+        if strides[-1] != size or any(n % wanted for n in whole):
+            return None
+        shape[-1], strides[-1] = shape[-1] * size // wanted, wanted
+        made.append(one._replace(shape=tuple(shape), strides=tuple(strides), dtype=dtype))
+    turned = "" if order == list(range(axes)) else f".transpose({order})" if numpy else f".permute({order})"
+    return made, f'{turned}.view("{numpy_name(dtype)}")' if numpy else f"{turned}.view(torch.{dtype})"
+
+
+def _code(found: _Found, name: str, numpy: bool) -> str:
+    """Python that binds the arrays to the layout of this name."""
+    layout, _, blocks, fit, *_ = found.candidate
+    reading, resolved, call = found.reading, found.resolved, found.call
+    text = (f"tensor{reading.cast}" if reading.single else f"[one{reading.cast} for one in tensors]") if reading.cast else (
+        "tensor" if reading.single else "tensors"
+    )
+    if call:
+        return call.replace("(tensors,", f"({text},")
+    # What gives each array in a loop, and the rest of the loop.
+    each, loop = "tensors[0]" + reading.cast if reading.joined else text, ""
+    if isinstance(reading.arrays, _Parts):
+        each, loop = _part(reading.arrays, text)
+        text = f"list({text})" if loop == f" for one in {text}" else f"[{each}{loop}]"
+    elif len(reading.arrays) > 1:
+        each, loop = f"one{reading.cast}", " for one in tensors"
+    if fit != "exact" or reading.joined:
+        kinds, which = resolved.kinds, resolved.kind_of_entry
+        size = 1 if numpy else _itemsize(reading.arrays[0].dtype)
+        views = [(kind.shape, tuple(stride // size for stride in kind.strides)) for kind in kinds]
+        if len(kinds) == 1:
+            text = _strided(each, "{}, {}".format(*views[0]), numpy)
+        else:
+            counts = [(str(views[kind]), len(list(group))) for kind, group in itertools.groupby(which)]
+            ways = " + ".join(f"[{view}] * {count}" for view, count in counts)
+            rows = f"[{each}{loop}]" if reading.cast or reading.name == "unbound" else "tensors"
+            text, loop = _strided("one", "*view", numpy), f" for one, view in zip({rows}, {ways})"
+        text = f"[{text}{loop}]" if loop else text
+    end = f", num_blocks={blocks}" if _needs_blocks(layout, resolved) else ""
+    return f'kvbm.Pool("{name}", shape, {text}{end})'
+
+
+def _strided(one: str, view: str, numpy: bool) -> str:
+    return f"numpy.lib.stride_tricks.as_strided({one}, {view})" if numpy else f"{one}.as_strided({view})"
+
+
+def _needs_blocks(layout: Layout, resolved: Resolved) -> bool:
+    """True if the shapes of the arrays do not say how many blocks there are."""
+    return "b" not in resolved.first.axes and not layout.b_in_table
 
 
 def _positive(arrays: Sequence[Array]) -> bool:
@@ -382,17 +473,17 @@ def _positive(arrays: Sequence[Array]) -> bool:
     )
 
 
-def _readings(arrays: Sequence[Array], placed: bool) -> list[_Reading]:
+def _readings(arrays: Sequence[Array], placed: bool, cast: str = "") -> list[_Reading]:
     """The interpretations of the arrays.  Without `placed`, their addresses mean nothing: they may be views of one allocation."""
     if not arrays or not _positive(arrays):
         return []
-    found, first, count = [_Reading("given", arrays)], arrays[0], len(arrays)
+    found, first, count = [_Reading("given", arrays, cast=cast)], arrays[0], len(arrays)
     if count == 1:
         parts = 1
         for axis, extent in enumerate(first.shape):
             parts *= extent
             if parts > 1:
-                found.append(_Reading("unbound", _Parts(first, axis + 1, parts)))
+                found.append(_Reading("unbound", _Parts(first, axis + 1, parts), cast=cast))
         return found
     if any(one[1:5] != first[1:5] for one in arrays):
         return found
@@ -406,7 +497,7 @@ def _readings(arrays: Sequence[Array], placed: bool) -> list[_Reading]:
     for step in steps:
         whole = first._replace(shape=(count, *first.shape), strides=(step, *first.strides))
         given = () if placed else [first._replace(address=first.address + index * step) for index in range(count)]
-        found.append(_Reading("joined" if placed else "perhaps", [whole], given))
+        found.append(_Reading("joined" if placed else "perhaps", [whole], given, cast))
     return found
 
 
@@ -419,7 +510,6 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             continue
         if resolved.table_size != len(reading.arrays):
             continue
-        first_kind = resolved.first
         kinds, which = resolved.kinds, resolved.kind_of_entry if len(resolved.kinds) > 1 else None
         alike = reading.arrays[:1] if reading.name == "unbound" else reading.arrays
         if which:
@@ -438,27 +528,35 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             fit = max((text for text in fits if text), key=_WORST.index)
             key = fit if fit == "exact" and not reading.joined else "vllm" if call else "whole" if fit == "exact" else fit
             how = HOW["parts" if key == "exact" and reading.name == "unbound" else key]
-            how = how.format(call=call, shape=_wanted(resolved)) + _READING[reading.name].format(parts=_parts(reading.arrays))
-            if "b" not in first_kind.axes and not layout.b_in_table and not call:
+            how = how.format(call=call, shape=_wanted(resolved)) + _READING[reading.name].format(parts=_parts(reading))
+            if _needs_blocks(layout, resolved) and not call:
                 how += f"; pass num_blocks={blocks}"
+            if reading.cast:
+                how = f"of {kinds[0].dtype}, {reading.cast}: {how}"
             cuts = {stride for stride, _ in steps_of(first.shape, first.strides)}
             crossed = not cuts <= {stride for one in kinds for stride in one.strides}
             # For latents, layouts of latents before those with an axis of K and V.
             rank = (_WORST.index(fit), not call or shape.no == 1, crossed, kinds[0].shape.count(1), reading.name == "perhaps")
-            return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank)
+            return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank, call if key == "vllm" else "")
     return None
 
 
-def _parts(arrays: Sequence[Array]) -> str:
-    """What makes a list of the parts of one array along its first axes, in Python."""
-    if not isinstance(arrays, _Parts):
-        return ""
+def _part(arrays: _Parts, text: str) -> tuple[str, str]:
+    """One of the parts of an array along its first axes, and the loop over all of them, in Python."""
     extents = arrays.whole.shape[: arrays.axes]
     if len(extents) == 1:
-        return "list(tensor)"
-    names = "ijklmn"[: len(extents)]
-    loops = " ".join(f"for {name} in range({extent})" for name, extent in zip(names, extents, strict=False))
-    return f"[tensor[{', '.join(names)}] {loops}]"
+        return "one", f" for one in {text}"
+    names = [f"i{axis}" for axis in range(len(extents))]
+    loops = "".join(f" for {name} in range({extent})" for name, extent in zip(names, extents, strict=True))
+    return f"{text}[{', '.join(names)}]", loops
+
+
+def _parts(reading: _Reading) -> str:
+    """What makes a list of the parts of one array along its first axes, in Python."""
+    if not isinstance(reading.arrays, _Parts):
+        return ""
+    each, loop = _part(reading.arrays, f"tensor{reading.cast}")
+    return f"list(tensor{reading.cast})" if each == "one" else f"[{each}{loop}]"
 
 
 def _wanted(resolved: Resolved) -> str:
@@ -506,7 +604,7 @@ def _fit(look: Sequence[Any], kind: Allocation, resolved: Resolved) -> str | Non
         return "permuted"
     if _nests(mine, theirs):
         return "viewed"
-    if kind.is_record and mine and _segments(mine) == [(1, kind.nbytes)]:
+    if kind.is_record and mine and merged(mine) == [(1, kind.nbytes)]:
         return "viewed"  # all bytes with the padding, in one piece
     return None
 
@@ -518,20 +616,9 @@ def _agreed(resolved: Resolved, kind: Allocation) -> Steps:
     return [(low, high // low) for low, high in itertools.pairwise(edges) if high > low]
 
 
-def _segments(steps: Steps) -> Steps:
-    """The steps, with axes that continue each other merged."""
-    made: Steps = []
-    for stride, extent in steps:
-        if made and made[-1][0] * made[-1][1] == stride:
-            made[-1] = (made[-1][0], made[-1][1] * extent)
-        else:
-            made.append((stride, extent))
-    return made
-
-
 def _nests(mine: Steps, theirs: Steps) -> bool:
     """True if two nests of axes cover the same bytes, and no axis of one begins inside an axis of the other and ends outside."""
-    if _segments(mine) != _segments(theirs):
+    if merged(mine) != merged(theirs):
         return False
     ours, others = {stride for stride, _ in mine}, {stride for stride, _ in theirs}
     shared = sorted(ours & others)
@@ -547,7 +634,7 @@ def _nests(mine: Steps, theirs: Steps) -> bool:
 def _words(arrays: Sequence[Array]) -> str:
     looks = dict.fromkeys((one.shape, one.strides, one.dtype) for one in arrays)
     (shape, strides, dtype), *more = looks
-    dense = span(shape, strides, 1) and _segments(steps_of(shape, strides))
+    dense = span(shape, strides, 1) and merged(steps_of(shape, strides))
     gaps = "" if not dense or (len(dense) == 1 and list(strides) == sorted(strides, reverse=True)) else f", strides {strides} bytes"
     count = f"{len(arrays):,} arrays" if len(arrays) > 1 else "1 array"
     kinds = f", and {len(more)} other kinds" if more else ""
@@ -556,7 +643,7 @@ def _words(arrays: Sequence[Array]) -> str:
 
 def _reason(
     arrays: Sequence[Array], shape: BlockShape, layouts: Sequence[Sequence[Layout]], readings: Sequence[_Reading],
-    num_blocks: int | None,
+    num_blocks: int | None, numpy: bool,
 ) -> str:
     for index, one in enumerate(arrays):
         for n, s in zip(one.shape, one.strides, strict=True):
@@ -564,7 +651,7 @@ def _reason(
                 return f"array {index} is empty: shape {one.shape}"
             if n > 1 and s <= 0:
                 return f"array {index} has a stride of {s} bytes along an axis of {n}; no layout has strides below 1"
-    if texts := list(itertools.islice(_with_pitches(shape, layouts, readings, num_blocks), 2)):
+    if texts := _with_pitches(shape, layouts, readings, num_blocks, numpy):
         return "none has these strides. " + "\nOr: ".join(texts)
 
     def fits(other: BlockShape) -> list[str]:
@@ -572,13 +659,13 @@ def _reason(
         found = sorted(_candidates(readings, other, layouts, num_blocks), key=lambda one: one.rank)
         return [name for one in found if one.rank[:2] < (_WORST.index("viewed"), 1) for name in one.candidate.names]
 
-    for other in dict.fromkeys((shape, replace(shape, no=1))):  # K and V of other sizes side by side, in one row
+    if shape.no > 1 and (raw := _cast(arrays, "uint8", numpy)):  # K and V of other sizes side by side, in one row
         own = [same for same in layouts if same[0].planes]
-        raw = sorted(_candidates(_readings(_as_bytes(arrays), True), other, own, num_blocks), key=lambda one: one.rank)
-        if raw:
-            given = "" if other == shape else "; with no=1, as the planes k and v of a row are K and V,"
-            return f"none takes elements of {arrays[0].dtype}{given or ';'} as bytes, .view(torch.uint8), these fit: " + ", ".join(
-                name for one in raw[:4] for name in one.candidate.names
+        found = _candidates(_readings(*raw[:1], True), replace(shape, no=1), own, num_blocks)
+        if said := [name for one in sorted(found, key=lambda one: one.rank)[:4] for name in one.candidate.names]:
+            return (
+                f"none takes elements of {arrays[0].dtype}; with no=1, as the planes k and v of a row are K and V, as bytes, "
+                f"{raw[1]}, these fit: {', '.join(said)}"
             )
 
     if near := near_shapes(arrays, shape, fits):
@@ -593,23 +680,31 @@ def _reason(
 
 
 def _with_pitches(
-    shape: BlockShape, layouts: Sequence[Sequence[Layout]], readings: Sequence[_Reading], num_blocks: int | None
-) -> Iterator[str]:
-    """Layouts whose order fits the arrays, with the pitch that they need, as YAML."""
+    shape: BlockShape, layouts: Sequence[Sequence[Layout]], readings: Sequence[_Reading], num_blocks: int | None, numpy: bool
+) -> list[str]:
+    """Layouts whose order fits the arrays, with the pitch that they need, as YAML: one per set of equal addresses."""
+    found = list[tuple[tuple[int, ...], _Found, str, str]]()
     for same, reading in itertools.product(layouts, readings):
         layout, array = same[0], reading.arrays[0]
-        if layout.planes or layout.pitch or len(layout.orders) > 1 or reading.name == "unbound":
+        if layout.planes or layout.pitch or len(layout.orders) > 1:
             continue
         for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
             try:
                 kind = layout.resolve(shape, blocks).first
-                text = own_layout(layout.order_text, pitches(array, kind) or {}, kind.itemsize)
+                if not (steps := pitches(array, kind)):
+                    continue
+                text = own_layout(layout.order_text, steps, kind.itemsize)
                 mine = spec.parse(text, name="mine")
             except (LayoutError, SpecError):
                 continue
-            if mine.pitch and _fit_layout([mine], shape, reading, blocks):
-                names = ", ".join(one.name for one in same)
-                yield f"The order of {names} fits{_READING[reading.name]}, with a pitch. As a layout of your own:\n{text}"
+            if one := _fit_layout([mine], shape, reading, blocks):
+                found.append((one.rank, one, ", ".join(one.name for one in same), text))
+    texts: dict[Any, str] = {}
+    for _, one, names, text in sorted(found, key=lambda item: item[0]):
+        said = f"The order of {names} fits{_READING[one.reading.name].format(parts=_parts(one.reading))}, with a pitch."
+        code = _code(one, "mine.yaml", numpy)
+        texts.setdefault(_address_map(one), f"{said} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
+    return list(texts.values())
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------

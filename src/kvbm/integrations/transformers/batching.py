@@ -176,7 +176,8 @@ class Batching:
             taken = state.request_id in scheduler.active_requests or state.request_id in scheduler.waiting_requests
             if taken or any(group.table(state.request_id) for group in self.groups.values()):
                 raise BindError(
-                    f"transformers: request {state.request_id!r}: the manager has one of this name; pass request_id="
+                    f"transformers: request {state.request_id!r}: the manager has one of this name; pass another as "
+                    "request_id=, or to a HandOver as new_id="
                 )
             self.manager.batch_processor.logit_processor.check_kwargs(state.logit_processor_kwargs)
             cache = self.cache
