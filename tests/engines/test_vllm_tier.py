@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_key": "", "vllm_config": config(load_config=SimpleNamespace(load_format="dummy"))},
         r"dummy weights have no files .*; expected model_key in kv_connector_extra_config",
     ),
-    "no files": ({"model_key": ""}, r"the files of 'org/tiny' are not found here .*; expected model_key"),
+    "no files": ({"model_key": ""}, r"the weights of 'org/tiny' are not found here .*; expected model_key"),
 }  # fmt: skip
 
 
