@@ -274,7 +274,7 @@ def test_k_and_v_of_two_sizes_in_one_row_are_never_one_head() -> None:
         shape = f"nl=2,no={no},nh=4,nt=16,hd=192,dtype=float16"
         found = str(kvbm.match(arrays, shape))
         assert "hd=320" not in found
-        assert "as bytes, .view(torch.uint8), these fit: vllm/diff_kv" in found
+        assert ('as bytes, .view("uint8"), these fit: vllm/diff_kv' if no == 2 else "1. vllm/diff_kv\n") in found
     raw = [array.view(np.uint8) for array in arrays]
     [one] = kvbm.match(raw, shape.replace("no=2", "no=1"))
     assert one.names[0] == "vllm/diff_kv"
@@ -348,6 +348,8 @@ def judged(name: str, shape: kvbm.BlockShape, num_blocks: int) -> Any:
             resolved = kvbm.load(name).resolve(shape, num_blocks)
             if [one.nbytes for one in placed.tensors] != [resolved.kinds[kind].nbytes for kind in resolved.kind_of_entry]:
                 return None  # a formula for the sizes of one model
+            if placed.block_bytes != sum(access.nbytes for access in resolved.accesses):
+                return None
         elif name == "vllm/tpu":
             row = -(-shape.hd // 128) * 128 * shape.itemsize
             placed = oracle.Placed(oracle.Order("[l] b t h o d", pitch=(("o", row),)), shape.sizes, shape.itemsize, num_blocks)
@@ -504,8 +506,25 @@ def failing_as(what: str) -> Iterator[None]:
 def test_what_is_printed_binds_and_reads_right() -> None:
     """A spread of the shipped layouts; all of them are in the slow form."""
     names = [name for name in kvbm.layouts() if judged_somewhere(name)]
-    assert hold(names[::9], LAW_SHAPES[:2], ["as given", "joined", "as bytes"]) > 20
-    assert hold(names[4::13], LAW_SHAPES[3:5], ["split", "transposed"]) > 5
+    assert hold(names[::16], LAW_SHAPES[:1], ["as given", "as bytes"]) > 10
+    assert hold(names[4::20], LAW_SHAPES[1:2], ["split", "joined and transposed"]) > 5
+
+
+def test_what_is_printed_for_tensors_of_torch_binds_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    shape, count = kvbm.load_shape(LAW_SHAPES[0]), 0
+    for name, form in itertools.product(("universal", "vllm/cpu_vec"), ("as given", "split", "bytes, transposed")):
+        memory = Memory(judged(name, shape, 3), shape)
+        arrays = memory.arrays
+        for step in FORMS[form]:
+            arrays = [step(one, random.Random(form)) for one in arrays]
+        tensors = [torch.from_numpy(one) for one in arrays]
+        for one, other in zip(kvbm.match(tensors, shape), kvbm.match(arrays, shape), strict=True):
+            names = {"kvbm": kvbm, "torch": torch, "shape": shape, "tensors": tensors, "tensor": tensors[0]}
+            pool = eval(one.code, names)
+            assert list(pool.addresses) == list(run_printed(other.code, arrays, shape).addresses), one.code
+            count += 1
+    assert count > 5
 
 
 @pytest.mark.slow
@@ -587,7 +606,7 @@ def test_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 def test_many_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hold_padded(400) > 200
+    assert hold_padded(120) > 100
 
 
 def test_k_192_and_v_128_in_one_row_of_320_are_k_and_v() -> None:
