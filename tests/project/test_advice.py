@@ -224,13 +224,14 @@ def test_each_flag_in_a_message_is_one_of_some_command() -> None:
         "--no-enable-prefix-caching",
         "--enable-prefix-caching",
         "--kv-transfer-config",
-        "--tensor-parallel-size",
     }  # of engines
     for path in _modules():
         if "integrations" in path.parts or path.name in (
             "runtime.py",
             "remote.py",
             "nvcc.py",
+            "nvrtc.py",
+            "serve_check.py",
             "plugin.py",
             "cache.py",
         ):  # other programs' flags

@@ -284,7 +284,8 @@ def match_described(
     raw = _cast(arrays, "uint8", numpy)
     if raw and not found:  # planes of several dtypes share arrays of bytes
         planes = [same for same in layouts if same[0].planes]
-        found = list(_candidates(_readings(*raw[:1], placed, raw[1]), sizes, planes, num_blocks))
+        fits = _candidates(_readings(*raw[:1], placed, raw[1]), sizes, planes, num_blocks)
+        found = [one for one in fits if not one.rank[2]]  # no row of the arrays goes on into another record
     found.sort(key=lambda one: (engine is not None and not one.candidate.names[0].startswith(own), one.rank))
     alike: dict[Any, list[Candidate]] = {}
     named = [one.candidate._replace(code=_code(one, one.candidate.names[0], numpy)) for one in found]
@@ -662,7 +663,8 @@ def _reason(
     if shape.no > 1 and (raw := _cast(arrays, "uint8", numpy)):  # K and V of other sizes side by side, in one row
         own = [same for same in layouts if same[0].planes]
         found = _candidates(_readings(*raw[:1], True), replace(shape, no=1), own, num_blocks)
-        if said := [name for one in sorted(found, key=lambda one: one.rank)[:4] for name in one.candidate.names]:
+        fit = sorted((one for one in found if not one.rank[2]), key=lambda one: one.rank)
+        if said := [name for one in fit[:4] for name in one.candidate.names]:
             return (
                 f"none takes elements of {arrays[0].dtype}; with no=1, as the planes k and v of a row are K and V, as bytes, "
                 f"{raw[1]}, these fit: {', '.join(said)}"
