@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-import matrix
 import numpy as np
-import pages
 import pytest
 from click.testing import CliRunner, Result
-from coordinates import in_case
 from test_import import fresh
 
 import kvbm
+import matrix
+import pages
 from benchmarks import __main__ as studies
+from coordinates import in_case
 from kvbm.bench import backends, copies, measure, peers, table
 from kvbm.bench import cli as bench_cli
 from kvbm.bench.check import Check, WrongCopyError, _Blocks

@@ -8,12 +8,12 @@ import types
 from pathlib import Path
 from typing import Any
 
-import benching
 import numpy as np
 import pytest
-from benching import MODEL, ON_CPU, run
 
+import benching
 import kvbm
+from benching import MODEL, ON_CPU, run
 from benchmarks import digest, race
 from kvbm.bench import measure
 from kvbm.bench.check import WrongCopyError

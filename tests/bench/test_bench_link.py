@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import benching
 import pytest
-from benching import ON_CPU, run
-from processes import FakeDriver
 
+import benching
+from benching import ON_CPU, run
 from benchmarks import growth, link, race, ways
 from kvbm.bench.check import WrongCopyError
+from processes import FakeDriver
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "howto" / "connect.md"
 TORCH = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")

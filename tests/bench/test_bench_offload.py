@@ -7,11 +7,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import benching
 import numpy as np
 import pytest
-from benching import MODEL, ON_CPU, run
 
+import benching
+from benching import MODEL, ON_CPU, run
 from benchmarks import descriptors, interference, offload, race
 from kvbm.bench import measure
 from kvbm.bench.check import WrongCopyError

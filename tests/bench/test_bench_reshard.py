@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 
-import benching
 import pytest
-from benching import MODEL, ON_CPU, run
 
+import benching
+from benching import MODEL, ON_CPU, run
 from benchmarks import messages, race, reshard
 from kvbm.bench.check import WrongCopyError
 

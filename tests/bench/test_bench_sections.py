@@ -10,8 +10,8 @@ import types
 from pathlib import Path
 
 import pytest
-from benching import ran, read, run
 
+from benching import ran, read, run
 from benchmarks import interference, overhead, plot, scale, section
 from kvbm import kernels
 from kvbm.bench.plot import draw

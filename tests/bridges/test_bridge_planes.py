@@ -9,16 +9,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import plane_oracle  # noqa: E402
-from plane_oracle import held  # noqa: E402
 from test_planes import PAIRS, SOME_PAIRS, Shape, cuda_arrays, numpy_arrays, shapes  # noqa: E402
 from test_torch import SEEN_FROM_C  # noqa: E402
 
 import kvbm  # noqa: E402
 import kvbm.numpy  # noqa: E402
 import kvbm.torch  # noqa: E402
+import plane_oracle  # noqa: E402
 from kvbm.torch import batches  # noqa: E402
 from memory import Strided, aligned  # noqa: E402
+from plane_oracle import held  # noqa: E402
 
 IDS = (([4, 0, 2], [5, 1, 0]), ([1, -1, 3, 0], [0, 2, -1, 6]), ([2], [3]))
 FEW = [

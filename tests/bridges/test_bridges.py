@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
 
 import kvbm
 import kvbm.numpy
+import matrix
+import oracle
 from conftest import why_no_gpu
 from kvbm import _bridge
 from kvbm.memory import array_checks

@@ -12,18 +12,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
-from coordinates import in_case
-from digest_oracle import of_cells
-from processes import FakeDriver, compile_fake_driver
 
 import kvbm
+import matrix
+import oracle
+from coordinates import in_case
+from digest_oracle import of_cells
 from kvbm import PlanError, _core, kernels
 from kvbm.planner import loopnest as nest
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
+from processes import FakeDriver, compile_fake_driver
 
 HERE = Path(__file__).resolve().parents[1]
 NB, NL, NO, NH, NT, HD = 2, 2, 2, 3, 4, 8

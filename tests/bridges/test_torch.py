@@ -15,11 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import matrix  # noqa: E402
-import oracle  # noqa: E402
-
 import kvbm  # noqa: E402
 import kvbm.torch  # noqa: E402
+import matrix  # noqa: E402
+import oracle  # noqa: E402
 from kvbm import _core  # noqa: E402
 from kvbm.copy import transfer  # noqa: E402
 from kvbm.memory import array_checks  # noqa: E402

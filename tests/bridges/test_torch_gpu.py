@@ -13,12 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import matrix  # noqa: E402
-import oracle  # noqa: E402
 from test_torch import CONVERT_, DTYPES, PAIRS, SIZES, SMALL, Stream, alike, expected, of, random, small  # noqa: E402
 
 import kvbm  # noqa: E402
 import kvbm.torch  # noqa: E402
+import matrix  # noqa: E402
+import oracle  # noqa: E402
 from kvbm.torch import fences, operators  # noqa: E402
 from memory import aligned, placed, torch_views  # noqa: E402
 

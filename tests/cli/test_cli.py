@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import kvbm
+import matrix
+import oracle
 from kvbm import reshard
 from kvbm.cli import doctor
 from kvbm.cli.app import main

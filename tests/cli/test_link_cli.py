@@ -23,13 +23,13 @@ import jsonschema
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from linking import until
 
 import kvbm
 from kvbm import BindError, DigestError, KvbmError, PeerLostError, TransferTimeoutError, errors, wire
 from kvbm.cli import common, link
 from kvbm.cli.app import main
 from kvbm.link import talk, trial
+from linking import until
 
 LIMIT = 120.0  # seconds; nothing takes them, and nothing waits longer
 SMALL = "nl=2,no=2,nh=2,nt=16,hd=16,dtype=float16"

@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matrix
 import pytest
-import strategies
 import yaml
 from click.testing import CliRunner
-from coordinates import in_case
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvbm
+import matrix
+import strategies
+from coordinates import in_case
 from kvbm.cli import schema
 from kvbm.cli.app import main
 from kvbm.layout import spec

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from click import Context
 from click.testing import CliRunner, Result
-from processes import FakeDriver
 
 from kvbm import BindError, SpecError
 from kvbm.cli.app import main
 from kvbm.copy import cost_model
 from kvbm.integrations.vllm import models, serving
+from processes import FakeDriver
 
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 LLAMA, DEEPSEEK, GEMMA = (str(MODELS / f"{name}.json") for name in ("llama-3.1-8b", "deepseek-v3", "gemma-3-4b"))

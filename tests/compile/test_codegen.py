@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import matrix
 import pytest
-from coordinates import in_case
 
 import kvbm
+import matrix
+from coordinates import in_case
 from kvbm.compile import codegen, nvcc, prepare
 from kvbm.layout import spec
 from kvbm.planner import loopnest

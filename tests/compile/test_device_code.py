@@ -13,10 +13,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import emulation
-import processes
 import pytest
 
+import emulation
+import processes
 from kvbm import _core
 
 pytestmark = [pytest.mark.slow, pytest.mark.sanitize]

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-import strategies
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import FakeDriver
 
 import kvbm
+import oracle
+import strategies
 from kvbm import _core
 from kvbm.cli import app, doctor
 from kvbm.compile import codegen, nvcc, prepare
@@ -40,6 +39,7 @@ from kvbm.layout import spec
 from kvbm.planner import loopnest
 from kvbm.planner.loopnest import Mode
 from memory import aligned, numpy_views, placed
+from processes import FakeDriver
 
 HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE.parent

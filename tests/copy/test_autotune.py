@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from processes import FakeDriver
 from test_cost_model import DRIVER, GPU, KIB, MIB, PLAIN
 
 import kvbm
@@ -24,6 +23,7 @@ from kvbm.cli import app, doctor
 from kvbm.copy import autotune, cost_model
 from kvbm.copy.cost_model import Row, Way
 from kvbm.planner import plan
+from processes import FakeDriver
 
 ALL = {"direct": Way(4 * KIB), "staged": Way(2 * MIB), "engine": Way(4 * KIB)}
 BUILT_IN = ((7, "direct"), (8, "staged"))  # for d2h

@@ -8,15 +8,15 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
-import strategies
 from hypothesis import given
 from test_layout import block_shape
 
 import kvbm
+import matrix
+import oracle
+import strategies
 from kvbm import _core
 from kvbm.layout import spec
 from memory import Bound, aligned, placed, views

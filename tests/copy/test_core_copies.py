@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import COMPILER, FakeDriver
 
 import kvbm
 from kvbm import _core, kernels
 from kvbm.kernels import MemcpyBatchMode, memcpy_batch, vectorized_copy
+from processes import COMPILER, FakeDriver
 
 HERE = Path(__file__).resolve().parents[1]
 

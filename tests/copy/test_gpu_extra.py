@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
 
 import kvbm
+import matrix
+import oracle
 from memory import interface_views, placed, torch_views, views
 
 pytestmark = pytest.mark.gpu

@@ -6,13 +6,13 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
-from coordinates import in_case
 
 import kvbm
+import matrix
+import oracle
+from coordinates import in_case
 from memory import aligned, only, views
 
 

@@ -15,19 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
-from processes import FakeDriver
 from test_plan import at_slot, execute, has_whole_runs, run_two_steps, step
 
 import kvbm
+import matrix
+import oracle
 from kvbm import _core
 from kvbm.compile import prepare
 from kvbm.digest import run
 from kvbm.layout import spec
 from memory import Bound, aligned, numpy_views, placed
+from processes import FakeDriver
 
 #: Of a warm `Transfer.copy` of six ids: (direction, strategy) → calls of the driver, submissions, calls in Python and in C.
 WARM = {

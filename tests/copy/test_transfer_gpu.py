@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
 from cuda.bindings import driver
 
 import kvbm
+import matrix
+import oracle
 from memory import interface_views, numpy_views, placed, torch_views
 
 pytestmark = pytest.mark.gpu

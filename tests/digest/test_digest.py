@@ -21,24 +21,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import digest_oracle
-import matrix
 import numpy as np
-import oracle
-import plane_oracle
 import pytest
-import strategies
-from digest_oracle import MASK, Block
 from hypothesis import given, reject
-from processes import FakeDriver
 from test_planes import shapes
 from test_sections import Meant, Plain, Planar, cannot, divisors, drawn, moved, some
 
+import digest_oracle
 import kvbm
+import matrix
+import oracle
+import plane_oracle
+import strategies
+from digest_oracle import MASK, Block
 from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool
 from kvbm.layout import spec
 from kvbm.testing.digests import digest as defined
 from memory import FakeCuda, numpy_views
+from processes import FakeDriver
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = matrix.names()

@@ -5,11 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import digest_rows
-import matrix
 import numpy as np
-import oracle
-import plane_oracle
 import pytest
 from test_digest import ALIGNS, HEADS, LATENTS, WAYS, expected, sizes_of
 from test_planes import Side as PlanarSide
@@ -17,7 +13,11 @@ from test_planes import shapes
 from test_sections import Meant, moved
 from test_sections import Planar as PlanarOnHost
 
+import digest_rows
 import kvbm
+import matrix
+import oracle
+import plane_oracle
 from kvbm import BindError, BlockShape, DigestError, LayoutError, Pool
 from kvbm.layout import spec
 from memory import interface_views, numpy_views, placed

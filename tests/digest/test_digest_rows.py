@@ -10,26 +10,26 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import digest_rows
-import matrix
 import numpy as np
-import oracle
-import plane_oracle
 import pytest
-import strategies
-from chunking import case, engine, is_sendable
 from hypothesis import given, reject
-from processes import FakeDriver
 from test_chunks import FAMILIES, TP, WAYS, carried
 from test_digest import HEADS, LATENTS, expected
 from test_sections import Meant, Plain, Planar
 
+import digest_rows
 import kvbm
+import matrix
+import oracle
+import plane_oracle
+import strategies
+from chunking import case, engine, is_sendable
 from kvbm import BlockShape, DTypeError, LayoutError, Model, PlanError, Pool
 from kvbm.digest import cells
 from kvbm.layout import spec
 from kvbm.planner.loopnest import Mode
 from memory import numpy_views
+from processes import FakeDriver
 
 
 def copied(move: Any, src_ids: Any, dst_ids: Any, tokens: Any = None, **rest: Any) -> list[int]:

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pages
 import pytest
 from click.testing import CliRunner
 
+import pages
 from kvbm.cli.app import main
 
 ROOT = pages.ROOT

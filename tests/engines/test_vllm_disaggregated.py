@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_ports
 
 from conftest import Program, result
+from ports import free_ports
 
 Models = Callable[[str], Path]
 Step = dict[str, Any]

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import digest_oracle
 import numpy as np
-import reshard_oracle
-from reshard_oracle import Case, Engine, Run
 
+import digest_oracle
+import reshard_oracle
 from kvbm.reshard.packer import NUM_CELLS
+from reshard_oracle import Case, Engine, Run
 
 # ---- the reader --------------------------------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import matrix
-import oracle
-import plane_oracle
 from test_digest import HEADS, LATENTS, expected
 
 import kvbm
+import matrix
+import oracle
+import plane_oracle
 from kvbm import BlockShape, DTypeError, LayoutError, PlanError
 
 #: Elements of a row.

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import processes
-
 from kvbm.compile import codegen
 
 CUDA = processes.HERE.parent / "cuda"  #: copy.cu is in no package.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import reshard_oracle
 
+import reshard_oracle
 from kvbm import BindError, KvbmError, Span, wire
 from kvbm.layout.shapes import ITEMSIZE
 from kvbm.reshard import Endpoint

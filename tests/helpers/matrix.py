@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from oracle import AXES, ITEMSIZE, IllegalError, Order, Placed, copyable, parse_order, read_yaml
 
 LAYOUTS = Path(__file__).resolve().parents[2] / "layouts"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
 from oracle import Arena, Placed
 
 _NUMPY = {"bfloat16": "uint16"} | {
@@ -176,10 +177,9 @@ class Bound:
     def __init__(
         self, name: str, shape: Any, num_blocks: int, *, dst: bool = False, kind: str = "numpy", align: int = 0
     ):
+        import kvbm
         import matrix
         import oracle
-
-        import kvbm
 
         self.layout = kvbm.load(name)
         self.arena = placed(matrix.orders()[name], shape, num_blocks).layout_bytes(align)

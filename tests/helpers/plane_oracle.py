@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
 import oracle
 
 #: Bytes an item, and elements an item, of the dtypes that planes have.

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-import matrix
 import numpy as np
+
+import matrix
 import oracle
 import plane_oracle
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from linking import close_all
 
 import kvbm
 from kvbm import DigestError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
+from linking import close_all
 
 #: The whole model, as [layer, K or V, block, token, head, dim] in the source and […, head, token, dim] in the destination.
 MODEL = kvbm.BlockShape(nl=4, no=2, nh=4, nt=4, hd=16, dtype="uint16")

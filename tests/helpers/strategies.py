@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import oracle
 from hypothesis import settings
 from hypothesis import strategies as st
+
+import oracle
 
 _NAMES = {"b": "nb", "l": "nl", "o": "no", "h": "nh", "t": "nt", "d": "hd"}
 

@@ -38,18 +38,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matrix
 import numpy as np
-import oracle
-import plane_oracle
-import reshard_oracle
 import test_sections
-from failing import ADVICE, LIVE, every_call, in_child
 from test_digest import expected
 from test_planes import shapes
 from test_sections import Meant, Planar, cannot, drawn, moved, parts
 
 import kvbm
+import matrix
+import oracle
+import plane_oracle
+import reshard_oracle
+from failing import ADVICE, LIVE, every_call, in_child
 from kvbm import BlockShape, CudaError, DigestError, KvbmError, LayoutError, PlanError, Pool, store
 from kvbm.digest.cells import alike, alone, keys_of
 from kvbm.layout import spec

@@ -6,17 +6,17 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-import strategies
 from hypothesis import given, settings
-from strategies import st
 from test_layout import block_shape
 
 import kvbm
+import oracle
+import strategies
 from kvbm.errors import LayoutError
 from kvbm.layout import spec
 from kvbm.layout.address_map import Access, Step, normal
+from strategies import st
 
 INNER = oracle.AXES[1:]
 

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import plane_oracle
 import yaml
-from coordinates import in_case
 
 import kvbm
+import plane_oracle
+from coordinates import in_case
 from kvbm.layout import spec
 from kvbm.layout.shapes import data_dir
 

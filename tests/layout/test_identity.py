@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-import matrix
 import numpy as np
 import pytest
-import strategies
 from click.testing import CliRunner
 from hypothesis import given
 
 import kvbm
+import matrix
+import strategies
 from kvbm.cli.app import main
 from kvbm.layout import identity, spec
 

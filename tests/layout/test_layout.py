@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
-import strategies
 from hypothesis import given
 
 import kvbm
+import matrix
+import oracle
+import strategies
 from kvbm.layout import spec
 from memory import placed
 

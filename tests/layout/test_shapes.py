@@ -7,11 +7,11 @@ import re
 
 import pytest
 import yaml
-from coordinates import in_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvbm
+from coordinates import in_case
 from kvbm.layout.shapes import data_dir, heads_of_rank
 
 #: Layers, K and V or one latent, KV heads, elements of a head: read in each model's config.json, and typed in again here.

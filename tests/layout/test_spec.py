@@ -8,11 +8,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-from coordinates import in_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvbm
+from coordinates import in_case
 from kvbm import BlockShape, KvbmError, LayoutError, SpecError, load
 from kvbm.layout import spec
 from kvbm.layout.spec import parse

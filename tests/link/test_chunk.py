@@ -13,25 +13,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import chunking
-import digest_oracle
 import numpy as np
 import pytest
-import reshard_oracle
-from chunking import Told, case, engine
 from hypothesis import given
 from hypothesis import strategies as st
-from linking import gpu_memory
-from reshard_oracle import Run
-from strategies import cases
 from test_packer import memory
 
+import chunking
+import digest_oracle
+import reshard_oracle
+from chunking import Told, case, engine
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard
 from kvbm.link.chunk import MOST, TRAILER, cut, key_of, mark_of
 from kvbm.reshard import Cut, Packer, Trailer
 from kvbm.reshard.sequence import Parts
 from kvbm.reshard.strips import Family, Meeting
+from linking import gpu_memory
 from memory import aligned
+from reshard_oracle import Run
+from strategies import cases
 
 HERE = Path(__file__).resolve().parents[1]
 TEXT = (HERE.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")

@@ -14,17 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import digest_oracle
 import numpy as np
-import plane_oracle
-import processes
 import pytest
-import reshard_oracle
-from chunking import Carried, case, engine, far_cells, is_sendable
-from linking import until
 from test_packer import memory
 
+import digest_oracle
 import kvbm
+import plane_oracle
+import processes
+import reshard_oracle
+from chunking import Carried, case, engine, far_cells, is_sendable
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard, wire
 from kvbm.layout import spec
 from kvbm.link import chunks as cuts
@@ -32,6 +31,7 @@ from kvbm.link.chunk import TRAILER
 from kvbm.reshard import Cut, Packer, Trailer
 from kvbm.reshard import packer as pack
 from kvbm.reshard.packer import NUM_CELLS
+from linking import until
 from memory import aligned
 
 

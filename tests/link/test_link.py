@@ -24,28 +24,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reshard_oracle
-import soaking
 from hypothesis import given
 from hypothesis import strategies as st
-from linking import (
-    LIMIT,
-    Deaf,
-    Linked,
-    close_all,
-    ended,
-    gpu_memory,
-    held,
-    in_bursts,
-    plain_case,
-    require_nothing_left,
-    right_cases,
-    sender_of,
-    until,
-    written,
-)
 
 import kvbm
+import reshard_oracle
+import soaking
 from kvbm import (
     BindError,
     DigestError,
@@ -62,6 +46,22 @@ from kvbm.link import chunk, flows, notes, ring
 from kvbm.link import endpoint as endpoints
 from kvbm.link import link as links
 from kvbm.reshard import packer as pack
+from linking import (
+    LIMIT,
+    Deaf,
+    Linked,
+    close_all,
+    ended,
+    gpu_memory,
+    held,
+    in_bursts,
+    plain_case,
+    require_nothing_left,
+    right_cases,
+    sender_of,
+    until,
+    written,
+)
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, on_wire, span
 
 HERE = Path(__file__).resolve().parents[1]

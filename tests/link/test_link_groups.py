@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from linking import close_all, ended
 
 import kvbm
 from kvbm import BindError, Placement, Pool, Span, reshard, wire
+from linking import close_all, ended
 
 #: The target, of which every third layer attends to all tokens, and the draft.
 TARGET, DRAFT = (

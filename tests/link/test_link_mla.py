@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from linking import LIMIT, Linked, close_all, ended, held, until, written
-from reshard_oracle import Case, Engine, Told
 
 import kvbm
 from kvbm import BindError, DigestError, PeerLostError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
 from kvbm.link.chunk import TRAILER
+from linking import LIMIT, Linked, close_all, ended, held, until, written
 from programs.links import carrier
+from reshard_oracle import Case, Engine, Told
 
 NL, HD, TOKENS = 5, 576, range(3, 203)  # as DeepSeek has it: 512 of the latent, 64 of the rotary part
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from linking import Linked, ended, plain_case, until
 
 from kvbm import BindError, KvbmError
 from kvbm.link.metrics import _COUNTERS, Links
+from linking import Linked, ended, plain_case, until
 
 prometheus = pytest.importorskip("prometheus_client")
 

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
-import plane_oracle
 import pytest
 import yaml
 from click.testing import CliRunner
 from numpy.lib.stride_tricks import as_strided
 
 import kvbm
+import matrix
+import oracle
+import plane_oracle
 from kvbm.cli.app import main
 from kvbm.layout.shapes import numpy_name
 from kvbm.matching.match import parse

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import FakeDriver
 
 import kvbm
 from kvbm.memory import allocation as pinning
+from processes import FakeDriver
 
 # ---- memory of our own ---------------------------------------------------------------------------------------------
 

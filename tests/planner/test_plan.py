@@ -6,16 +6,16 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 import pytest
-import strategies
-from coordinates import in_case
 from hypothesis import given
 from test_layout import SHAPE, block_shape
 
 import kvbm
+import matrix
+import oracle
+import strategies
+from coordinates import in_case
 from kvbm import _core
 from kvbm.compile import prepare
 from kvbm.layout import region, spec

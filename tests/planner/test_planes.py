@@ -11,22 +11,22 @@ import dataclasses
 import mmap
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
-import plane_oracle
 import pytest
-import strategies
-from coordinates import in_case
 from hypothesis import given
 from hypothesis import strategies as st
-from plane_oracle import FAMILIES, TABLE, Arena, held
-from processes import FakeDriver
 from test_plan import at_slot, execute, has_whole_runs, minimal, run_two_steps, step
 
 import kvbm
+import matrix
+import oracle
+import plane_oracle
+import strategies
+from coordinates import in_case
 from kvbm.layout import overlap, spec
 from memory import FakeCuda, Strided, aligned
+from plane_oracle import FAMILIES, TABLE, Arena, held
+from processes import FakeDriver
 
 NAMES = sorted(TABLE)
 PAIRS = plane_oracle.pairs()

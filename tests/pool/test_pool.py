@@ -11,11 +11,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
 
 import kvbm
 import kvbm.numpy
+import oracle
 from kvbm.layout.shapes import ITEMSIZE, PACKED, numpy_name
 from kvbm.layout.spec import example_shape, layouts_dir, load_dir
 from kvbm.memory.allocation import available_bytes, total_bytes

@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
-import plane_oracle
 import pytest
-from processes import FakeDriver
 from test_planes import Side as PlanarSide
 from test_planes import shapes
 
 import kvbm
+import matrix
+import oracle
+import plane_oracle
 from kvbm import BlockShape, PlanError, Pool
 from kvbm.layout import spec
 from memory import FakeCuda, interface_views, numpy_views, placed
+from processes import FakeDriver
 
 AXES = oracle.AXES[1:]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import benching
 import cuda.core
 import numpy as np
 
+import benching
 from benchmarks import ways
 
 

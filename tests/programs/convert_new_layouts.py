@@ -12,7 +12,6 @@ import kvbm
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in (".", "helpers", "copy", "bridges"))  # the tests
 import oracle
-
 from memory import placed, torch_views
 
 shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=64, dtype="bfloat16")

@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import digest_rows
 import numpy as np
-import plane_oracle
-from failing import every_call
 from test_digest import expected
 from test_planes import shapes
 from test_sections import Meant, Plain, Planar, moved
 
+import digest_rows
 import kvbm
+import plane_oracle
+from failing import every_call
 from kvbm import BlockShape, DigestError
 from kvbm.digest.cells import alone, keys_of
 from memory import FakeCuda

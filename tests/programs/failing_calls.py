@@ -14,11 +14,10 @@ import numpy as np
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in (".", "helpers", "copy", "bridges"))  # the tests
 
+import kvbm
 import matrix
 import oracle
 from failing import every_call
-
-import kvbm
 from kvbm import kernels
 from memory import FakeCuda, numpy_views, placed
 

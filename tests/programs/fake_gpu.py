@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from failing import LIVE
 
 import kvbm
+from failing import LIVE
 from memory import FakeCuda
 
 driver = ctypes.CDLL("libcuda.so.1")

@@ -18,12 +18,12 @@ os.environ["AWS_EC2_METADATA_DISABLED"] = "true"  # no address but the server's 
 import boto3
 import nixl_cu12  # noqa: F401 - before kvbm looks for NIXL
 import numpy as np
-import pages
 import pytest
 import test_chunks
 from botocore.exceptions import ClientError
 from moto.server import ThreadedMotoServer
 
+import pages
 from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire.protocol import Card
 

@@ -9,17 +9,17 @@ import types
 from typing import Any
 
 import numpy as np
-import plane_oracle
-import reshard_oracle
-from chunking import Carried, far_cells, is_sendable
-from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
 from test_planes import fake_arrays
 
 import kvbm
+import plane_oracle
+import reshard_oracle
+from chunking import Carried, far_cells, is_sendable
 from kvbm import _core, reshard, wire
 from kvbm.digest import run as digesting
 from kvbm.link.ring import Ring
 from kvbm.wire import _mapped
+from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
 from memory import FakeCuda
 from programs.fake_gpu import alive, count, defer, pump, refused, seed
 from programs.transfers import POOL, grant

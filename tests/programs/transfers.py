@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import matrix
 import numpy as np
-import oracle
 from cuda.bindings import driver as bindings
 from cuda.bindings import runtime
 
 import kvbm
+import matrix
+import oracle
 from kvbm import _core
 from kvbm.kernels import MemcpyBatchMode as Mode
 from kvbm.kernels import memcpy_batch, vectorized_copy

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import calling
 import numpy as np
 import pytest
 
+import calling
 import kvbm
 from kvbm._arguments import flag, listed, number, quoted, require_a, require_text, whole, wholes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import fuzzing
 import numpy as np
 import pytest
 
+import fuzzing
 import kvbm
 from kvbm import BlockShape, LayoutError
 from kvbm.layout import address_map, resolved, spec

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import oracle
 import pytest
+
+import oracle
 from oracle import IllegalError, Order, Placed
 
 SIZES = {"l": 2, "o": 2, "h": 2, "t": 4, "d": 8}

@@ -8,10 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-import matrix
 import pytest
 
 import kvbm
+import matrix
 from kvbm.compile import codegen
 from kvbm.layout import spec
 

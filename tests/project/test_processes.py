@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import processes
 import pytest
+
+import processes
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
-import torturing
 
+import processes
+import torturing
 from kvbm import kernels
 from kvbm.digest import run as digesting
 

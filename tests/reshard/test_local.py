@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import processes
 import pytest
-import reshard_oracle
-from linking import gpu_memory
-from reshard_oracle import on_host, random_case
 
+import processes
+import reshard_oracle
 from kvbm import BindError, BlockShape, CoverageError, Placement, PlanError, Pool, Span, load, reshard
 from kvbm.layout import spec
 from kvbm.reshard import local, messages, sequence, strips
+from linking import gpu_memory
+from reshard_oracle import on_host, random_case
 
 # ---- against the oracle ----------------------------------------------------------------------------------------------
 

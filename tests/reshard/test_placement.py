@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
+import strategies
 from kvbm import BlockShape, Placement, SpecError, load_shape, reshard
 from kvbm.reshard.strips import Turns
 

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import kvbm
+import matrix
 from kvbm.cli.app import main
 from kvbm.testing import CORRECTNESS_TESTS, SMOKE_TESTS, TestCase, benchmark_kernel, layout_cases, make_match_reference
 from kvbm.testing.nvfp4 import example_kernel, generate_input, ref_kernel, swizzle_scales

@@ -7,16 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import matrix
 import numpy as np
-import plane_oracle
 import pytest
-from coordinates import in_case
-from oracle import Placed
 
 import kvbm
+import matrix
+import plane_oracle
+from coordinates import in_case
 from kvbm.errors import BindError, KvbmError, LayoutError, PlanError, SpecError
 from kvbm.testing import LayoutCase, layout_cases
+from oracle import Placed
 
 pytest_plugins = ["pytester"]
 

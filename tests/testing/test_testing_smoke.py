@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sshd
 from click.testing import CliRunner, Result
-from ports import free_ports
 
+import sshd
 from kvbm import errors
 from kvbm.cli.app import main
 from kvbm.testing import remote, smoke
+from ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("torch")
 

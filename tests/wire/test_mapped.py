@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linking import LIMIT, Linked, Wires, ended, memory_files, plain_case, right_cases, until
-from processes import FakeDriver
 
 from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, wire
 from kvbm.link import endpoint
 from kvbm.link.chunks import Cut
 from kvbm.link.ring import Ring
 from kvbm.wire import _mapped as loans
+from linking import LIMIT, Linked, Wires, ended, memory_files, plain_case, right_cases, until
+from processes import FakeDriver
 
 HERE = Path(__file__).resolve().parents[1]
 SIZE = 1 << 16

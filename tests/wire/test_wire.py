@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from linking import LIMIT, close_all, until
-from processes import FakeDriver
 
 import kvbm
 from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire import _mapped, _nixl, _nixl_storage, _torch
 from kvbm.wire.protocol import CARD_BYTES, Card, _sum
+from linking import LIMIT, close_all, until
+from processes import FakeDriver
 from programs import wires
 
 HERE = Path(__file__).resolve().parents[1]

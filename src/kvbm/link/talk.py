@@ -411,7 +411,7 @@ class Refusals:
 class Reception:
     """A port where others begin conversations.  Each has its own thread, and none waits for another.
 
-    Who is refused is in the log of ``kvbm.reshard.talk``, each host once a minute.
+    Who is refused is in the log of ``kvbm.link.talk``, each host once a minute.
 
     Somebody is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if it
     is less.  If a host has too many of them, the one

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from generate import arguments, prompt
+
 from ports import free_ports
 
 
