@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "helpers"), *sorted({str(path.parent) for path in TESTS.glob("*/test_*.py")})]
 
 #: Of a hundred cases, how many are of a kind.
 PARTS = {"layout": 45, "shape": 10, "shape file": 2, "placement": 18, "preset": 10, "file": 5, "arrays": 5, "ids": 5}

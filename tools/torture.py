@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
+TESTS = ROOT / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "helpers"), *sorted({str(path.parent) for path in TESTS.glob("*/test_*.py")})]
 os.environ.setdefault("KVBM_NVRTC", "0")
 os.environ.setdefault("KVBM_TUNE", "0")
 
@@ -90,7 +91,11 @@ def folder_of_driver() -> Path:
         raise SystemExit("no C compiler for the fake driver: --device host")
     folder = ROOT / "build" / "torture-driver"
     folder.mkdir(parents=True, exist_ok=True)
-    return processes.compile_fake_driver(folder)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as made:  # others may load it at this moment
+        processes.compile_fake_driver(Path(made))
+        for file in Path(made).iterdir():
+            file.replace(folder / file.name)
+    return folder
 
 
 def with_driver(device: str, chosen: bool) -> None:

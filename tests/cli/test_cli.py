@@ -773,7 +773,7 @@ def test_exactly_one_of_four_makes_a_new_file(tmp_path: Path) -> None:
     """Red: all four said that they had."""
     _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
     code = (
-        "import sys, time; from kvbm.cli.app import main\nfrom kvbm import store, transfer\n"
+        "import sys, time; from kvbm.cli.app import main\nfrom kvbm import store\nfrom kvbm.copy import transfer\n"
         "at = float(sys.argv.pop())\nwhile time.time() < at: time.sleep(0.001)\nmain()"
     )
     args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]

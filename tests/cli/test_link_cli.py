@@ -369,13 +369,13 @@ def test_orders_that_are_none(serve: Serve, monkeypatch: pytest.MonkeyPatch, tol
 def test_memory_is_what_a_side_allocates(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are rounded up to blocks before they are compared: 1 token in blocks of 2**20 is refused before anything is made."""
     slabs: list[int] = []
-    register = wire.hub._Memory.register
+    register = wire._memory._Memory.register
 
     def counted(self: Any, slab: wire.Slab) -> None:
         slabs.append(slab.nbytes)
         register(self, slab)
 
-    monkeypatch.setattr(wire.hub._Memory, "register", counted)
+    monkeypatch.setattr(wire._memory._Memory, "register", counted)
     for nt in (64, 1 << 16):
         serving = serve()
         serving.side = trial.Side("server", "cpu", HND, nt)

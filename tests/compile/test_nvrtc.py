@@ -222,7 +222,7 @@ def test_everything_that_changes_a_bit_is_in_the_key(
     changes: list[tuple[Any, str, Any]] = [
         (runtime, "source", lambda name: codegen.source(name) + "\n"),
         (runtime, "_OPTIONS", {**runtime._OPTIONS, "std": "c++20"}),
-        (kvbm, "__version__", "99"),
+        (kvbm._version, "__version__", "99"),
     ]
     for where, name, value in changes:
         with monkeypatch.context() as patch:

@@ -182,7 +182,7 @@ def test_neighbours_differ_in_colour_and_in_grey() -> None:
 
 
 def test_nothing_is_imported_before_a_picture_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import sys, kvbm.reshard, kvbm.reshard.picture; print('matplotlib' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, kvbm.reshard, kvbm.show.reshard_figure; print('matplotlib' in sys.modules, 'numpy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).split() == ["False", "False"]
     made = CASES["one rank"]()
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1026,7 +1026,8 @@ def test_blocks_that_are_read_are_those_that_are_mapped(
 KILLED = """
 import os, signal, sys
 import kvbm
-from kvbm import cache, store
+from kvbm import store
+from kvbm.system import cache
 from kvbm.store import blocks, file
 
 what, named = sys.argv[1:]

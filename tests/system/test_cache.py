@@ -108,8 +108,11 @@ def test_permissions(tmp_path: Path) -> None:
 
 
 def test_the_build_imports_it_with_nothing_installed() -> None:
-    code = "import sys; sys.modules['platformdirs'] = None; from kvbm import cache, nvcc; print(list(cache.__all__))"
-    source = Path(cache.__file__).parents[1]
+    code = (
+        "import sys; sys.modules['platformdirs'] = None\n"
+        "from kvbm.system import cache\nfrom kvbm.compile import nvcc\nprint(list(cache.__all__))"
+    )
+    source = Path(cache.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(source)}, capture_output=True, text=True
     )

@@ -751,7 +751,7 @@ def test_plugin_costs_other_runs_nothing(pytester: pytest.Pytester) -> None:
         def test_other(request):
             assert request.config.pluginmanager.has_plugin("kvbm")
             kvbm = {name for name in sys.modules if name.startswith("kvbm")}
-            assert kvbm == {"kvbm", "kvbm.testing", "kvbm.testing.plugin"}
+            assert kvbm == {"kvbm", "kvbm._shown", "kvbm._version", "kvbm.testing", "kvbm.testing.plugin"}
             assert not {"numpy", "torch", "click", "yaml"} & set(sys.modules)
         """
     )

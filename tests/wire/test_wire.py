@@ -738,7 +738,8 @@ def test_files_as_peers(tmp_path: Path) -> None:
 @pytest.mark.skipif(not find_spec("nixl_cu12") or not find_spec("moto"), reason="NIXL or moto is not installed")
 def test_objects_as_peers() -> None:
     """In a separate process: a process can hold only one variant of NIXL."""
-    path = os.pathsep.join(filter(None, (str(HERE), str(HERE / "helpers"), os.environ.get("PYTHONPATH"))))
+    folders = (str(HERE), str(HERE / "helpers"), str(HERE / "link"), str(HERE / "reshard"))
+    path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
     program = [sys.executable, str(HERE / "programs" / "objects.py")]
     done = subprocess.run(program, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
