@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from .errors import BindError, KvbmError, printable
 
-__all__ = ["flag", "is_real", "listed", "number", "quoted", "require_a", "require_like", "require_text", "whole", "wholes"]
+__all__ = ["flag", "is_real", "listed", "number", "quoted", "require_a", "require_like", "require_text", "seconds", "whole", "wholes"]
 
 T = TypeVar("T")
 
@@ -35,6 +35,13 @@ def whole(value: Any) -> int | None:
 def is_real(value: Any) -> bool:
     """True for a number of Python or NumPy that is no bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def seconds(what: str, value: Any) -> float:
+    """A time in seconds, below 1e9; `BindError` if it is none."""
+    if not is_real(value) or not 0 <= value < 1e9:
+        raise BindError(f"{what}: expected seconds, got {quoted(value)}")
+    return float(value)
 
 
 def wholes(values: Any, most: int = 1 << 20) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-from .._arguments import flag, listed, quoted, require_a, whole
+from .._arguments import flag, listed, quoted, require_a, seconds, whole
 from ..errors import (
     AuthenticationError,
     BindError,
@@ -251,7 +251,7 @@ class Endpoint:
         TransferTimeoutError
             The endpoint's thread did not answer in time.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + seconds("timeout", timeout)
         title = f"{self.engine} rank {self.rank}: join"
         found = self._read(cards, title)
         _require_alike(found, title)
@@ -301,7 +301,7 @@ class Endpoint:
         TransferTimeoutError
             The endpoint's thread did not answer in time.  It may be called again with the same cards.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + seconds("timeout", timeout)
         stripe, gather = flag("stripe", stripe), flag("gather", gather)
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
@@ -576,7 +576,7 @@ class Endpoint:
             links = [] if self._broken or self._is_closed else list(self._links)
             for link in links:
                 with contextlib.suppress(TransferTimeoutError):  # the thread is asked below whether it has ended
-                    link.close(timeout=end - time.monotonic())
+                    link.close(timeout=max(0.0, end - time.monotonic()))
             while (
                 links
                 and not self._broken

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from .._arguments import is_real, quoted
+from .._arguments import quoted, seconds
 from ..errors import BindError, KvbmError, TransferError, TransferTimeoutError
 from ..reshard.sequence import Span
 
@@ -256,5 +256,4 @@ def require_call(key: Any, span: Any, timeout: Any) -> None:
         raise BindError(f"key: expected the sequence's name, got {quoted(key)}")
     if not isinstance(span, Span):
         raise BindError(f"span: expected a kvbm.Span, got {quoted(span)}")
-    if not is_real(timeout) or not 0 <= timeout < 1e9:
-        raise BindError(f"timeout: expected seconds, got {quoted(timeout)}")
+    seconds("timeout", timeout)

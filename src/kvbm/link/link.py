@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._arguments import quoted
+from .._arguments import quoted, seconds
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
 from ..memory.array_info import Array
 from ..reshard.messages import Resharding, require_layers
@@ -232,7 +232,7 @@ class Link:
 
         Raises `TransferTimeoutError` if the endpoint's thread has not done so within `timeout` seconds; then call it again.
         """
-        self.endpoint.call(lambda: self._close("it was closed"), timeout)
+        self.endpoint.call(lambda: self._close("it was closed"), seconds("timeout", timeout))
 
     def leave(self) -> None:
         """As `close`, without waiting for the endpoint's thread."""
