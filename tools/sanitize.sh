@@ -19,9 +19,9 @@ PYTHON=${PYTHON:-.venv/bin/python}
 # Tests that run no compiled code of kvbm, or mostly that of others: PyTorch, JAX, NVRTC (which does not find its own
 # libraries where a sanitizer stands before dlopen).
 set -f # the shell must not take them for files here
-others=(access bench* bridge* build cache catalogue cli codegen docs* engines gpu_extra identity import layout locks modules nvcc
-  oracle packaging picture placement planner presets processes readme report reshard reshard_docs reshard_picture runtime
-  schema shapes spec store testing* torch* tuner tuning *_gpu)
+others=(address_map advice autotune bench* bridge* build cache calling catalogue cli codegen cost_model docs* engines figure
+  gpu_extra identity import layout locks modules nvcc nvrtc oracle packaging placement plan presets processes readme report reshard
+  reshard_docs reshard_figure schema shapes spec store testing* torch* *_gpu)
 skip=()
 set +f
 for name in "${others[@]}"; do skip+=("--ignore-glob=*/test_$name.py"); done
