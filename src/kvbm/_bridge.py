@@ -198,7 +198,7 @@ class _List(NamedTuple):
 
     @classmethod
     def of(cls, bridge: Bridge, who: Caller, arrays: Any) -> _List:
-        given = list(arrays) if isinstance(arrays, list | tuple | Arrays) else [arrays]
+        given = list(arrays) if issubclass(type(arrays), list | tuple | Arrays) else [arrays]  # whatever it says of its class
         seen = []
         for index, array in enumerate(given):
             try:

@@ -20,8 +20,6 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
-from numpy import datetime64, timedelta64
-
 from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKernelError, PlanError
 
 __all__ = [

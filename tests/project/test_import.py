@@ -37,6 +37,12 @@ def test_import_pulls_nothing_in() -> None:
     assert pulled_in == {"kvbm"} and "kvbm._core" not in after
 
 
+def test_the_compiled_half_imports_neither_numpy_nor_torch() -> None:
+    loaded = fresh("import sys; from kvbm import _core; _core.num_images(); print(sorted(sys.modules))")
+    for name in ("numpy", "torch", "cuda"):
+        assert f"'{name}'" not in loaded, name
+
+
 def test_describing_needs_no_numpy_and_nothing_compiled() -> None:
     loaded = fresh(
         "import sys, kvbm\n"

@@ -313,14 +313,20 @@ cdef int _is_on_gpu(given, str what) except -1:
         ) from None
 
 
-#: They have items that are no ids: characters, truth values, the bytes of a time.
-_NO_IDS = (str, bytes, bytearray, bool, datetime64, timedelta64)
+#: They have items that are no ids: characters, truth values.
+_NO_IDS = (str, bytes, bytearray, bool)
+
+
+cdef bint _is_time(kind) except -1:
+    """Whether it is a class of NumPy's times, whose bytes are no ids.  NumPy is not imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, (numpy.datetime64, numpy.timedelta64))
 
 
 cdef int _ids_kind(given, str what) except -1:
     kind = type(given)
     found = NEITHER
-    if issubclass(kind, _NO_IDS) or hasattr(kind, "filled"):  # masked arrays
+    if issubclass(kind, _NO_IDS) or hasattr(kind, "filled") or _is_time(kind):  # "filled": masked arrays
         pass
     elif hasattr(kind, "is_cuda") and hasattr(kind, "data_ptr"):
         found = TENSOR

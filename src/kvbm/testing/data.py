@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import BindError
+
 __all__ = ["clone", "device_index", "dtype_name", "is_array", "leaves", "nbytes", "require_room", "values"]
 
 
@@ -23,7 +25,25 @@ def is_array(value: Any) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    return torch is not None and issubclass(type(value), torch.Tensor)  # an object may lie of its class
+
+
+def _require_storage(tensor: Any) -> None:
+    """Raise `BindError` if a tensor reaches beyond its storage, which was freed or resized: torch itself would crash.
+
+    Tensors that say nothing of a storage (sparse, fake) are torch's own matter.
+    """
+    try:
+        held, at = tensor.untyped_storage().nbytes(), tensor.storage_offset()
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    except (NotImplementedError, RuntimeError):
+        return
+    needed = (at + last + 1) * tensor.element_size() if tensor.numel() else 0
+    if tensor.device.type in ("cpu", "cuda") and held < needed:
+        raise BindError(
+            f"a tensor of shape {tuple(tensor.shape)}: expected a storage of {needed} bytes or more, got {held}: it was freed or "
+            "resized; pass a tensor that has its memory"
+        )
 
 
 def leaves(data: Any, where: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -71,6 +91,7 @@ def _clone(value: Any) -> Any:
     if _is_tensor(value):
         import torch
 
+        _require_storage(value)
         # Copy as bytes: not every operation supports the packed and the 8-bit types.
         plain = value.detach().view(torch.uint8) if value.element_size() == 1 else value.detach()
         made = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)
@@ -108,6 +129,7 @@ def values(value: Any) -> npt.NDArray[Any]:
     if _is_tensor(value):
         import torch
 
+        _require_storage(value)
         value = value.detach().resolve_conj().resolve_neg()
         name = dtype_name(value)
         if name.startswith(("float4", "uint4", "int4")):
