@@ -45,7 +45,6 @@ from kvbm.testing import (
     timing,
     write_csv,
 )
-from kvbm.testing.data import clone
 
 
 def fresh(code: str) -> str:
@@ -226,7 +225,7 @@ def test_tensors_of_any_dtype(torch: Any) -> None:
         if name.startswith(("float", "bfloat")):
             assert not allclose_with_error(torch.tensor([NAN]).to(one.dtype), torch.tensor([NAN]).to(one.dtype))[0]
     packed = torch.tensor([0x21], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    assert allclose_with_error(packed, kvbm.testing.clone(packed)) == (True, 0.0, 0.0)
+    assert allclose_with_error(packed, kvbm.testing.data.clone(packed)) == (True, 0.0, 0.0)
     assert not allclose_with_error(packed, torch.tensor([0x12], dtype=torch.uint8).view(packed.dtype))[0]
     assert not allclose_with_error(torch.ones(1), torch.ones(1, dtype=torch.float16))[0], "dtypes must agree"
     assert allclose_with_error(torch.ones(1), np.ones(1, np.float32))[0], "whose they are does not matter"
@@ -530,7 +529,7 @@ class Inputs(NamedTuple):
 
 
 def test_clones_have_values_strides_and_containers() -> None:
-    made = clone(Inputs(np.asfortranarray(X), {"x": [X.T, 7, None]}))
+    made = data.clone(Inputs(np.asfortranarray(X), {"x": [X.T, 7, None]}))
     assert type(made) is Inputs and made.rest["x"][1:] == [7, None]
     assert made.a.strides == np.asfortranarray(X).strides and np.array_equal(made.a, X)
     made.rest["x"][0][...] = 0
@@ -541,7 +540,7 @@ def test_clones_of_tensors(torch: Any) -> None:
     packed = torch.arange(24, dtype=torch.uint8).view(2, 3, 4).permute(1, 2, 0).view(torch.float4_e2m1fn_x2)
     padded = torch.arange(24.0).view(4, 6)[:, :4]
     for tensor in (packed, padded, torch.ones(3).to(torch.float8_e4m3fn), torch.ones((), requires_grad=True)):
-        made = clone([tensor])[0]
+        made = data.clone([tensor])[0]
         assert (made.dtype, made.shape, made.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
         assert made.data_ptr() != tensor.data_ptr() and made.requires_grad == tensor.requires_grad
         assert allclose_with_error(made, tensor, 0, 0)[0]
@@ -763,7 +762,7 @@ def test_a_tensor_without_its_memory_is_an_error_and_no_crash(torch: Any) -> Non
         with pytest.raises(ValueError, match=f"expected a storage of 64 bytes or more, got {count}"):
             allclose_with_error(gone, whole)
         with pytest.raises(kvbm.BindError, match="freed or resized"):
-            clone([{"x": gone}])
+            data.clone([{"x": gone}])
         if count:
-            assert clone(view).shape == (1, 2)
-    assert clone(torch.zeros(3, 0)).shape == (3, 0)
+            assert data.clone(view).shape == (1, 2)
+    assert data.clone(torch.zeros(3, 0)).shape == (3, 0)
