@@ -19,10 +19,7 @@ __all__ = ["digest_copies", "engine_copies", "kernel_notes", "launches_of", "pre
 @functools.cache
 def _kernels_on(device: int) -> Kernels:
     """The kernels of a CUDA device, or of the host (-1)."""
-    names = _core.kernel_names()
-    single = (parse_kernel(name)[0] for name in names if "__" not in name)
-    forms = sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind))
-    return Kernels(frozenset(names), tuple(forms), functools.partial(_compiles, device), device >= 0)
+    return Kernels(frozenset(_core.kernel_names()), functools.partial(_compiles, device), device >= 0)
 
 
 def _compiles(device: int, kernel: Kernel) -> bool:

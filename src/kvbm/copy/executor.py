@@ -23,7 +23,7 @@ from ..memory.array_checks import require_one_format
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, torch_stream
 from ..planner.lowering import Steps
-from ..planner.plan import Plan, between_layers, plan, size_text
+from ..planner.plan import Plan, between_layers, size_text
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from ..system.locks import Lock
@@ -261,17 +261,7 @@ class Mover:
     def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
         src, dst = self.src, self.dst
         try:
-            made = (
-                plan(
-                    src.layout,
-                    dst.layout,
-                    (src.shape, dst.shape),
-                    num_blocks=(src.num_blocks, dst.num_blocks),
-                    layers=layers,
-                )
-                if self.whole
-                else between_layers(src.section, dst.section, self.title, layers)
-            )
+            made = between_layers(src.section, dst.section, self.title, layers)
         except PlanError as error:
             if layers is not None and "layers:" in str(error):
                 raise BindError(str(error)) from None

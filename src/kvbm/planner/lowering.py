@@ -5,12 +5,13 @@ It is pure: the input is parts of a plan, the alignment of both sides and the ex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import MissingKernelError
-from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name
+from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name, parse_kernel
 from .shared_tiles import Staged, stage
 
 __all__ = ["CellParams", "Kernels", "Launch", "Steps", "engine_arguments", "launches", "lower"]
@@ -204,8 +205,6 @@ class Kernels:
     ----------
     names : frozenset of str
         Names of all built kernels.
-    forms : tuple of Form
-        Forms of the kernels of one part, the leanest first.
     compiles : callable
         Returns True if a kernel that is not built can be compiled at run time.
     on_gpu : bool
@@ -213,9 +212,14 @@ class Kernels:
     """
 
     names: frozenset[str]
-    forms: tuple[Form, ...]
     compiles: Callable[[Kernel], bool]
     on_gpu: bool
+
+    @functools.cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """Forms of the kernels of one part, the leanest first.  Only a plan whose own kernel is not built needs them."""
+        single = (parse_kernel(name)[0] for name in sorted(self.names) if "__" not in name)
+        return tuple(sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind)))
 
     def has(self, kernel: Kernel) -> bool:
         return kernel_name(kernel) in self.names or self.compiles(kernel)

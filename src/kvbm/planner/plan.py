@@ -328,13 +328,11 @@ def plan(
         raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape or its text, or one for each side, got none")
     title = f"{src.name} → {dst.name}"
     shapes = tuple(as_shape(one, f"{title}: shape") for one in _both(shape, f"{title}: shape"))
-    found = [whole(one) for one in _both(num_blocks, f"{title}: num_blocks")]
-    if not all(one is not None and one > 0 for one in found):
+    counts = [whole(one) or 0 for one in _both(num_blocks, f"{title}: num_blocks")]
+    if min(counts) < 1:
         raise PlanError(f"{title}: num_blocks: expected a number from 1 on, or one for each side, got {quoted(num_blocks)}")
-    blocks = (found[0], found[1])
-    windows = None if layers is None else _windows(f"{src.name} → {dst.name}", (shapes[0].nl, shapes[1].nl), layers)
-    # Layouts with the same meaning are equal.  The key includes their names, so that the title has the names of this call.
-    return _plan_cached(src, dst, src.name, dst.name, shapes, blocks, windows)
+    here, there = src.resolve(shapes[0], counts[0]).section, dst.resolve(shapes[1], counts[1]).section
+    return between_layers(here, there, title, layers)
 
 
 def _both(given: Any, what: str) -> tuple[Any, Any]:
@@ -362,24 +360,8 @@ def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range
     return sides[0], sides[1]
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan_cached(
-    src: Layout,
-    dst: Layout,
-    src_name: str,
-    dst_name: str,
-    shapes: tuple[BlockShape, BlockShape],
-    blocks: tuple[int, int],
-    windows: tuple[range, range] | None,
-) -> Plan:
-    here, there = src.resolve(shapes[0], blocks[0]).section, dst.resolve(shapes[1], blocks[1]).section
-    if windows is not None:
-        here, there = here.select("l", windows[0]), there.select("l", windows[1])
-    return between(here, there, f"{src_name} → {dst_name}")
-
-
 def between(src: Section, dst: Section, title: str, keys: Section | None = None) -> Plan:
-    """Plan the copy between two sections.  `plan` creates them from layouts and sizes, and caches its plans.
+    """Plan the copy between two sections.
 
     With `keys` (`kvbm.digest.cells`) the loops are also refined for the keys, and have strides in keys.  Then each axis of
     the sections must be one loop.
@@ -405,10 +387,16 @@ def joined(plans: Sequence[Plan]) -> Plan:
 
 
 def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:
-    """`between` for some layers of the sections."""
+    """`between` for some layers of the sections; plans are cached."""
     if layers is not None:
         ours, theirs = _windows(title, (src.count("l"), dst.count("l")), layers)
         src, dst = src.select("l", ours), dst.select("l", theirs)
+    return _cached(src, dst, title, src.layout.name, dst.layout.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached(src: Section, dst: Section, title: str, *_names: str) -> Plan:
+    """`between`.  Layouts with the same meaning are equal; their names are in the key, so that a plan has those of its call."""
     return between(src, dst, title)
 
 
