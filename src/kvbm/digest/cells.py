@@ -442,15 +442,8 @@ def _at_cells(modes: Iterable[Mode]) -> Iterator[Mode]:
     for mode in modes:
         count = CELL // mode.key if mode.key else 0
         if 1 < count < mode.extent and mode.extent % count == 0 and mode.key * count == CELL:
-            yield mode._replace(extent=count)
-            mode = Mode(
-                mode.extent // count,
-                mode.src * count,
-                mode.dst * count,
-                mode.src_table * count,
-                mode.dst_table * count,
-                CELL,
-            )
+            inside, mode = mode.split(count)
+            yield inside
         yield mode
 
 

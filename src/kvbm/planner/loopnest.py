@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import MissingKernelError, PlanError
+from ..layout.loops import coalesce
 
 __all__ = [
     "MAX_INNER",
@@ -25,9 +26,9 @@ __all__ = [
     "Kernel",
     "Mode",
     "Part",
-    "coalesce",
     "form_of",
     "kernel_name",
+    "nest",
     "parse_kernel",
 ]
 
@@ -55,16 +56,10 @@ class Mode(NamedTuple):
     dst_table: int = 0
     key: int = 0
 
-    def continues(self, inner: Mode) -> bool:
-        """True if this mode continues where `inner` ends, on both sides and in keys, so that both can be merged."""
-        n = inner.extent
-        return (
-            self.dst == n * inner.dst
-            and self.src == n * inner.src
-            and self.dst_table == n * inner.dst_table
-            and self.src_table == n * inner.src_table
-            and self.key == n * inner.key
-        )
+    def split(self, count: int) -> tuple[Mode, Mode]:
+        """The mode as two, the faster with extent `count`, a divisor of the extent."""
+        extent, *strides = self
+        return self._replace(extent=count), Mode(extent // count, *(stride * count for stride in strides))
 
 
 class Id(NamedTuple):
@@ -97,20 +92,12 @@ class Id(NamedTuple):
         return self.steps if block is None else (block, *self.steps[1:])
 
 
-def coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
-    """Normal form of a loop nest: fastest in the destination first, with as few modes as possible.
+def nest(modes: Iterable[Mode]) -> tuple[Mode, ...]:
+    """Normal form of a loop nest: fastest in the destination first, with as few modes as possible (`coalesce`).
 
-    Extents of one are dropped.  Neighbours are merged if and only if both sides (and both tables) continue.  Equal copies have
-    equal normal forms, for any layouts.
+    Equal copies have equal normal forms, for any layouts.
     """
-    merged: list[Mode] = []
-    for mode in sorted([mode for mode in modes if mode.extent > 1], key=_nesting):
-        if merged and mode.continues(merged[-1]):
-            inner = merged[-1]
-            merged[-1] = inner._replace(extent=inner.extent * mode.extent)
-        else:
-            merged.append(mode)
-    return tuple(merged)
+    return tuple(Mode(*loop) for loop in coalesce(sorted([mode for mode in modes if mode.extent > 1], key=_nesting)))
 
 
 #: Fastest in the destination first: ``dst_table``, ``dst``, ``src_table``, ``src`` of a mode.
@@ -267,7 +254,7 @@ class Part:
         outer: list[Mode] = []
         inner: list[Mode] = []
         size = 1
-        for mode in coalesce(modes):
+        for mode in nest(modes):
             if mode.src_table or mode.dst_table or mode.src >= _STRIDE_LIMIT or mode.dst >= _STRIDE_LIMIT:
                 outer.append(mode)
             else:

@@ -16,8 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 from .._arguments import quoted, whole
 from .._shown import Shown
 from ..errors import LayoutError, MissingKernelError, PlanError
-from ..layout.address_map import Access, Step, refine
+from ..layout.address_map import Access, Step
 from ..layout.layout import Layout
+from ..layout.loops import refine
 from ..layout.region import Section, pieces
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
@@ -489,10 +490,8 @@ def _part(title: str, src: _Side, dst: _Side, half: int | None, key: Access | No
             f"{title}: axis '{' '.join(here.packed)}': {here.pack} elements of {here.dtype} share a byte on one side only, and "
             f"along '{' '.join(there.packed)}' on the other, so a copy would have to split bytes"
         )
-    if key is None:
-        modes = [*_paired(title, here, there), Mode(here.itemsize, 1, 1)]
-    else:
-        modes = [*_in_keys(title, here, there, key), Mode(here.itemsize, 1, 1, key=1)]
+    keys = (key,) if key else ()
+    modes = [*_modes(title, here, there, *keys), Mode(here.itemsize, 1, 1, key=len(keys))]
     label = " ".join(filter(None, (here.plane, "KV"[half] if half is not None else "")))
     ids = Id(here.block[1], here.block[0], here.units), Id(there.block[1], there.block[0], there.units)
     return Part.of(modes, (here.at, there.at), ids, label, half, key.at[0] if key else 0)
@@ -538,47 +537,23 @@ def _fused(title: str, access: Access, axes: tuple[str, ...]) -> Access:
         raise PlanError(f"{title}: {error}; no common refinement") from None
 
 
-def _paired(title: str, src: Access, dst: Access) -> Iterator[Mode]:
-    """Common refinement: one mode per piece that neither side splits further."""
-    ours, theirs = _by_axes(src), _by_axes(dst)
-    for axes, here in ours.items():
-        there = theirs.get(axes)
-        if there is None:
+def _modes(title: str, *sides: Access) -> Iterator[Mode]:
+    """Common refinement of source and destination, and of the keys of a digest if there are some: one mode per loop."""
+    groups = [_by_axes(side) for side in sides]
+    for axes in groups[0]:
+        digits = [group.get(axes, []) for group in groups]
+        if not all(digits):
             raise PlanError(f"{title}: axis '{' '.join(axes)}' has steps on one side only; no common refinement")
-        if len(here) == len(there) == 1:
-            s, d = here[0], there[0]
-            yield Mode(s.extent, s.nbytes, d.nbytes, s.entries, d.entries)
-            continue
-        start = here[0].divisor  # a packed axis starts at `pack`
         try:
-            pieces = list(refine([step.divisor for step in (*here, *there)], here[-1].divisor * here[-1].extent, start))
+            loops = list(refine([[step[1:5] for step in side] for side in digits]))
         except LayoutError:
-            splits = " and ".join(
-                "(" + ",".join(str(s.extent) for s in reversed(steps)) + ")" for steps in (here, there)
-            )
-            raise PlanError(f"{title}: splits {splits} of '{' '.join(axes)}' have no common refinement") from None
-        for divisor, extent in pieces:
-            s, d = (next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in (here, there))
-            si, di = divisor // s.divisor, divisor // d.divisor
-            yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di)
-
-
-def _in_keys(title: str, src: Access, dst: Access, key: Access) -> Iterator[Mode]:
-    """The same for three sides: source, destination and keys."""
-    sides = [_by_axes(access) for access in (src, dst, key)]
-    for axes, own in sides[0].items():
-        steps = [side.get(axes, []) for side in sides]
-        end = own[-1].divisor * own[-1].extent
-        try:
-            pieces = list(refine([step.divisor for side in steps for step in side], end, own[0].divisor))
-            for divisor, extent in pieces:
-                s, d, k = [next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in steps]
-                si, di, ki = (divisor // x.divisor for x in (s, d, k))
-                yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di, k.nbytes * ki)
-        except (LayoutError, StopIteration):
+            splits = ["(" + ",".join(str(step.extent) for step in reversed(side)) + ")" for side in digits]
             raise PlanError(
-                f"{title}: splits of '{' '.join(axes)}' have no common refinement with a digest's cells"
+                f"{title}: splits {' and '.join(splits[:2])} of '{' '.join(axes)}' have no common refinement"
+                + (" with a digest's cells" if sides[2:] else "")
             ) from None
+        for extent, src, src_table, dst, dst_table, *key in loops:
+            yield Mode(extent, src, dst, src_table, dst_table, *key[:1])
 
 
 def _by_axes(access: Access) -> dict[tuple[str, ...], list[Step]]:

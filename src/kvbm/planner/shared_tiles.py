@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .loopnest import Mode, Part, coalesce
+from .loopnest import Mode, Part, nest
 
 __all__ = ["Staged", "stage"]
 
@@ -99,7 +99,7 @@ def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> b
 
 def _row(part: Part, side: int) -> tuple[int, ...]:
     """Bytes of a dense row on one side, and the steps from row to row."""
-    own = coalesce(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
+    own = nest(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
     return (own[0].extent, *(mode.dst for mode in own[1:])) if own else (part.run_bytes,)
 
 
@@ -182,7 +182,7 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
 
     if run in (1, 4) and loops and _step(loops[0], other) == run:
         count = math.gcd(_WORD // run, loops[0].extent)
-        rest = [Mode(loops[0].extent // count, loops[0].src * count, loops[0].dst * count), *loops[1:]]
+        rest = [loops[0].split(count)[1], *loops[1:]]
         item, word = sizes(run * count, rest)
         apart = _step(loops[0], side)
         if count > 1 and item == run * count and word >= run and apart % run == 0:
@@ -216,9 +216,9 @@ _STILL = Mode(1, 0, 0)
 
 
 def _cut(part: Part, mode: Mode, count: int) -> tuple[Part, Mode]:
-    inner = [m._replace(extent=count) if m is mode else m for m in part.inner]
-    kept = tuple(m for i, m in enumerate(inner) if m.extent > 1 or i == 0)
-    return replace(part, inner=kept), Mode(mode.extent // count, mode.src * count, mode.dst * count)
+    inside, pieces = mode.split(count)
+    inner = [inside if m is mode else m for m in part.inner]
+    return replace(part, inner=tuple(m for i, m in enumerate(inner) if m.extent > 1 or i == 0)), pieces
 
 
 def _segments(parts: Sequence[Part], side: int) -> list[tuple[tuple[int, int], int]] | None:
@@ -241,7 +241,7 @@ def _segments(parts: Sequence[Part], side: int) -> list[tuple[tuple[int, int], i
 
 def _runs(part: Part, side: int) -> Iterator[tuple[int, int, int]]:
     """Table index, start and size of every dense run of a part."""
-    own = coalesce(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
+    own = nest(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
     run, loops = (own[0].extent, own[1:]) if own and own[0].dst == 1 else (1, own)
     entry, start = _start(part, side)
     turns = [0] * len(loops)

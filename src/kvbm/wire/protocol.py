@@ -79,14 +79,14 @@ class Slab:
     @classmethod
     def of(cls, array: Any) -> Slab:
         """The memory of a contiguous, writable array of any framework."""
-        from ..layout.overlap import merge_steps
+        from ..layout.loops import loops_of
         from ..layout.shapes import ITEMSIZE
         from ..memory.array_info import describe
 
         found = describe(array, "slab")
         size = ITEMSIZE.get(found.dtype, 0)
         count = math.prod(found.shape)
-        if found.readonly or merge_steps(found.shape, found.strides) not in ([], [(count, size)]):
+        if found.readonly or loops_of(found.shape, found.strides) not in ([], [(count, size)]):
             raise BindError(
                 f"slab: expected a contiguous, writable array, got {found.dtype} of shape {found.shape} and strides of "
                 f"{found.strides} bytes{', read-only' if found.readonly else ''}"
