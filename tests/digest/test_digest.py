@@ -970,6 +970,10 @@ class TestOnTheFakeDriver:
     def test_beyond_reach(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.beyond_reach", FAKE_DEVICES="2", FAKE_PEERS="0")
 
+    def test_explain_and_digests_prepare_nothing_again(self, fake_gpu: FakeDriver) -> None:
+        """Red: both looked the kernels of a prepared transfer up again, and digests made its launches again."""
+        fake_gpu("digests.prepared_once", FAKE_DEVICES="2")
+
     def test_nothing_grows(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.nothing_grows")
 

@@ -19,6 +19,7 @@ import kvbm
 import plane_oracle
 from failing import every_call
 from kvbm import BlockShape, DigestError
+from kvbm.copy import executor
 from kvbm.digest.cells import alone, keys_of
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
@@ -395,6 +396,28 @@ def beyond_reach() -> None:
         refused(kvbm.BindError, "verify: the destination is digested by a kernel"),
     ):
         move.copy([0], [0], stream=5)
+
+
+def prepared_once() -> None:
+    """`explain` and digests look up no kernel of a prepared transfer again, and make no launch of its copies again."""
+    made: list[str] = []
+    for name in ("launches_of", "copies_of"):
+        function = getattr(executor, name)
+        setattr(executor, name, lambda *args, _name=name, _function=function: made.append(_name) or _function(*args))
+    for direction in SIDES:
+        s, d = next(sides(direction))[:2]
+        for strategy in ("direct", "staged", "engine"):
+            del made[:]
+            with kvbm.Transfer(s.pool, d.pool, strategy, verify=strategy == "direct") as move:
+                count = {"direct": 1, "staged": 2, "engine": 1}[strategy]
+                assert made.count("copies_of") == count and made.count("launches_of") == count - (strategy != "direct"), made
+                del made[:]
+                before = move.explain()
+                out = Out(2, device=move.device)
+                move.copy([0, 1], [1, 0], stream=5, digests=out.array).synchronize()
+                after = move.explain()
+                assert not made, (direction, strategy, made)
+                assert set(before.splitlines()) <= set(after.splitlines()) and "igest" in after
 
 
 def nothing_grows() -> None:

@@ -13,7 +13,7 @@ from ..planner.lowering import CellParams, Kernels, Launch, Steps, engine_argume
 from ..planner.plan import Plan
 from . import nvrtc
 
-__all__ = ["digest_copies", "engine_copies", "kernel_notes", "launches_of", "prepare"]
+__all__ = ["copies_of", "digest_copies", "engine_copies", "kernel_notes", "launches_of", "prepare"]
 
 
 @functools.cache
@@ -95,6 +95,11 @@ def prepare(
     BuildError
         NVRTC refused a kernel.
     """
+    return copies_of(made, launches_of(made, (src_alignment, dst_alignment), few, device), src_steps, dst_steps)
+
+
+def copies_of(made: Plan, launches: Sequence[Launch], src_steps: Steps, dst_steps: Steps) -> list[_core.Copy]:
+    """The launches of a plan (`launches_of`), for tables that were shortened as the steps say."""
     part = made.parts[0].fold(src_steps.entry, dst_steps.entry)
     ids = [
         (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
@@ -102,7 +107,7 @@ def prepare(
     ]
     return [
         _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), ids[0], ids[1], _units(made))
-        for launch in launches_of(made, (src_alignment, dst_alignment), few, device)
+        for launch in launches
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .. import _core
 from .._arguments import number, quoted
-from ..compile.prepare import digest_copies, engine_copies, kernel_notes, launches_of, prepare
+from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
@@ -22,7 +22,7 @@ from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_one_format
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, torch_stream
-from ..planner.lowering import Steps
+from ..planner.lowering import Launch, Steps
 from ..planner.plan import Plan, between_layers, size_text
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
@@ -220,14 +220,23 @@ class Mover:
         key = ("digests", layers)
         found = self.routes.get(key)
         if found is None:
-            self.route(layers)
+            plain = self.route(layers)
             with self.lock:
                 if self.closed:
                     raise BindError(f"{self.title}: the transfer is closed")
                 found = self.routes.get(key)
                 if found is None:
-                    found = self.routes[key] = self._route(layers, digests=True)
+                    more = self._digests(layers, plain.steps)
+                    self._warm(more.copies)
+                    route = plain.make(**more.options(not (self.on_host or self.gathers)))
+                    found = self.routes[key] = replace(plain, route=route, digests=more)
         return found
+
+    def _warm(self, copies: Sequence[_core.Copy]) -> None:
+        """Load kernels now, not while a model runs."""
+        if not self.on_host:
+            for kernel in dict.fromkeys(copy.kernel for copy in copies):
+                _core.warm(kernel, self.device)
 
     def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> CopyDigests:
         """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
@@ -258,7 +267,7 @@ class Mover:
         mine, its = alike(ours, theirs)
         return CopyDigests(direct, permute, (by_itself(mine, src), [] if self.unreached else by_itself(its, dst)))
 
-    def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
+    def _route(self, layers: Layers) -> _Route:
         src, dst = self.src, self.dst
         try:
             made = between_layers(src.section, dst.section, self.title, layers)
@@ -267,18 +276,16 @@ class Mover:
                 raise BindError(str(error)) from None
             raise
         _check_strategy(self)
-        whole = functools.partial(
-            prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
-        )
-        blocks = src.section.num_ids, dst.section.num_ids
+        alignments, blocks = (src.alignment, dst.alignment), (src.section.num_ids, dst.section.num_ids)
+        launches: list[Launch] = []
         if self.on_host:
-            direct = whole()
-            more = self._digests(layers, (made, made)) if digests else None
-            route = _core.Route(
-                -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool, keep=self.keep,
-                **(more.options(False) if more else {}),
+            launches = launches_of(made, alignments, False, -1)
+            direct = copies_of(made, launches, src.steps, dst.steps)
+            make = functools.partial(
+                _core.Route, -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool,
+                keep=self.keep,
             )  # fmt: skip
-            return _Route(made, route, direct, "the host's kernels copy on all cores", more)
+            return _Route(made, make(), direct, "the host's kernels copy on all cores", launches, (made, made), make)
         steps = made.staged(gathers=self.gathers)
         move = steps[1].flat(None, dst.steps.whole) if self.gathers else steps[0].flat(src.steps.whole, None)
         runs = made.flat(src.steps.whole, dst.steps.whole)
@@ -287,7 +294,9 @@ class Mover:
         # Do not look up kernels that no batch uses: they may have to be compiled.
         is_aside = self.strategy == "aside" and bool(move_runs or all_runs)
         takes_direct = not self.unreached and self.strategy in ("direct", *_CHOICES) and not is_aside
-        direct = whole(few=self.max_sms > 0) if takes_direct else []
+        if takes_direct:
+            launches = launches_of(made, alignments, self.max_sms > 0, self.device)
+        direct = copies_of(made, launches, src.steps, dst.steps)
         ways = {
             "direct": Way(_mean_run(made), len(direct)),
             "staged": Way(_mean_run(move)),
@@ -306,18 +315,16 @@ class Mover:
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
         permute: list[_core.Copy] = []
         if ring is not None:
-            few = self.bounded  # inside device memory a kernel on the whole GPU takes very little time
-            slot = _SLOT_ALIGNMENT
-            if self.gathers:
-                permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
-            else:
-                permute = prepare(steps[1], slot, dst.alignment, few=few, device=self.device, dst_steps=dst.steps)
-        more = self._digests(layers, steps) if digests else None
-        options = more.options(not self.gathers) if more else {}
-        every = (*direct, *permute, *(more.copies if more else ()))
-        for kernel in dict.fromkeys(copy.kernel for copy in every):  # load them now, not while a model runs
-            _core.warm(kernel, self.device)
-        route = _core.Route(
+            step = steps[0 if self.gathers else 1]
+            alignments = (src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, dst.alignment)
+            ends = (src.steps, Steps()) if self.gathers else (Steps(), dst.steps)
+            # Without a limit: inside device memory a kernel on the whole GPU takes very little time.
+            staged = launches_of(step, alignments, self.bounded, self.device)
+            permute = copies_of(step, staged, *ends)
+            launches += staged
+        self._warm([*direct, *permute])
+        make = functools.partial(
+            _core.Route,
             self.device,
             self.src_table,
             self.dst_table,
@@ -339,9 +346,8 @@ class Mover:
             may_choose=self.strategy in _CHOICES,
             keep=self.keep,
             by_peer=self.by_peer,
-            **options,
         )
-        return _Route(made, route, direct, why, more)
+        return _Route(made, make(), direct, why, launches, steps, make)
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> cost_model.Choice:
         """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
@@ -453,7 +459,7 @@ class Mover:
             lines += [f"Why: {found.why}.", *self._how(found)]
         else:
             lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
-            lines += kernel_notes(launches_of(found.plan, (self.src.alignment, self.dst.alignment), False, -1), -1)
+            lines += kernel_notes(found.launches, -1)
         if verifies or ("digests", layers) in self.routes:
             lines += self._how_digested(self.digested(layers), verifies)
         return "\n".join([*lines, found.plan.explain()])
@@ -472,15 +478,13 @@ class Mover:
     def _how(self, found: _Route) -> list[str]:
         """A sentence on each strategy, and notes on its kernels."""
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
-        said, made = [f"direct is left out: {self.unreached}."] if self.unreached else [], found.plan
+        said = [f"direct is left out: {self.unreached}."] if self.unreached else []
         if self.by_peer:
             said.append("the copy engine copies one range per call (cuMemcpyPeerAsync): memory without a grant needs it.")
-        launches = []
         if found.copies:
             many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
             names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
             said.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
-            launches += launches_of(made, (self.src.alignment, self.dst.alignment), self.max_sms > 0, self.device)
         if self.ring is not None:
             order = (
                 "a kernel packs blocks into a slot and the copy engine copies them from it"
@@ -490,21 +494,37 @@ class Mover:
             said.append(
                 f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
             )
-            step = made.staged(gathers=self.gathers)[0 if self.gathers else 1]
-            ends = (self.src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, self.dst.alignment)
-            launches += launches_of(step, ends, self.bounded, self.device)
-        said += kernel_notes(launches, self.device)
+        said += kernel_notes(found.launches, self.device)
         return said
 
 
 @dataclass
 class _Route:
-    """A mover's launches for all layers, or for a range of them."""
+    """A mover's launches for all layers, or for a range of them.
+
+    Attributes
+    ----------
+    copies : sequence of Copy
+        The launches of a direct copy.
+    why : str
+        Why the strategies were chosen.
+    launches : sequence of Launch
+        The kernels of direct copies and of a staged copy's step on the GPU, as they were planned.
+    steps : tuple of Plan
+        The two steps of a staged copy; on the host, the plan twice.
+    make : callable
+        Makes a `_core.Route` of the same launches, with those of digests in addition.
+    digests : CopyDigests, optional
+        The launches of digests.
+    """
 
     plan: Plan
     route: _core.Route
     copies: Sequence[_core.Copy]
     why: str
+    launches: Sequence[Launch]
+    steps: tuple[Plan, Plan]
+    make: Callable[..., _core.Route]
     digests: CopyDigests | None = None
 
 
