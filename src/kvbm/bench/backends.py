@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, kernels
+from ..copy import cost_model
 from ..copy.transfer import Strategy, Transfer
 from ..errors import KvbmError
 from ..planner.loopnest import Part
@@ -21,7 +22,7 @@ from .peers import NotApplicable
 
 __all__ = ["BACKENDS", "RAW", "STRATEGIES", "Backend", "ByPeer", "ByRuns", "ByTransfer", "num_runs", "runs"]
 
-STRATEGIES = ("auto", "direct", "staged", "engine")
+STRATEGIES = ("auto", *cost_model.STRATEGIES)
 RAW = ("vectorized", "batched", "memcpy_async")
 BACKENDS = (*STRATEGIES, *RAW, "host")
 

@@ -31,6 +31,7 @@ _log = escaping(logging.getLogger(__name__))
 #: Version of the file.  Files of other versions are ignored.
 VERSION = 2
 
+#: The strategies, by their numbers in ``cuda/kvbm.h``; and the directions of copies.
 STRATEGIES = ("direct", "staged", "engine")
 DIRECTIONS = ("d2h", "h2d", "d2d", "p2p")
 

@@ -28,7 +28,7 @@ from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from ..system.locks import Lock
 from . import autotune, cost_model
-from .cost_model import CHUNK_BYTES, Way
+from .cost_model import CHUNK_BYTES, STRATEGIES, Way
 from .diff import told
 
 __all__ = [
@@ -51,9 +51,8 @@ SLOTS = 3
 #: Alignment of every slot (bytes).
 _SLOT_ALIGNMENT = 16
 
-_STRATEGIES = ("direct", "staged", "engine")
 #: Strategies that choose per batch, by the measured table.
-_CHOICES = ("auto", "aside")
+CHOICES = ("auto", "aside")
 
 #: Hint: how to give another GPU's kernels access to memory that is not from cuMemAlloc.
 _GRANT = (
@@ -293,7 +292,7 @@ class Mover:
         move_runs, all_runs = engine_copies(move), engine_copies(runs)
         # Do not look up kernels that no batch uses: they may have to be compiled.
         is_aside = self.strategy == "aside" and bool(move_runs or all_runs)
-        takes_direct = not self.unreached and self.strategy in ("direct", *_CHOICES) and not is_aside
+        takes_direct = not self.unreached and self.strategy in ("direct", *CHOICES) and not is_aside
         if takes_direct:
             launches = launches_of(made, alignments, self.max_sms > 0, self.device)
         direct = copies_of(made, launches, src.steps, dst.steps)
@@ -342,8 +341,8 @@ class Mover:
             max_sms=self.max_sms,
             same_pool=self.same_pool,
             crosses=self.direction == "p2p",
-            limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
-            may_choose=self.strategy in _CHOICES,
+            limits=[(pairs, STRATEGIES.index(name)) for pairs, name in limits],
+            may_choose=self.strategy in CHOICES,
             keep=self.keep,
             by_peer=self.by_peer,
         )
@@ -351,12 +350,12 @@ class Mover:
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> cost_model.Choice:
         """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
-        if not (ways if self.strategy in _CHOICES else self.strategy in ways):
+        if not (ways if self.strategy in CHOICES else self.strategy in ways):
             raise MissingKernelError(
                 f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine supports; "
                 "use strategy='direct' between pools that one GPU can access"
             )
-        if self.strategy not in _CHOICES:
+        if self.strategy not in CHOICES:
             return cost_model.Choice(((0, self.strategy),), "it was asked for")
         if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < cost_model.ENGINE_RUN:
             del ways["engine"]
@@ -427,14 +426,14 @@ class Mover:
         return framework_stream(end.framework, end.index)
 
     def stats(self) -> dict[str, int]:
-        total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
+        total = dict.fromkeys(("copies", "blocks", "bytes", *STRATEGIES, "submissions"), 0)
         for found in list(self.routes.values()):
             copies, blocks, submissions = found.route.counters()
             total["copies"] += sum(copies)
             total["blocks"] += sum(blocks)
             total["bytes"] += sum(blocks) * found.plan.nbytes
             total["submissions"] += submissions
-            for name, count in zip(_STRATEGIES, copies, strict=True):
+            for name, count in zip(STRATEGIES, copies, strict=True):
                 total[name] += count
         return total
 
@@ -542,7 +541,7 @@ def _max_sms(mover: Mover, asked: object) -> int:
 
 def _check_strategy(mover: Mover) -> None:
     """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
-    if not isinstance(mover.strategy, str) or str.__str__(mover.strategy) not in (*_CHOICES, *_STRATEGIES):  # type: ignore[redundant-expr]
+    if not isinstance(mover.strategy, str) or str.__str__(mover.strategy) not in (*CHOICES, *STRATEGIES):  # type: ignore[redundant-expr]
         raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(mover.strategy)}")
     if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
         raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
