@@ -19,7 +19,7 @@ import strategies
 from coordinates import in_case
 from kvbm.cli import schema
 from kvbm.cli.app import main
-from kvbm.layout import spec
+from kvbm.layout import grammar, spec
 from kvbm.layout.terms import Expression
 from kvbm.reshard import placement
 
@@ -177,7 +177,7 @@ def test_bad_shapes(old: str, new: str) -> None:
 def test_the_code_is_what_is_described() -> None:
     """The schema has every key, dtype and name of an expression, and nothing else."""
     layout, shape = schema.layout_schema(), schema.shape_schema()
-    assert tuple(layout["properties"]) == spec.KEYS
+    assert tuple(layout["properties"]) == grammar.KEYS
     assert shape["properties"]["dtype"]["enum"] == list(kvbm.layout.shapes.ITEMSIZE)
     said: Any = layout["properties"]["pitch"]["additionalProperties"]["pattern"]
     for name in ("nb", "nl", "no", "nh", "nt", "hd", "es"):
@@ -277,7 +277,7 @@ def test_planes_that_the_parser_takes(planes: list[str], text: str, orders: list
 
 def test_planes_are_what_is_described() -> None:
     said = schema.layout_schema()["properties"]["planes"]["additionalProperties"]["properties"]
-    assert tuple(said) == spec.PLANE_KEYS and said["dtype"]["enum"] == list(kvbm.layout.shapes.ITEMSIZE)
+    assert tuple(said) == grammar.PLANE_KEYS and said["dtype"]["enum"] == list(kvbm.layout.shapes.ITEMSIZE)
 
 
 # ---- placements ----------------------------------------------------------------------------------------------------
