@@ -406,7 +406,7 @@ def test_ids_on_the_device_are_said_to_be_there() -> None:
         def ids(self) -> Any:
             return None, [1]
 
-    assert "ids are on the device" in diff.told(None, None, Pairs(), None, (0,))  # type: ignore[arg-type]
+    assert "ids are on the device" in diff.where_different(None, None, Pairs(), None, (0,))  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -932,7 +932,7 @@ def bytes_of_item(one: Any) -> list[int]:
     """Bytes of an item in shared memory: in words of 16, 4 or 1, with stride `apart`, as in the compiled kernel."""
     whole = one.word == one.item and (one.word == 16 if one.gathers else one.word >= 4)
     word = one.item if whole else 4 if one.word >= 4 and one.item >= 4 else 1
-    return [k // word * (word if whole else one.apart) + k % word for k in range(one.item)]
+    return [k // word * (word if whole else one.distance) + k % word for k in range(one.item)]
 
 
 def start(one: Any, side: int, block: int, turn: tuple[int, ...]) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from ..pool.section import PoolSection
 from ..system.locks import Lock
 from . import autotune, cost_model
 from .cost_model import CHUNK_BYTES, STRATEGIES, Way
-from .diff import told
+from .diff import where_different
 
 __all__ = [
     "Layers",
@@ -59,6 +59,9 @@ _GRANT = (
     " (grant it before the transfer is made, by cuMemSetAccess or cuMemPoolSetAccess; torch does so at its first own copy from "
     "{src} to {dst})"
 )
+
+#: Sentence on copies by `cuMemcpyPeerAsync`.
+_BY_PEER = "the copy engine copies one range per call (cuMemcpyPeerAsync): memory without a grant needs it."
 
 Layers = range | tuple[range, range] | None
 
@@ -152,7 +155,7 @@ class Mover:
         self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
         self.chunk_bytes = chunk_bytes
         self.model = model
-        self.untold: list[DigestError] = []
+        self.unreported: list[DigestError] = []
         self.captured: list[_core.Done] = []  # copies in graphs that verify: each replay writes to their memory
         self.lock = Lock()
         self.ring: _core.Ring | None = None
@@ -394,12 +397,12 @@ class Mover:
         address, far, keep = 0, False, None
         if out is not None:
             address, far, keep = digest_array(out, count, self.device, self.keep or ())
-        Proof.settle(self.untold)
+        Proof.settle(self.unreported)
         if not verifies:
             return route.copy_digested(pairs, positions, address, far, (0, 0), stream, wait, (keep, self.keep))
         assert self.parts is not None  # a transfer keeps them, and only transfers verify
-        where = functools.partial(told, *self.parts, pairs, layers)
-        with Proof(self.title, count, self.device, self.untold, pairs, where) as proof:
+        where = functools.partial(where_different, *self.parts, pairs, layers)
+        with Proof(self.title, count, self.device, self.unreported, pairs, where) as proof:
             kept = (keep, proof, self.keep)
             done = route.copy_digested(pairs, positions, address, far, proof.addresses, stream, wait, kept)
         proof.watch(done)
@@ -466,35 +469,35 @@ class Mover:
     def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
         assert found.digests
         names = dict.fromkeys(found.route.choose(1 << power) for power in range(24))
-        said = found.digests.explain(names, not (self.on_host or self.gathers))
+        sentences = found.digests.explain(names, not (self.on_host or self.gathers))
         if verifies and self.unreached:
-            said.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
+            sentences.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
         elif verifies:
             far = [name for name, end in (("source", self.src), ("destination", self.dst)) if end.index != self.device]
-            said.append(found.digests.explain_verify(size_text(found.plan.nbytes), far))
-        return said
+            sentences.append(found.digests.explain_verify(size_text(found.plan.nbytes), far))
+        return sentences
 
     def _how(self, found: _Route) -> list[str]:
         """A sentence on each strategy, and notes on its kernels."""
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
-        said = [f"direct is left out: {self.unreached}."] if self.unreached else []
+        sentences = [f"direct is left out: {self.unreached}."] if self.unreached else []
         if self.by_peer:
-            said.append("the copy engine copies one range per call (cuMemcpyPeerAsync): memory without a grant needs it.")
+            sentences.append(_BY_PEER)
         if found.copies:
             many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
             names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
-            said.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
+            sentences.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
         if self.ring is not None:
             order = (
                 "a kernel packs blocks into a slot and the copy engine copies them from it"
                 if self.gathers
                 else "the copy engine fills a slot and a kernel unpacks the blocks from it"
             )
-            said.append(
+            sentences.append(
                 f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
             )
-        said += kernel_notes(found.launches, self.device)
-        return said
+        sentences += kernel_notes(found.launches, self.device)
+        return sentences
 
 
 @dataclass

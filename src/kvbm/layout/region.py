@@ -112,7 +112,7 @@ class Section:
         given: Coordinates = chosen.pop(axis, range(self.size(axis)))
         if not len(coordinates) or min(coordinates) < 0 or max(coordinates) >= len(given):
             raise LayoutError(
-                f"{where}: axis '{axis}': expected coordinates from 0 to {len(given) - 1}, got {_said(coordinates)}"
+                f"{where}: axis '{axis}': expected coordinates from 0 to {len(given) - 1}, got {_coordinates_text(coordinates)}"
             )
         coordinates = tuple(given[i] for i in coordinates)
         first, count, step = next(_runs(coordinates))
@@ -351,7 +351,7 @@ def _of_half(accesses: Sequence[Access], axis: str, coordinates: Coordinates) ->
     return [replace(access, half=None) for access in accesses if access.half in (None, coordinates[0])]
 
 
-def _said(coordinates: Coordinates) -> str:
+def _coordinates_text(coordinates: Coordinates) -> str:
     return str(coordinates) if isinstance(coordinates, range) else f"{quoted(list(coordinates))}"
 
 

@@ -120,18 +120,18 @@ def near_shapes(arrays: Sequence[Array], shape: BlockShape, fits: Callable[[Bloc
 
     If none does: which other value together with a layer per array, or with the dtype of the arrays.
     """
-    first = [(said, name, other) for said, name, other in _others(arrays, shape)]
+    first = [(reason, name, other) for reason, name, other in _others(arrays, shape)]
     again = (
-        (f"{said}, and {more}", f"{name},{also}", both)
-        for said, name, other in first
+        (f"{reason}, and {more}", f"{name},{also}", both)
+        for reason, name, other in first
         if name.startswith(("dtype=", f"nl={len(arrays)}")) and len(arrays) > 1
         for more, also, both in _others(arrays, other)
         if name.partition("=")[0] != also.partition("=")[0]
     )
     for tried in (first, again):
-        found = ((said, name, fits(other)) for said, name, other in tried)
-        said = (f"{one}; with {name} these fit: {', '.join(fit[:4])}{', …' if fit[4:] else ''}" for one, name, fit in found if fit)
-        if made := list(itertools.islice(said, most)):
+        found = ((reason, name, fits(other)) for reason, name, other in tried)
+        texts = (f"{one}; with {name} these fit: {', '.join(fit[:4])}{', …' if fit[4:] else ''}" for one, name, fit in found if fit)
+        if made := list(itertools.islice(texts, most)):
             return made
     return []
 
@@ -154,11 +154,11 @@ def _others(arrays: Sequence[Array], shape: BlockShape) -> Iterator[tuple[str, s
             except (DTypeError, SpecError):
                 continue
             if name == "dtype":
-                said = f"the arrays are {value}, the shape is {now}"
+                reason = f"the arrays are {value}, the shape is {now}"
             elif name == "nl" and value == len(arrays) > 1:
-                said = f"{value} arrays, the shape has {now} layers"
+                reason = f"{value} arrays, the shape has {now} layers"
             else:
-                said = f"the shape has {name}={now} ({_SIZES[name]})"
+                reason = f"the shape has {name}={now} ({_SIZES[name]})"
             if name == "hd" and now < int(value) <= 2 * now:
-                said += f", unless a row holds K of {now} and V of {int(value) - now} side by side: planes of your own"
-            yield said, f"{name}={value}", other
+                reason += f", unless a row holds K of {now} and V of {int(value) - now} side by side: planes of your own"
+            yield reason, f"{name}={value}", other

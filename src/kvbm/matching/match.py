@@ -662,10 +662,10 @@ def _reason(
         own = [same for same in layouts if same[0].planes]
         found = _candidates(_readings(*raw[:1], True), replace(shape, no=1), own, num_blocks)
         fit = sorted((one for one in found if not one.rank[2]), key=lambda one: one.rank)
-        if said := [name for one in fit[:4] for name in one.candidate.names]:
+        if fitting := [name for one in fit[:4] for name in one.candidate.names]:
             return (
                 f"none takes elements of {arrays[0].dtype}; with no=1, as the planes k and v of a row are K and V, as bytes, "
-                f"{raw[1]}, these fit: {', '.join(said)}"
+                f"{raw[1]}, these fit: {', '.join(fitting)}"
             )
 
     if near := near_shapes(arrays, shape, fits):
@@ -701,9 +701,9 @@ def _with_pitches(
                 found.append((one.rank, one, ", ".join(one.name for one in same), text))
     texts: dict[Any, str] = {}
     for _, one, names, text in sorted(found, key=lambda item: item[0]):
-        said = f"The order of {names} fits{_READING[one.reading.name].format(parts=_parts(one.reading))}, with a pitch."
+        intro = f"The order of {names} fits{_READING[one.reading.name].format(parts=_parts(one.reading))}, with a pitch."
         code = _code(one, "mine.yaml", numpy)
-        texts.setdefault(_address_map(one), f"{said} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
+        texts.setdefault(_address_map(one), f"{intro} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
     return list(texts.values())
 
 
@@ -729,8 +729,8 @@ def _checks(found: Sequence[_Found], arrays: Sequence[Array], shape: BlockShape)
             outcomes: dict[str, list[str]] = {}
             for name, place in places.items():
                 outcomes.setdefault(place, []).append(name)
-            said = ", ".join(f"{AXES[axis]} 1" if axis != "o" else "V" for axis in chosen)
-            yield Check(said, tuple((place, tuple(names)) for place, names in outcomes.items()))
+            label = ", ".join(f"{AXES[axis]} 1" if axis != "o" else "V" for axis in chosen)
+            yield Check(label, tuple((place, tuple(names)) for place, names in outcomes.items()))
 
 
 def _place(one: _Found, at: Mapping[str, int], arrays: Sequence[Array]) -> str:

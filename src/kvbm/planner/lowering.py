@@ -74,8 +74,8 @@ class Launch(NamedTuple):
 
     def arguments(self, src: Steps, dst: Steps) -> list[Arguments]:
         """The arguments of the kernel, one per part, for tables that were shortened by `src` and `dst`."""
-        told = [part.fold(src.entry, dst.entry).arguments(form, src.block, dst.block) for part, form in self.work]
-        return [_of_page(one, rows) for one, rows in zip(self.staged, told, strict=True)] if self.staged else told
+        args = [part.fold(src.entry, dst.entry).arguments(form, src.block, dst.block) for part, form in self.work]
+        return [_of_page(one, rows) for one, rows in zip(self.staged, args, strict=True)] if self.staged else args
 
 
 class Steps(NamedTuple):
@@ -288,7 +288,7 @@ def _of_page(one: Staged, of_rows: Arguments) -> Arguments:
     offsets, outer, inner, strides, _ = of_rows
     still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
     loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
-    return offsets, outer, loops, strides, (one.word, one.item, one.apart, one.place, one.held)
+    return offsets, outer, loops, strides, (one.word, one.item, one.distance, one.place, one.held)
 
 
 def engine_arguments(parts: Sequence[Part]) -> list[list[Arguments]]:
@@ -296,5 +296,5 @@ def engine_arguments(parts: Sequence[Part]) -> list[list[Arguments]]:
     fitted = [part.fit("rows") for part in parts]
     if any(len(pieces) > 1 for pieces in fitted):
         return []
-    told = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
-    return [told[first : first + MAX_PARTS] for first in range(0, len(told), MAX_PARTS)]
+    args = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
+    return [args[first : first + MAX_PARTS] for first in range(0, len(args), MAX_PARTS)]

@@ -404,16 +404,16 @@ def _cached(src: Section, dst: Section, title: str, *_names: str) -> Plan:
 def _parts(title: str, src: Section, dst: Section, keys: Section | None = None) -> tuple[Part, ...]:
     """The loop nests of two sections.  Each axis of a section is one loop."""
     planes = _planes(title, src, dst)
-    apart = any(len(side) == 2 for pair in planes for side in pair)
+    separate = any(len(side) == 2 for pair in planes for side in pair)
     of_keys = {access.plane: (access,) for access in keys.accesses} if keys else {}
     parts = []
     for here, there in planes:
-        halves: Sequence[int | None] = range(src.shape.no) if apart else (None,)
-        told = [_half(title, of_keys[here[0].plane], o) if keys else None for o in halves]
+        halves: Sequence[int | None] = range(src.shape.no) if separate else (None,)
+        key_halves = [_half(title, of_keys[here[0].plane], o) if keys else None for o in halves]
         parts.append(
             [
                 _part(title, (src, _half(title, here, o)), (dst, _half(title, there, o)), o, key)
-                for o, key in zip(halves, told, strict=True)
+                for o, key in zip(halves, key_halves, strict=True)
             ]
         )
     joined = [rejoined(halves) for halves in parts]

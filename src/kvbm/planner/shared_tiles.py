@@ -42,7 +42,7 @@ class Staged(NamedTuple):
         The step from piece to piece.
     word, item : int
         Bytes per access to shared memory, and to global memory.
-    apart : int
+    distance : int
         Distance in bytes between the words of an item in shared memory.
     place, held : int
         Its start in shared memory, and the bytes of the dense segment that starts with it (0: it lies in another part's segment).
@@ -54,7 +54,7 @@ class Staged(NamedTuple):
     pieces: Mode
     word: int
     item: int
-    apart: int
+    distance: int
     place: int
     held: int
     gathers: bool
@@ -142,19 +142,19 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
     for start, size in segments:
         places[start] = begin
         begin += size
-    led: set[tuple[int, int]] = set()
+    started: set[tuple[int, int]] = set()
     turns: dict[tuple[int, int], tuple[tuple[object, ...], ...]] = {}
     for part, pieces in cut:
         at = _start(part, side)
         first, size = next((s, n) for s, n in segments if s[0] == at[0] and s[1] <= at[1] < s[1] + n)
         if _turns(part, pieces, side) != turns.setdefault(first, _turns(part, pieces, side)):
             return None  # parts that are adjacent in this piece are not adjacent in the next
-        leads = first == at and first not in led
+        leads = first == at and first not in started
         if leads:
-            led.add(first)
+            started.add(first)
         place = places[first] + at[1] - first[1]
         made.append(_items(part, pieces, side, alignments[1 - side], place, size if leads else 0))
-    return made if led == {start for start, _ in segments} else None
+    return made if started == {start for start, _ in segments} else None
 
 
 def _turns(part: Part, pieces: Mode, side: int) -> tuple[tuple[object, ...], ...]:
@@ -176,17 +176,17 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
         item = _power(run, alignment, _start(part, other)[1], *far_id.steps, *far)
         return item, _power(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
 
-    def staged(run: int, loops: Sequence[Mode], word: int, item: int, apart: int) -> Staged:
+    def staged(run: int, loops: Sequence[Mode], word: int, item: int, distance: int) -> Staged:
         inner = (Mode(run, 1, 1), *(mode for mode in loops if mode.extent > 1))
-        return Staged(replace(part, inner=inner), pieces, word, item, apart, place, held, side == 0)
+        return Staged(replace(part, inner=inner), pieces, word, item, distance, place, held, side == 0)
 
     if run in (1, 4) and loops and _step(loops[0], other) == run:
         count = math.gcd(_WORD // run, loops[0].extent)
         rest = [loops[0].split(count)[1], *loops[1:]]
         item, word = sizes(run * count, rest)
-        apart = _step(loops[0], side)
-        if count > 1 and item == run * count and word >= run and apart % run == 0:
-            return staged(item, rest, run, item, apart)
+        distance = _step(loops[0], side)
+        if count > 1 and item == run * count and word >= run and distance % run == 0:
+            return staged(item, rest, run, item, distance)
     item, word = sizes(run, loops)
     word = word if word == item else 4 if word >= 4 else 1  # the word sizes that are compiled
     return staged(run, loops, word, item, 4 if word >= 4 else 1)  # words of two bytes are moved as single bytes in shared memory
