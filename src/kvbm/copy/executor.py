@@ -16,7 +16,6 @@ from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_no
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
-from ..layout.layout import Layout
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_one_format
@@ -75,13 +74,9 @@ def _mean_run(made: Plan) -> int:
 class _End:
     """A transfer's data of a pool; it does not keep the pool alive."""
 
-    layout: Layout
-    shape: BlockShape
     section: Section
-    num_blocks: int
     device: str
     alignment: int
-    slot_bytes: int  # bytes of a packed block
     addresses: npt.NDArray[np.uint64]
     steps: Steps
     framework: str
@@ -91,11 +86,20 @@ class _End:
     @classmethod
     def of(cls, part: PoolSection) -> _End:
         pool = part.pool
-        framework = framework_of(pool.arrays[0])
         return cls(
-            pool.layout, pool.shape, part.of, pool.num_blocks, pool.device, pool.alignment,
-            part.of.packed().accesses[0].block[0], pool.addresses, pool.steps, framework, pool.resolved.section, part.choices,
+            part.of, pool.device, pool.alignment, pool.addresses, pool.steps, framework_of(pool.arrays[0]),
+            pool.resolved.section, part.choices,
         )  # fmt: skip
+
+    @property
+    def shape(self) -> BlockShape:
+        """Shape of the whole pool's blocks."""
+        return self.section.shape
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a packed block."""
+        return self.section.packed().accesses[0].block[0]
 
     @property
     def index(self) -> int:
@@ -105,7 +109,7 @@ class _End:
     @property
     def table(self) -> npt.NDArray[np.uint64]:
         """The table as kernels read it."""
-        table: npt.NDArray[np.uint64] = self.steps.shorten(self.addresses, self.num_blocks)
+        table: npt.NDArray[np.uint64] = self.steps.shorten(self.addresses, self.section.num_blocks)
         return table
 
     @property
