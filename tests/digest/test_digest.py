@@ -764,7 +764,7 @@ def test_fused_is_the_rule_for_rows() -> None:
         ("nhd", "nhd"),
     ):
         made = kvbm.Transfer(Plain(src, shape, 2).pool, Plain(dst, shape, 2, dst=True).pool)
-        assert not isinstance(made._mover.digested(None).digests.direct, str), (src, dst)
+        assert not isinstance(made._executor.digested(None).digests.direct, str), (src, dst)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_autograd_is_told_of_all_tensors(way: str) -> None:
         move = kvbm.Transfer(src, kvbm.Pool(LAYOUT, shape(count), others))
         before = [one._version for one in others]
         move.copy([0], [0])
-        kvbm.convert(src, move._mover.keep[1], [0], [0])  # type: ignore[index]
+        kvbm.convert(src, move._executor.keep[1], [0], [0])  # type: ignore[index]
         assert [one._version for one in others] == [version + 2 for version in before], count
         with pytest.raises(kvbm.BindError):
             move.copy([0], [9])

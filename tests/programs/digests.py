@@ -97,7 +97,7 @@ def every_strategy(direction: str, strategy: str) -> None:
                     want = wanted(s, ours, src_ids, dst_ids, tokens)
                     assert out.found() == want, (s.pool, d.pool, ours, theirs, chunk, turn, tokens is None)
                     check(s, d, ours, theirs, src_ids, dst_ids, (chunk, turn))
-                    more = move._mover.digested(None).digests
+                    more = move._executor.digested(None).digests
                     isnt = isinstance(more.direct if done.strategy == "direct" else more.permute, str)
                     apart, fused = apart + isnt, fused + (not isnt)
                 empty = Out(3, device=device)

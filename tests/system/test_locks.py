@@ -61,7 +61,7 @@ def in_child(call: Callable[[], object]) -> int:
 def of_a_range_of_layers() -> tuple[Lock, Callable[[], object]]:
     src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
     move = kvbm.Transfer(src.pool, dst.pool)
-    return move._mover.lock, lambda: move.copy([1], [2], layers=range(1))  # met for the first time
+    return move._executor.lock, lambda: move.copy([1], [2], layers=range(1))  # met for the first time
 
 
 def of_the_compiler() -> tuple[Lock, Callable[[], object]]:

@@ -96,12 +96,12 @@ class ByTransfer:
         return lambda stream: self._move.copy(src_ids, dst_ids, stream=stream)
 
     def kernel(self, batch: int) -> str:
-        found = self._move._mover.route(None)
+        found = self._move._executor.route(None)
         taken = found.route.choose(batch)
         if taken != "direct":
             return taken
         names = " ".join(copy.kernel for copy in found.copies if copy.kernel)
-        return names if self._strategy != "auto" or self._move._mover.on_host else f"direct {names}"
+        return names if self._strategy != "auto" or self._move._executor.on_host else f"direct {names}"
 
 
 class ByRuns:

@@ -1,4 +1,4 @@
-"""Movers: two pools bound for copies, the strategies between them, and the choice of a strategy per batch."""
+"""The executor of a transfer: two pools bound for copies, the strategies, and the choice of one per batch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .cost_model import CHUNK_BYTES, STRATEGIES, Way
 from .diff import where_different
 
 __all__ = [
+    "Executor",
     "Layers",
-    "Mover",
     "current_stream",
     "part_of",
     "require_compatible",
@@ -118,8 +118,8 @@ class _End:
         return self.addresses if self.steps.whole is None else self.addresses[:1]
 
 
-class Mover:
-    """Everything that a transfer needs except the pools, so that a cache of movers keeps no memory alive."""
+class Executor:
+    """Everything that a transfer needs except the pools, so that a cache of executors keeps no memory alive."""
 
     def __init__(
         self,
@@ -506,7 +506,7 @@ class Mover:
 
 @dataclass
 class _Route:
-    """A mover's launches for all layers, or for a range of them.
+    """A executor's launches for all layers, or for a range of them.
 
     Attributes
     ----------
@@ -534,34 +534,34 @@ class _Route:
     digests: CopyDigests | None = None
 
 
-def _max_sms(mover: Mover, asked: object) -> int:
+def _max_sms(executor: Executor, asked: object) -> int:
     if asked is None:
-        return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
+        return HOST_SMS if executor.direction in ("d2h", "h2d") else 0
     if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked < 1 << 31:
         raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {quoted(asked)}")
-    if mover.on_host:
+    if executor.on_host:
         raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
-    if mover.strategy == "engine":
+    if executor.strategy == "engine":
         raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
     return asked
 
 
-def _check_strategy(mover: Mover) -> None:
+def _check_strategy(executor: Executor) -> None:
     """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
-    if not isinstance(mover.strategy, str) or str.__str__(mover.strategy) not in (*CHOICES, *STRATEGIES):  # type: ignore[redundant-expr]
-        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(mover.strategy)}")
-    if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
-        raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
-    if mover.strategy == "direct" and mover.unreached:
+    if not isinstance(executor.strategy, str) or str.__str__(executor.strategy) not in (*CHOICES, *STRATEGIES):  # type: ignore[redundant-expr]
+        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(executor.strategy)}")
+    if executor.on_host and executor.strategy in ("aside", "staged", "engine"):
+        raise BindError(f"strategy: {executor.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
+    if executor.strategy == "direct" and executor.unreached:
         raise BindError(
-            f"strategy: 'direct' needs a kernel on {mover.src.device} that can access {mover.dst.device}, and {mover.unreached}; "
-            "use 'staged' or 'engine'"
+            f"strategy: 'direct' needs a kernel on {executor.src.device} that can access {executor.dst.device}, and "
+            f"{executor.unreached}; use 'staged' or 'engine'"
         )
-    chunk: object = mover.chunk_bytes
+    chunk: object = executor.chunk_bytes
     if chunk is not None:
-        if mover.on_host or mover.strategy in ("direct", "engine"):
+        if executor.on_host or executor.strategy in ("direct", "engine"):
             raise BindError(
-                f"chunk_bytes: only staged copies use chunks, and strategy is {mover.strategy!r}; leave it out"
+                f"chunk_bytes: only staged copies use chunks, and strategy is {executor.strategy!r}; leave it out"
             )
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise BindError(f"chunk_bytes: expected a number of bytes, got {quoted(chunk)}")
