@@ -30,6 +30,7 @@ __all__ = [
     "kernel_name",
     "nest",
     "parse_kernel",
+    "widest_word",
 ]
 
 #: Most modes of a kernel, and most parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
@@ -323,21 +324,21 @@ class Part:
         run, loops = self.run_bytes, (*self.inner[1:], *self.outer)
         src_alignment = math.gcd(src_alignment, *self.src_id.steps)
         dst_alignment = math.gcd(dst_alignment, *self.dst_id.steps)
-        src = _power(src_alignment, self.src_offset, *[mode.src for mode in loops])
-        dst = _power(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
+        src = widest_word(src_alignment, self.src_offset, *[mode.src for mode in loops])
+        dst = widest_word(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
         if (spans := self.spans) and min(src, dst) >= run:
             a, b = spans
             # A 16-byte word of elements of one side becomes a word of the other side: all strides except the contiguous one must be
             # multiples of a word.
-            src_word = _power(
+            src_word = widest_word(
                 src_alignment, self.src_offset, a.extent * run, *[mode.src for mode in loops if mode is not a]
             )
-            dst_word = _power(
+            dst_word = widest_word(
                 dst_alignment, self.dst_offset, b.extent * run, *[mode.dst for mode in loops if mode is not b]
             )
             word = WIDEST if min(src_word, dst_word) == WIDEST else run
             return form_of("tile", len(self.outer), len(self.inner) - 3, run, word)
-        word = min(_power(run), src, dst)
+        word = min(widest_word(run), src, dst)
         return form_of("copy" if len(self.inner) == 1 else "rows", len(self.outer), len(self.inner), 0, word)
 
     def fold(self, src_entry: int | None, dst_entry: int | None) -> Part:
@@ -457,7 +458,7 @@ Arguments = tuple[
 form_of = functools.lru_cache(maxsize=None)(Form)
 
 
-def _power(*values: int) -> int:
+def widest_word(*values: int) -> int:
     """Largest power of two, at most `WIDEST`, that divides all values."""
     common = math.gcd(WIDEST, *values)
     return common & -common

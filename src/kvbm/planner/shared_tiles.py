@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .loopnest import Mode, Part, nest
+from .loopnest import WIDEST, Mode, Part, nest, widest_word
 
 __all__ = ["Staged", "stage"]
 
-#: Bytes of a word, and of a sector of memory.  A partly written sector costs a read.
-_WORD, _SECTOR = 16, 32
+#: Bytes of a sector of memory.  A partly written sector costs a read.
+_SECTOR = 32
 
 #: Pages are used if rows need more than `_MANY` times the words of a dense copy, or if more than 1 / `_MOSTLY` of all bytes are
 #: written in rows whose size or step is not a multiple of a sector.
@@ -91,7 +91,7 @@ def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> b
     total = sum(part.nbytes for part in parts)
     alignments = ((part, (src_alignment, dst_alignment)) for part in parts)
     words = sum(part.nbytes // min(_word(part, side, both[side]) for side in (0, 1)) for part, both in alignments)
-    if words * _WORD > _MANY * total:
+    if words * WIDEST > _MANY * total:
         return True
     cut = sum(part.nbytes for part in parts if any(step % _SECTOR for step in _row(part, 1)))
     return cut * _MOSTLY > total
@@ -112,14 +112,9 @@ def _start(part: Part, side: int) -> tuple[int, int]:
     return (part.dst_table_offset, part.dst_offset) if side else (part.src_table_offset, part.src_offset)
 
 
-def _power(*values: int) -> int:
-    common = math.gcd(_WORD, *values)
-    return common & -common
-
-
 def _word(part: Part, side: int, alignment: int) -> int:
     """The widest word for a part, as far as this side is concerned."""
-    return _power(part.run_bytes, alignment, _start(part, side)[1], *(_step(mode, side) for mode in part.inner[1:]))
+    return widest_word(part.run_bytes, alignment, _start(part, side)[1], *(_step(mode, side) for mode in part.inner[1:]))
 
 
 def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> list[Staged] | None:
@@ -133,8 +128,8 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
         return None
     ids = [step for part in parts for step in (part.dst_id if side else part.src_id).steps]
     steps = [_step(mode, side) for part, pieces in cut for mode in (*part.outer, pieces)]
-    if _power(alignments[side], *ids, *steps) < _WORD or any(
-        start[1] % _WORD or size % _WORD for start, size in segments
+    if widest_word(alignments[side], *ids, *steps) < WIDEST or any(
+        start[1] % WIDEST or size % WIDEST for start, size in segments
     ):
         return None
     made, begin = [], 0
@@ -173,15 +168,15 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
     def sizes(run: int, loops: Sequence[Mode]) -> tuple[int, int]:
         """Bytes of an item, and the widest word that divides every step in shared memory."""
         far = [_step(mode, other) for mode in (*loops, pieces, *part.outer) if mode.extent > 1]
-        item = _power(run, alignment, _start(part, other)[1], *far_id.steps, *far)
-        return item, _power(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
+        item = widest_word(run, alignment, _start(part, other)[1], *far_id.steps, *far)
+        return item, widest_word(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
 
     def staged(run: int, loops: Sequence[Mode], word: int, item: int, distance: int) -> Staged:
         inner = (Mode(run, 1, 1), *(mode for mode in loops if mode.extent > 1))
         return Staged(replace(part, inner=inner), pieces, word, item, distance, place, held, side == 0)
 
     if run in (1, 4) and loops and _step(loops[0], other) == run:
-        count = math.gcd(_WORD // run, loops[0].extent)
+        count = math.gcd(WIDEST // run, loops[0].extent)
         rest = [loops[0].split(count)[1], *loops[1:]]
         item, word = sizes(run * count, rest)
         distance = _step(loops[0], side)
@@ -203,7 +198,7 @@ def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
     extent = slowest[0].extent if slowest[0] else 1
     row = total // extent
     # The least number of rows that is a whole number of words in every part.
-    least = math.lcm(*(_WORD // math.gcd(_WORD, _step(mode, side)) for mode in slowest if mode))
+    least = math.lcm(*(WIDEST // math.gcd(WIDEST, _step(mode, side)) for mode in slowest if mode))
     fit = [n for n in range(least, extent + 1, least) if extent % n == 0]
     small = [n for n in fit if n * row <= _PIECE]
     count = max(small) if small else min(fit, default=0)
