@@ -211,15 +211,13 @@ class Worker:
         self.cache = torch.as_tensor(array, device=place) if on_gpu else torch.from_numpy(array)
         layers = [self.cache] if case.order.startswith("B") else list(self.cache)
         pages = [as_bytes([layer.view(torch.int8).reshape(blocks, -1) for layer in layers])]
-        memories = {
-            is_declared: HostMemory(spec.load(HOST_LAYOUT), groups, blocks, "pinned" if on_gpu else "cpu")
-            for is_declared, groups in ((False, pages), (True, [[EnginePages(self.pool)]]))
-        }
-        for memory in memories.values():
-            stack.callback(memory.close)
-        self.copiers = {by: Copier(memories[is_declared], 1, verify) for by, (is_declared, verify) in OURS.items()}
-        for copier in self.copiers.values():
-            stack.callback(copier.wait)
+        self.copiers = {}
+        for by, (is_declared, verify) in OURS.items():
+            groups = [[EnginePages(self.pool)]] if is_declared else pages
+            device = "pinned" if on_gpu else "cpu"
+            memory = HostMemory(spec.load(HOST_LAYOUT), groups, blocks, device, verify=verify)
+            self.copiers[by] = Copier(memory, 1)
+            stack.callback(self.copiers[by].close)
         self._jobs = itertools.count()
 
     def submit(self, by: str, ids: Any, chunks: Any, *, is_load: bool) -> None:
@@ -260,15 +258,15 @@ class Worker:
 
         return run
 
-    def lane(self, by: str) -> Any:
-        """The only lane of a copier."""
-        [[lane]] = self.copiers[by].memory.lanes
-        return lane
+    def store(self, by: str) -> Any:
+        """The only store of a copier."""
+        [[store]] = self.copiers[by].memory.stores
+        return store
 
     def strategies(self, by: str, way: str) -> Counter[str]:
-        """Number of copies so far by strategy, of all copiers with the same host memory."""
-        lane = self.lane(by)
-        stats = (lane.back if way == "load" else lane.out).stats()
+        """Number of copies so far by strategy."""
+        store = self.store(by)
+        stats = (store.back if way == "load" else store.out).stats()
         return Counter({name: stats[name] for name in STRATEGIES})
 
     def blocks_of(self, by: str, ids: Any) -> Any:
@@ -304,7 +302,7 @@ class Worker:
 
         def store(ids: Any, chunks: Any) -> None:
             self.move(by, ids, chunks, is_load=False)
-            host, torch = self.lane(by).host.arrays, _torch()
+            host, torch = self.store(by).host.arrays, _torch()
             for chunk, block in zip(chunks.tolist(), self.blocks_of(by, ids), strict=True):
                 stored = torch.from_numpy(host[chunk].reshape(-1).view(np.uint8))
                 if not torch.equal(stored, block.reshape(-1).view(torch.uint8)):
@@ -316,7 +314,7 @@ class Worker:
         """Store all blocks, so that every chunk has a block and its digest."""
         for first in range(0, self.blocks, 64):
             ids = np.arange(first, min(first + 64, self.blocks), dtype=np.int32)
-            for by in ("kvbm", f"kvbm, {HOST_LAYOUT}"):
+            for by in self.copiers:
                 self.move(by, ids, ids, is_load=False)
 
 

@@ -404,10 +404,6 @@ typedef struct kvbm_outcome {
 int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy, uint64_t stream, const uint64_t* waits,
                   uint32_t num_waits, uint64_t done, kvbm_outcome* outcome);
 
-/* Digests the blocks of batch->src into batch->digests, and copies nothing.  Otherwise as kvbm_transfer. */
-int kvbm_digest_blocks(const kvbm_route* route, const kvbm_batch* batch, uint64_t stream, const uint64_t* waits,
-                       uint32_t num_waits, uint64_t done, kvbm_outcome* outcome);
-
 /* A word of pinned memory in which the kernels of one copy report an id that is out of range.  The words are reused, never
  * freed. */
 typedef struct kvbm_fault {

@@ -170,9 +170,4 @@ int kvbm_transfer(const kvbm_route* route, const kvbm_batch* batch, int strategy
   return status == KVBM_OK ? marked : status;
 }
 
-int kvbm_digest_blocks(const kvbm_route* route, const kvbm_batch* batch, uint64_t stream, const uint64_t* waits,
-                       uint32_t num_waits, uint64_t done, kvbm_outcome* outcome) {
-  return kvbm_transfer(route, batch, KVBM_NO_COPY, stream, waits, num_waits, done, outcome);
-}
-
 }  // extern "C"

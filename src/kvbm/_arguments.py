@@ -128,12 +128,12 @@ def listed(what: str, values: Any, words: str, *, most: int = 1 << 20, error: ty
     try:
         found = list(itertools.islice(iter(values), most + 1))
     except Exception as problem:
-        told = (
+        reason = (
             ""
             if isinstance(problem, TypeError)
             else f" (reading it raises {type(problem).__name__}: {printable(str(problem))})"
         )
-        raise error(f"{what}: expected {words}, got {quoted(values)}{told}") from None
+        raise error(f"{what}: expected {words}, got {quoted(values)}{reason}") from None
     if len(found) > most:
         raise error(f"{what}: expected {words}, at most {most:,}, got more")
     return found

@@ -155,7 +155,7 @@ def test_a_wrong_copy_is_seen(worker: offload.Worker) -> None:
     for by in offload.OURS:
         worker.check_copier(by, 4)
     move, by, spoils_load = worker.move, "kvbm, no digests", False
-    host = worker.lane(by).host.arrays
+    host = worker.store(by).host.arrays
 
     def spoiled(*given: Any, is_load: bool) -> float:
         seconds = move(*given, is_load=is_load)
@@ -173,7 +173,7 @@ def test_a_wrong_copy_is_seen(worker: offload.Worker) -> None:
 
 def test_a_load_that_fails_its_check_is_seen(worker: offload.Worker) -> None:
     worker.store_all()
-    worker.lane("kvbm").host.arrays[3].view(np.uint8).reshape(-1)[5] ^= 1
+    worker.store("kvbm").host.arrays[3].view(np.uint8).reshape(-1)[5] ^= 1
     with pytest.raises(WrongCopyError, match="model, tp 4, LBNHC, 16 tokens, kvbm: 1 of 2 blocks fail their check"):
         worker.move("kvbm", np.array([1, 2]), np.array([3, 4]), is_load=True)
 

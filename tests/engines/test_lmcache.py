@@ -299,10 +299,16 @@ def test_keys_of_engines_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """LMCache gets another name of the model for other weights or angles, and another salt for an adapter; vLLM's is unchanged."""
     connector = importlib.import_module("kvbm.integrations.lmcache.connector")
     stock, made = connector.LMCacheMPConnector, []
-    monkeypatch.setattr(stock, "__init__", lambda _, config, *__: made.append(config.model_config.model))
-    monkeypatch.setattr(
-        stock, "_get_or_create_request_tracker", lambda _, request: SimpleNamespace(cache_salt=request.cache_salt or "")
-    )
+
+    def begin(self: Any, config: Any, *_: Any) -> None:
+        made.append(config.model_config.model)
+        self.request_trackers = {}
+
+    def track(self: Any, request: Any) -> Any:
+        return self.request_trackers.setdefault(request.request_id, SimpleNamespace(cache_salt=request.cache_salt or ""))
+
+    monkeypatch.setattr(stock, "__init__", begin)
+    monkeypatch.setattr(stock, "_get_or_create_request_tracker", track)
 
     def engine(theta: float = 1e4, given: str | None = None) -> Any:
         model = SimpleNamespace(
@@ -327,10 +333,12 @@ def test_keys_of_engines_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "model.safetensors").write_bytes(b"weightz")
     engine()
     assert made[0] == made[1] and len(set(made)) == 4 and all(name.startswith(f"{tmp_path}-") and "@" not in name for name in made)
-    plain = SimpleNamespace(cache_salt=None, lora_request=None)
-    adapted = SimpleNamespace(cache_salt=None, lora_request=SimpleNamespace(lora_name="a", lora_path="/none"))
-    salts = [one._get_or_create_request_tracker(request).cache_salt for request in (plain, adapted)]
-    assert salts[0] == "" and len(salts[1]) == 32
+    plain = SimpleNamespace(request_id="plain", cache_salt=None, lora_request=None)
+    adapted = SimpleNamespace(
+        request_id="adapted", cache_salt=None, lora_request=SimpleNamespace(lora_name="a", lora_path="/none")
+    )
+    salts = [one._get_or_create_request_tracker(request).cache_salt for request in (plain, adapted, adapted)]
+    assert salts[0] == "" and len(salts[1]) == 32 and salts[2] == salts[1]  # a request keeps its salt
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:

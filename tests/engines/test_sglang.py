@@ -274,7 +274,7 @@ def test_sliding_window() -> None:
 
 def spoil(linker: Any, key: str) -> None:
     pages = linker.pools[PoolName.KV]
-    pages.host.arrays[pages._pages[key].block].view("u1").reshape(-1)[7] ^= 1
+    pages.host.arrays[pages._pages[key]].view("u1").reshape(-1)[7] ^= 1
 
 
 def test_a_flipped_bit_is_a_miss() -> None:

@@ -76,7 +76,7 @@ def test_reload(models: Callable[[str], Path], case: str) -> None:
     writers = 1 if name == "mla" else ranks
     assert counters["vllm:kvbm_offload_loaded_blocks"] > counters["vllm:kvbm_offload_stored_blocks"] / writers > 0
     assert all(facts["shared"] == (name == "mla") for facts in found["facts"])
-    assert {"groups": 3, "lanes": 1}.items() <= found["facts"][0].items() if name == "sliding" else True
+    assert {"groups": 3, "stores": 1}.items() <= found["facts"][0].items() if name == "sliding" else True
 
 
 def test_a_flipped_bit_changes_tokens(models: Callable[[str], Path]) -> None:

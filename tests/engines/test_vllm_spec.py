@@ -193,7 +193,7 @@ def test_a_load_that_fails(reports: bool) -> None:
     copies = worker(canonical(96), reports)
     copies.submit_store(1, GPULoadStoreSpec([5, 6], [2], [0]), CPULoadStoreSpec([1]))
     assert len(copies.get_finished()) == 1
-    copies.copier.memory.lanes[0][0].host.arrays[3].reshape(-1)[17] ^= 1
+    copies.copier.memory.stores[0][0].host.arrays[3].reshape(-1)[17] ^= 1
     copies.submit_load(2, CPULoadStoreSpec([1]), GPULoadStoreSpec([3, 4], [2], [0]))
     if not reports:
         with pytest.raises(DigestError, match=r"chunks \[1\] of host memory have changed since they were stored"):

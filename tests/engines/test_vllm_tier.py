@@ -408,7 +408,7 @@ def test_memory_that_fails_while_it_is_read(tmp_path: Path) -> None:
 def test_what_nobody_has_compared_is_not_written() -> None:
     for verify in (True, False):
         worker = TierWorker.__new__(TierWorker)
-        worker._copier, worker._stores = SimpleNamespace(verify=verify), {}  # type: ignore[assignment]
+        worker._copier, worker._stores = SimpleNamespace(memory=SimpleNamespace(verify=verify)), {}  # type: ignore[assignment]
         worker.stores(1, Tiered(Settings(Path("/here"), 1), (), ()))
         assert [*worker._stores] == [1] * verify
 
@@ -418,8 +418,8 @@ def worker(folder: Path) -> tuple[TierWorker, Tiered]:
     made = index(folder)
     content = made._contents[0]
     host = Pool.allocate(load("universal"), replace(content.shape, nt=32), 2)
-    lane = SimpleNamespace(host=host, digests=host.digest(), known=np.ones(2, np.bool_))
-    copier = SimpleNamespace(memory=SimpleNamespace(lanes=[[lane]]), blocks_per_chunk=1, verify=True)
+    store = SimpleNamespace(host=host, digests=host.digest(), known=np.ones(2, np.bool_), verify=True)
+    copier = SimpleNamespace(memory=SimpleNamespace(stores=[[store]], verify=True), blocks_per_chunk=1)
     found = TierWorker.__new__(TierWorker)
     found._copier, found._own, found._tiers, found._count = copier, (replace(content, model=""),), [], lambda *_: None
     found._shelves = [Shelf(content.shape, host, range(4), threads=1)]
@@ -438,7 +438,7 @@ def test_a_folder_that_a_worker_cannot_write_to(tmp_path: Path) -> None:
     one.read(2, tiered)
     one.close()
     assert one.has_written() == ["stored"] and one.has_read({2}) == [2]
-    assert one._copier.memory.lanes[0][0].known.tolist() == [True, False]
+    assert one._copier.memory.stores[0][0].known.tolist() == [True, False]
 
 
 def test_a_folder_that_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,17 +501,17 @@ def test_a_read_that_does_not_end_is_a_miss_and_writes_nothing_later(
     assert one.write(1, "stored")
     futures.wait(one._writes[1][2], 60)
     assert one.has_written() == ["stored"]
-    [lane] = one._copier.memory.lanes[0]
+    [store] = one._copier.memory.stores[0]
     go, fetch = threading.Event(), Shelf._fetch
     monkeypatch.setattr(Shelf, "_fetch", lambda *given: go.wait(60) and fetch(*given))
     monkeypatch.setattr(tiered, "FILES_LIMIT", 0.01 if is_waited_for else 0.0)
     one.read(2, told)
-    assert one.has_read({2} if is_waited_for else None) == [2] and not lane.known[1]
-    lane.host.arrays[1][...] = 7  # of another request
-    lane.digests[1], lane.known[1] = 99, True
+    assert one.has_read({2} if is_waited_for else None) == [2] and not store.known[1]
+    store.host.arrays[1][...] = 7  # of another request
+    store.digests[1], store.known[1] = 99, True
     go.set()
     one._threads.shutdown(wait=True)
-    assert (lane.host.arrays[1] == 7).all() and lane.digests[1] == 99 and lane.known[1] and not one.has_read()
+    assert (store.host.arrays[1] == 7).all() and store.digests[1] == 99 and store.known[1] and not one.has_read()
 
 
 def test_a_write_that_does_not_end_keeps_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,22 +49,22 @@ def test_host_pages(device: str) -> None:
     before = [tensor.clone() for tensor in tensors]
     storing = held.store(["a", "b"], [3, 7], stream_of(device))
     assert held.missing(["a", "c"]) == ["c"] and "a" not in held
-    storing.done.synchronize()
+    storing.copying.synchronize()
     held.stored(storing)
     held.check(["a", "b", "c"])
     assert "a" in held and len(held) == 2 and not held.wrong
     *_, loading = held.load(["b", "a"], [1, 2], [range(2), range(2, 2), range(2, 5)], stream_of(device))
-    assert len(loading.dones) == 2 and held.loaded(loading)
+    assert len(loading.copying.dones) == 2 and held.loaded(loading)
     for tensor, was in zip(tensors, before, strict=True):
         was[1], was[2] = was[7], was[3]
         assert torch.equal(tensor, was)
-    held.host.arrays[held._pages["a"].block].view("u1").reshape(-1)[0] ^= 1
+    held.host.arrays[held._pages["a"]].view("u1").reshape(-1)[0] ^= 1
     *_, loading = held.load(["b", "a"], [1, 2], [range(5)], stream_of(device))
     assert not held.loaded(loading) and held.wrong == 1 and "a" not in held and "b" in held
     for tensor, was in zip(tensors, before, strict=True):  # nothing of it is left, and no other page has changed
         was[2] = 0
         assert torch.equal(tensor, was)
-    held.host.arrays[held._pages["b"].block].view("u1").reshape(-1)[0] ^= 1
+    held.host.arrays[held._pages["b"]].view("u1").reshape(-1)[0] ^= 1
     held.check(["b"])
     assert "b" not in held and held.wrong == 2 and held.room(4)
     held.close()

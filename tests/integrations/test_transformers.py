@@ -301,7 +301,7 @@ def test_a_request_goes_on_after_host_memory(kind: str, dtype: str, device: str)
                 parked = ours.offload(name, host)
                 assert not any(group.table(name) for group in ours.groups.values())
                 assert parked.state.position_offset == len(PROMPT) + len(parked.state.generated_tokens) - 1
-                assert list(parked.held.digests) == list(ours.groups) and all(parked.held.digests.values())
+                assert list(parked.held.ids) == list(ours.groups) and all(parked.held.ids.values())
                 spoil(ours.groups)
                 ours.reserve(parked.state, f"in the way {again}")  # takes the blocks that it had
                 assert ours.restore(parked, host)
@@ -543,7 +543,7 @@ def test_what_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> No
         name = begun(one, 4)
         with here.paused(), there.paused():
             with monkeypatch.context() as patch:
-                patch.setattr(host, "_copy", lambda *_: 1 // 0)
+                patch.setattr(host, "_store", lambda *_: 1 // 0)
                 with pytest.raises(ZeroDivisionError):
                     here.offload(name, host)
             assert host.room({"full_attention": [0] * 8})

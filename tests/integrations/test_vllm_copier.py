@@ -118,7 +118,7 @@ def test_groups_share_chunks(copiers: list[Copier], device: str) -> None:
     groups = [[full], [full], [full, latent]]
     copiers.append(copier := Copier(HostMemory(load("universal"), groups, 6, device_of(device)), 1))
     memory = copier.memory
-    assert memory.lanes[0][0] is memory.lanes[1][0] is memory.lanes[2][0]
+    assert memory.stores[0][0] is memory.stores[1][0] is memory.stores[2][0]
     before = arrays(full).clone(), arrays(latent).clone()
     out = moved(copier, 1, [1, 2, 3], [5, 0, 1], sizes=[1, 1, 1], indices=[0, 7, 2], is_load=False)
     assert out.nbytes == 3 * KV.nbytes + LATENT.nbytes and out.blocks == 3
@@ -133,10 +133,10 @@ def test_groups_share_chunks(copiers: list[Copier], device: str) -> None:
 def test_a_flipped_bit(copiers: list[Copier], device: str, verify: bool) -> None:
     """It is reported for its block, which is zero; without verification it is copied."""
     engine = pages(KV, device)
-    copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, device_of(device)), 2, verify))
+    copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, device_of(device), None, verify), 2))
     before = arrays(engine).clone()
     moved(copier, 1, [0, 1, 2, 3], [2, 1], is_load=False)
-    copier.memory.lanes[0][0].host.arrays[3].view(np.uint8)[0, 0, 0, 0, 0] ^= 1  # block 1 of chunk 1
+    copier.memory.stores[0][0].host.arrays[3].view(np.uint8)[0, 0, 0, 0, 0] ^= 1  # block 1 of chunk 1
     found = moved(copier, 2, [8, 9, 10, 11], [2, 1], is_load=True)
     assert not torch.equal(arrays(engine)[:, 11], before[:, 3])
     assert (found.wrong_blocks, found.wrong_chunks) == (([11], {1}) if verify else ([], set()))
@@ -158,8 +158,8 @@ def test_a_failed_load_leaves_zeros_in_all_layers_of_its_blocks_and_no_other_byt
     before = arrays(full).clone(), arrays(latent).clone()
     moved(copier, 1, [1, 2, 3, 4], [5, 0, 1, 7], sizes=[2, 2], indices=[0, 0], is_load=False)
     # Block 1 of the first group, and block 3 of the second one in its second kind of layers alone.
-    copier.memory.lanes[0][0].host.arrays[5][1, 1, 0, 2, 3] = value
-    copier.memory.lanes[1][1].host.arrays[1].view(np.uint16)[0, 0, 0, 1, 1] = 0x7FC0 if value != value else 0x7F80
+    copier.memory.stores[0][0].host.arrays[5][1, 1, 0, 2, 3] = value
+    copier.memory.stores[1][1].host.arrays[1].view(np.uint16)[0, 0, 0, 1, 1] = 0x7FC0 if value != value else 0x7F80
     found = moved(copier, 2, [8, 9, 10, 11], [5, 0, 1, 7], sizes=[2, 2], indices=[0, 0], is_load=True)
     assert (found.wrong_blocks, found.wrong_chunks) == ([8, 10], {5, 1})
     expected = before[0].clone(), before[1].clone()
@@ -176,18 +176,18 @@ def test_on_the_host_what_is_wrong_is_never_copied(copiers: list[Copier], monkey
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, "cpu"), 1))
     before = arrays(engine).clone()
     moved(copier, 1, [0, 1], [2, 1], is_load=False)
-    [[lane]] = copier.memory.lanes
-    lane.host.arrays[1][...] = float("nan")
+    [[store]] = copier.memory.stores
+    store.host.arrays[1][...] = float("nan")
     copier.submit(2, np.array([8, 9]), np.array([2, 1]), [2], [0], is_load=True)
     assert torch.equal(arrays(engine)[:, [8, 9]], before[:, [0, 9]])
     [found] = copier.finished()
     assert found.wrong_blocks == [9] and bool((arrays(engine)[:, 9] == 0).all())
 
     def late(*_: Any) -> Any:  # the memory changes between the comparison and the copy
-        lane.host.arrays[2][...] = float("inf")
-        return np.zeros(0, np.int64)
+        store.host.arrays[2][...] = float("inf")
+        return np.zeros(1, np.bool_)
 
-    monkeypatch.setattr(copier, "_refused", late)
+    monkeypatch.setattr(store, "changed", late)
     assert moved(copier, 3, [8], [2], is_load=True).wrong_blocks == [8]
     assert bool((arrays(engine)[:, 8] == 0).all())
 
@@ -198,7 +198,7 @@ def test_blocks_that_follow_a_failed_load_are_not_cleared(copiers: list[Copier],
     engine = pages(KV, device)
     copiers.append(copier := Copier(HostMemory(load("universal"), [[engine]], 8, device_of(device)), 1))
     moved(copier, 1, [0, 1], [2, 1], is_load=False)
-    copier.memory.lanes[0][0].host.arrays[1].view(np.uint8)[0, 0, 0, 0, 0] ^= 1
+    copier.memory.stores[0][0].host.arrays[1].view(np.uint8)[0, 0, 0, 0, 0] ^= 1
     assert moved(copier, 2, [8, 9], [2, 1], is_load=True).wrong_blocks == [9]
     for tensor in engine.pool.arrays:
         tensor[9] = 7

@@ -265,11 +265,11 @@ class Sweep:
                 raise
             self._leave_out(direction, error)
             return
-        told: set[int] = set()  # sizes for which the row of the yardstick was yielded
+        yielded: set[int] = set()  # sizes for which the row of the yardstick was yielded
         with yardstick:
             for pair in self.pairs:
                 try:
-                    yield from self._of_pair(direction, shape, ends, clock, yardstick, pair, batches, told)
+                    yield from self._of_pair(direction, shape, ends, clock, yardstick, pair, batches, yielded)
                 except (CudaError, MemoryError) as error:
                     if not measure.is_out_of_memory(error):
                         raise
@@ -316,7 +316,7 @@ class Sweep:
         yardstick: measure.Yardstick,
         pair: Pair,
         batches: Sequence[int],
-        told: set[int],
+        yielded: set[int],
     ) -> Iterator[tuple[Record, float | None]]:
         with contextlib.ExitStack() as stack:
             src, dst = (
@@ -351,8 +351,8 @@ class Sweep:
                         self._leave_out(f"{title} {name}, {batch} blocks", error)
                 stick = min(before, yardstick.time(nbytes, replay=self.replay, **options))
                 base = self._record(direction, shape, batch, nbytes, stick)
-                if nbytes not in told:
-                    told.add(nbytes)
+                if nbytes not in yielded:
+                    yielded.add(nbytes)
                     yield base, None
                 for name, timed, kernel in found:
                     self.measured |= {direction, name}

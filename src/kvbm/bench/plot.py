@@ -113,12 +113,12 @@ class Job:
     footer: str
     pairs: tuple[str, ...] = ()
 
-    def panels(self, title: str, said: str, heights: Sequence[float], columns: int = 1) -> tuple[Figure, list[Axes]]:
-        """A figure with rows of panels of the given heights in inches, a title above, and `said` and the footer below."""
+    def panels(self, title: str, legend: str, heights: Sequence[float], columns: int = 1) -> tuple[Figure, list[Axes]]:
+        """A figure with rows of panels of the given heights in inches, a title above, and `legend` and the footer below."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        foot = (f"{self.rows[0]['gpu']}. {said}", *self.footer.split("\n"))
+        foot = (f"{self.rows[0]['gpu']}. {legend}", *self.footer.split("\n"))
         lines = [line for part in foot for line in textwrap.wrap(part, 120)]
         figure = Figure(figsize=(_WIDTH, sum(heights) + 0.5 + 0.16 * len(lines)))
         FigureCanvasAgg(figure)
@@ -235,8 +235,8 @@ def _roofline(job: Job) -> Figure:
         raise _TooLittleError("roofline: expected rows of kvbm's backends, got only yardsticks and peers")
     if all(len(_roof(rows)) < 2 for _, _, rows, _ in panels):
         raise _TooLittleError("roofline: expected at least two sizes; measure more with --num-blocks, or draw the bars")
-    said = "GB/s of payload, each byte once. At the names: share of the memcpy at the largest size."
-    figure, every = job.panels("Bandwidth by size of the batch", said, [3.4] * len(panels))
+    legend = "GB/s of payload, each byte once. At the names: share of the memcpy at the largest size."
+    figure, every = job.panels("Bandwidth by size of the batch", legend, [3.4] * len(panels))
     for axes, (direction, backend, rows, pairs) in zip(every, panels, strict=True):
         blocks = {row.positive("total_bytes"): _blocks_text(row.positive("num_blocks")) for row in rows}
         axes.set(title=f"{DIRECTIONS[direction]}, kvbm's backend {backend!r}", xscale="log", ylabel="GB/s")
@@ -250,7 +250,7 @@ def _roofline(job: Job) -> Figure:
             axes.plot(x, y, label=f"{pair_text(pair)}  {last.number('ratio'):.2f}")
         axes.margins(y=0.1)
         axes.set_ylim(0, None)
-        _ticks(axes.xaxis, sorted(blocks), lambda size, said=blocks: f"{_bytes_text(size)}\n{said[size]}")  # type: ignore[misc]
+        _ticks(axes.xaxis, sorted(blocks), lambda size, counts=blocks: f"{_bytes_text(size)}\n{counts[size]}")  # type: ignore[misc]
         axes.legend(**BESIDE)
     return figure
 
@@ -274,11 +274,11 @@ def _bars(job: Job) -> Figure:
         nbytes, gbps = max(_roof(row for row in rows if row.positive("num_blocks") == size).items())
         title = f"{DIRECTIONS[direction]}, {_blocks_text(size)}, {_bytes_text(nbytes)}"
         panels.append((title, gbps, {pair: groups[pair] for pair in groups if pair in most}))
-    said = "GB/s of payload, each byte once, and the share of the memcpy measured with it (line)."
+    legend = "GB/s of payload, each byte once, and the share of the memcpy measured with it (line)."
     if left_out:
-        said += f" {left_out} more pairs were measured: choose with --pair."
+        legend += f" {left_out} more pairs were measured: choose with --pair."
     heights = [0.7 + 0.24 * (1 + sum(1 + len(held) for held in groups.values())) for *_, groups in panels]
-    figure, every = job.panels("kvbm, a memcpy, and other ways to do it", said, heights)
+    figure, every = job.panels("kvbm, a memcpy, and other ways to do it", legend, heights)
     for axes, (title, roof, groups) in zip(every, panels, strict=True):
         bars, yardsticks = [Bar(0.0, YARDSTICK, roof, GREY, f"{rate_text(roof)}  1×")], {}
         for pair, held in groups.items():
@@ -402,12 +402,12 @@ def _jobs(name: str, kind: Kind, tables: Sequence[Table], pairs: tuple[str, ...]
     several = [len(set(column)) > 1 for column in zip(*groups, strict=True)]
     for key, held in groups.items():
         whole = "-".join([name, *(_name(part) for part, is_told in zip(key, several, strict=True) if is_told)])
-        said = [footer]
+        legend = [footer]
         if key and key[0] not in footer and key[0].replace(",", " ") not in footer:
-            said.append(key[0])
+            legend.append(key[0])
         if "replay" in key:
-            said.append("timed by graph replays")
-        yield whole, Job(name, tuple(held), "\n".join(said), pairs)
+            legend.append("timed by graph replays")
+        yield whole, Job(name, tuple(held), "\n".join(legend), pairs)
 
 
 def _name(part: str) -> str:

@@ -139,11 +139,11 @@ def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_block
     groups = identity.aliases(listed)
     meetings = identity.same_addresses(listed, shape, num_blocks) if shape is not None else []
     if as_json:
-        told: dict[str, Any] = {"aliases": [records.of_group(group) for group in groups]}
+        answer: dict[str, Any] = {"aliases": [records.of_group(group) for group in groups]}
         if shape is not None:
             at = {"shape": records.of_shape(shape), "num_blocks": num_blocks}
-            told["same_addresses"] = {**at, "groups": [[records.of_group(group) for group in meeting] for meeting in meetings]}
-        print_json(told)
+            answer["same_addresses"] = {**at, "groups": [[records.of_group(group) for group in meeting] for meeting in meetings]}
+        print_json(answer)
         return
     click.echo("The same layout at every shape (one fingerprint):" if groups else "No two names mean the same.")
     for group in groups:
@@ -254,23 +254,23 @@ def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool,
     known = sorted(spec.load_dir(spec.layouts_dir()), key=lambda layout: ("/" in layout.name, layout.name))
     shipped = {layout.fingerprint: layout.name for layout in reversed(known)}
     errors: list[KvbmError] = []
-    told: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
     good: list[tuple[dict[str, Any], Layout]] = []
     for one in chosen(given):
-        told.append({"given": str(one), "error": None, "exit_code": 0})
+        answers.append({"given": str(one), "error": None, "exit_code": 0})
         try:
             layout = spec.load(one)
             notes = list(legality(layout, wanted))
         except KvbmError as error:
             errors.append(error)
             print_error(error)
-            told[-1] |= {"error": str(error), "exit_code": error.exit_code}
+            answers[-1] |= {"error": str(error), "exit_code": error.exit_code}
             continue
         alias = shipped.get(layout.fingerprint)
         if alias is not None and not layout.file.startswith("layouts/"):
             notes.insert(0, f"means the same as the shipped layout {alias!r}")
-        told[-1] |= {"name": layout.name, "order": layout.order_text, "fingerprint": layout.fingerprint, "notes": notes}
-        good.append((told[-1], layout))
+        answers[-1] |= {"name": layout.name, "order": layout.order_text, "fingerprint": layout.fingerprint, "notes": notes}
+        good.append((answers[-1], layout))
     others = mistaken([layout for _, layout in good], known, wanted) if ambiguous else {}
     for found, layout in good:
         found["notes"] += others.get(layout.fingerprint, [])
@@ -280,7 +280,7 @@ def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool,
         for note in found["notes"]:
             click.echo(f"    {note}")
     if as_json:
-        print_json(told)
+        print_json(answers)
     if errors:
         sys.exit(errors[0].exit_code)
 
@@ -500,11 +500,11 @@ def _print_choices(rows: Sequence[dict[str, Any]]) -> None:
     names = cost_model.STRATEGIES
     table = new_table("direction", "pieces of", "fastest", *names, right=names, wrapped=("fastest",))
     for row in rows:
-        said = [f"{one['strategy']} up to {size_text(one['up_to_bytes'])}" for one in row["limits"]]
+        ranges = [f"{one['strategy']} up to {size_text(one['up_to_bytes'])}" for one in row["limits"]]
         last = row["strategy"]
         speeds = ((name, row["gbps"][name]) for name in names)
         cells = [Text("-" if rate is None else f"{rate:,.1f}", "bold" if name == last else "") for name, rate in speeds]
-        fastest = ", ".join([*said, f"then {last}" if said else last])
+        fastest = ", ".join([*ranges, f"then {last}" if ranges else last])
         table.add_row(row["direction"], size_text(row["run_bytes"]), fastest, *cells)
     print_table(table)
     print_prose("The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table.")

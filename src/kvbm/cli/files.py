@@ -146,10 +146,10 @@ def convert(
     assert made.num_blocks is not None
     nbytes = made.num_blocks * dst_layout.resolve(made.shape, made.num_blocks).block_bytes
     name = src_layout.name if src_layout else printable(stored.layout_name or "?")
-    said = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
+    suffix = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
     click.echo(
         f"{_shown(source)} ({name}) → {_shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
-        f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{said}"
+        f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{suffix}"
     )
 
 
@@ -264,14 +264,14 @@ def _each(paths: Sequence[Path], look: Callable[[Path], dict[str, Any]], as_json
     """Process all files, also after an error in one of them; return the exit code of the first error."""
     from ..store.digests import DIGEST
 
-    code, told = 0, []
+    code, results = 0, []
     for path in paths:
         try:
-            told.append({"path": str(path), "error": None} | look(path))
+            results.append({"path": str(path), "error": None} | look(path))
         except (KvbmError, OSError) as error:
             print_error(error)
             code = code or (error.exit_code if isinstance(error, KvbmError) else 1)
-            told.append({"path": str(path), "error": str(error)})
+            results.append({"path": str(path), "error": str(error)})
     if as_json:
-        print_json({"digest": DIGEST, "files": told})
+        print_json({"digest": DIGEST, "files": results})
     return code

@@ -162,8 +162,8 @@ def serve(
     with contextlib.closing(opened) as reception:
         where = "{}:{}".format(*reception.address)
         who = "with a secret" if secret is not None else "without a secret, for everybody who reaches it"
-        told = {"listening": where, "secret": secret is not None}
-        click.echo(json.dumps(told) if as_json else f"listening on {where}, {who}: {side}")
+        record = {"listening": where, "secret": secret is not None}
+        click.echo(json.dumps(record) if as_json else f"listening on {where}, {who}: {side}")
         sys.stdout.flush()
         try:
             while True:
@@ -317,7 +317,7 @@ def send(
     try:
         with (
             connect(*address, timeout, secret) as talk,
-            _told(talk),
+            _telling_peer(talk),
             progress("connecting") as update,
             Sender(talk, side, terms) as sender,
         ):
@@ -333,7 +333,7 @@ def send(
 
 
 @contextlib.contextmanager
-def _told(talk: Any) -> Iterator[None]:
+def _telling_peer(talk: Any) -> Iterator[None]:
     """Tell the other side why this side gives up."""
     try:
         yield
@@ -358,10 +358,10 @@ def _print_json(head: dict[str, Any], rows: Sequence[Row], error: BaseException 
 
     from .._version import __version__
 
-    told = None
+    record = None
     if error is not None:
-        told = {"class": type(error).__name__, "exit_code": getattr(error, "exit_code", 1), "message": str(error)}
-    found = {"kvbm": __version__, **head, "rows": [asdict(row) for row in rows], "error": told}
+        record = {"class": type(error).__name__, "exit_code": getattr(error, "exit_code", 1), "message": str(error)}
+    found = {"kvbm": __version__, **head, "rows": [asdict(row) for row in rows], "error": record}
     print_json(found)
 
 

@@ -232,7 +232,7 @@ _ONCE = {
 
 
 def _rules(rules: Mapping[str, str]) -> list[_Schema]:
-    return [{"pattern": pattern, "patternErrorMessage": said} for pattern, said in rules.items()]
+    return [{"pattern": pattern, "patternErrorMessage": message} for pattern, message in rules.items()]
 
 
 def _with_letters(letters: str) -> _Schema:
@@ -245,14 +245,14 @@ def _with_letters(letters: str) -> _Schema:
     table = rf"\[(?:\s*(?:{term}|{planes}|\{{\s*{axis}\s*\}}))*\s*\]"
     inner = rf"(?:\s*(?:{term}|{opaque}))*"
     known = f" ({' '.join(AXES)}; others are declared under axes)" if letters == _OWN else ""
-    said = f"expected axes{known}, one pair of brackets in front, splits such as d/16B, (…), {{…}}, and <…> at the end"
+    message = f"expected axes{known}, one pair of brackets in front, splits such as d/16B, (…), {{…}}, and <…> at the end"
     whole = [
-        *_rules({rf"^\s*(?:{table})?{inner}(?:\s*{planes})?\s*$": said}),
+        *_rules({rf"^\s*(?:{table})?{inner}(?:\s*{planes})?\s*$": message}),
         {"$ref": "#/definitions/block"},
         {"$ref": "#/definitions/once"},
     ]
-    said = f"expected axes{known} other than b, splits such as d/16B, (…) and {{…}}"
-    own = [*_rules({rf"^(?:\s*\[\s*\])?{inner}\s*$": said, "^[^b]*$": said}), {"$ref": "#/definitions/once"}]
+    message = f"expected axes{known} other than b, splits such as d/16B, (…) and {{…}}"
+    own = [*_rules({rf"^(?:\s*\[\s*\])?{inner}\s*$": message, "^[^b]*$": message}), {"$ref": "#/definitions/once"}]
     pitch = {"propertyNames": {"pattern": f"^(?:{term}|{opaque})$"}}
     # A plane's order may be empty, which YAML reads as null. The text "true", which YAML reads as a boolean, is the axes t r u e.
     plane = {"properties": {"order": _halved(["string", "boolean", "null"], own), "pitch": pitch}}

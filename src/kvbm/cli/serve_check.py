@@ -105,20 +105,20 @@ def _other(engine: Engine, text: str, given: str, dtype: str | None) -> Engine:
 
     from ..integrations.vllm import models
 
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for item in text.split(","):
         key, _, value = item.strip().partition("=")
         if key not in _KEYS or not value:
             raise errors.SpecError(f"--to: expected KEY=VALUE with one of {', '.join(_KEYS)}, got {item!r:.100}")
         name = _KEYS[key]
-        if name in said:
+        if name in settings:
             raise errors.SpecError(f"--to: {key}: expected once, got twice")
         if name in ("tp", "pp", "dcp", "nt") and not (value.isdecimal() and 0 < int(value[:9]) <= 1 << 16):
             raise errors.SpecError(f"--to: {key}: expected a number from 1 on, got {value!r:.100}")
-        said[name] = int(value) if name in ("tp", "pp", "dcp", "nt") else value
-    if "cache_dtype" in said:
-        said["model"] = models.read(given, said["cache_dtype"], dtype)
-    return replace(engine, **said)
+        settings[name] = int(value) if name in ("tp", "pp", "dcp", "nt") else value
+    if "cache_dtype" in settings:
+        settings["model"] = models.read(given, settings["cache_dtype"], dtype)
+    return replace(engine, **settings)
 
 
 # ---- for people ----------------------------------------------------------------------------------------------------

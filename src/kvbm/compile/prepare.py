@@ -40,18 +40,18 @@ def launches_of(made: Plan, alignments: tuple[int, int], few: bool, device: int)
 
 def kernel_notes(launches: Sequence[Launch], device: int) -> list[str]:
     """Notes on kernels that were not built for the copy."""
-    said, missing = [], False
+    texts, missing = [], False
     for launch in {launch.kernel: launch for launch in launches}.values():
         if (origin := nvrtc.origin(launch.name, device)) is not None:
-            said.append(f"{origin}.")
+            texts.append(f"{origin}.")
         elif launch.wanted and launch.kernel != launch.wanted:
             wanted = kernel_name(launch.wanted)
-            said.append(f"{launch.name} runs in place of {wanted}, which is not built in: {_cost(launch)}.")
+            texts.append(f"{launch.name} runs in place of {wanted}, which is not built in: {_cost(launch)}.")
             missing = True
     if missing:
         why = nvrtc.why_not(device) if device >= 0 and _core.num_images() else ""
-        said.append(f"{why}. {nvrtc.PERMANENT}." if why else f"{nvrtc.PERMANENT}.")
-    return said
+        texts.append(f"{why}. {nvrtc.PERMANENT}." if why else f"{nvrtc.PERMANENT}.")
+    return texts
 
 
 def _cost(launch: Launch) -> str:
@@ -134,7 +134,7 @@ def digest_copies(
         No suitable kernel is built in.
     """
     copies = []
-    for launch, keys in (one for asked, told in ready for one in _built(asked, told)):
+    for launch, keys in (one for asked, cells in ready for one in _built(asked, cells)):
         part = launch.work[0][0].fold(src_steps.entry, dst_steps.entry)
         ids = [
             (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
@@ -157,7 +157,7 @@ def _digesting() -> tuple[Kernel, ...]:
     return tuple(sorted(chosen, key=lambda kernel: sorted((form.inner, form.outer) for form in kernel)[::-1]))
 
 
-def _built(asked: Launch, told: Sequence[CellParams]) -> Iterator[tuple[Launch, Sequence[CellParams]]]:
+def _built(asked: Launch, cells: Sequence[CellParams]) -> Iterator[tuple[Launch, Sequence[CellParams]]]:
     """The launch with the leanest suitable built kernel; if there is none, its parts one by one."""
     for kernel in _digesting():
         if len(kernel) == len(asked.kernel) and all(has.runs(form) for has, form in zip(kernel, asked.kernel, strict=True)):
@@ -166,11 +166,11 @@ def _built(asked: Launch, told: Sequence[CellParams]) -> Iterator[tuple[Launch, 
                 (part, replace(of, outer=form.outer, inner=form.inner))
                 for (part, of), form in zip(asked.work, forms, strict=True)
             )
-            yield asked._replace(kernel=kernel, work=work), told
+            yield asked._replace(kernel=kernel, work=work), cells
             return
     if len(asked.work) == 1:
         raise MissingKernelError(f"no kernel runs {kernel_name(asked.kernel)}, and none was built for any loop nest")
-    for (part, form), one in zip(asked.work, told, strict=True):
+    for (part, form), one in zip(asked.work, cells, strict=True):
         yield from _built(Launch((form,), ((part, form),), (form,)), [one])
 
 
@@ -178,7 +178,7 @@ def engine_copies(made: Plan) -> list[_core.Copy]:
     """A plan's loop nests in bytes, for the copy engine; empty if one has too many modes."""
     one = made.parts[0]
     return [
-        _core.Copy(None, told, one.src_id[:2], one.dst_id[:2], _units(made)) for told in engine_arguments(made.parts)
+        _core.Copy(None, cells, one.src_id[:2], one.dst_id[:2], _units(made)) for cells in engine_arguments(made.parts)
     ]
 
 

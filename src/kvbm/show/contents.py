@@ -133,7 +133,7 @@ def sections(resolved: Resolved) -> list[Section]:
     if resolved.record:
         cascade = _cascade(several(first.shared), 0, half if resolved.shape.no == 2 else None, 0)
         made.append(Section((*cascade, _record_row(resolved))))
-    told = dict(plane_lines(resolved))
+    plane_texts = dict(plane_lines(resolved))
     names = [part.plane for part in resolved.parts]
     for each in every:
         o = each.o or 0
@@ -149,7 +149,7 @@ def sections(resolved: Resolved) -> list[Section]:
         plane = names.index(each.part.plane)
         rows = _cascade(several(each.own), base, None, o, plane, is_between)
         title = f"Inside: {' of '.join(each.name.split())}"
-        about = told[f"plane {each.part.plane}"].partition(", ")[2]
+        about = plane_texts[f"plane {each.part.plane}"].partition(", ")[2]
         made.append(Section(rows, title, about, each.o, plane))
     return made
 

@@ -345,10 +345,10 @@ def axis_rows(resolved: Resolved) -> list[tuple[str, str, str, str, str]]:
             step = count_text(piece.table, "allocation")
             found.append((str(piece.term), meaning(piece), f"{piece.extent:,}", step, ""))
     every = halves(resolved)
-    told = [("", "padding", level) for level in every[0].shared]
+    gaps = [("", "padding", level) for level in every[0].shared]
     between = "between" if resolved.record else "padding"
-    told += [(f"{half.name}  " if half.name else "", between, level) for half in every for level in half.own]
-    for name, what, (piece, holds) in told:
+    gaps += [(f"{half.name}  " if half.name else "", between, level) for half in every for level in half.own]
+    for name, what, (piece, holds) in gaps:
         is_padded = piece.stride != holds and piece.extent > 1
         padding = f"{exact_size(piece.stride - holds)} {what}" if is_padded else ""
         found.append((f"{name}{piece.term}", meaning(piece), f"{piece.extent:,}", f"{piece.stride:,} B", padding))

@@ -108,9 +108,9 @@ def page(resolved: Resolved) -> str:
     layout = resolved.layout
     say = markup.escape
     svg = svg_element(draw_layout(resolved), f"Layout {layout.name}: {layout.order_text}")
-    told = [*facts(resolved), ("runs of a block", one_block(resolved)), ("read from", layout.read_from)]
+    table_rows = [*facts(resolved), ("runs of a block", one_block(resolved)), ("read from", layout.read_from)]
     body = [f"<h1>{say(layout.name)}</h1>", svg, "<table>"]
-    body += [f"<tr><th>{say(key)}</th><td>{say(value)}</td></tr>" for key, value in told if value]
+    body += [f"<tr><th>{say(key)}</th><td>{say(value)}</td></tr>" for key, value in table_rows if value]
     body.append("</table>\n<h2>Axes, slowest first</h2>\n<table>")
     body.append("<tr><th>axis</th><th>what</th><th>extent</th><th>stride</th><th>padding</th></tr>")
     body += [
@@ -134,14 +134,14 @@ def plan_page(plan: Plan) -> str:
     """
     say = markup.escape
     body = [f"<h1>{say(plan.title)}</h1>", svg_element(draw_plan(plan), f"Copy {plan.title}"), "<table>"]
-    told = [
+    table_rows = [
         ("source", str(plan.src.layout)),
         ("destination", str(plan.dst.layout)),
         ("shape", str(plan.shape)),
         ("one block", exact_size(plan.nbytes)),
         ("kernels", ", ".join(plan.kernels())),
     ]
-    body += [f"<tr><th>{key}</th><td>{say(value)}</td></tr>" for key, value in told]
+    body += [f"<tr><th>{key}</th><td>{say(value)}</td></tr>" for key, value in table_rows]
     body.append("</table>\n<h2>Loops, slowest first</h2>")
     for part in of_plan(plan)["parts"]:
         if part["label"]:

@@ -66,9 +66,9 @@ def draw_plan(plan: Plan) -> Figure:
             _Drawing(sheet, plan, part, form).draw()
         sheet.y += 0.18
         axes = [axis for axis in AXES if axis not in "bo" and plan.src.size(axis) > 1]
-        said = ", ".join(f"{axis}: {AXES[axis]}" for axis in axes)
+        legend = ", ".join(f"{axis}: {AXES[axis]}" for axis in axes)
         notes = [
-            f"Chunks and runs are named by their first element ({said}). Colours: where a run goes." if said else "",
+            f"Chunks and runs are named by their first element ({legend}). Colours: where a run goes." if legend else "",
             "Small numbers: bytes from the start of the block, and of runs from the start of the chunk.",
         ]
         for note in filter(None, notes):
@@ -85,8 +85,8 @@ def _draw_nest(sheet: Sheet, plan: Plan) -> None:
     for line in str(plan).splitlines()[1:]:
         if line.lstrip().startswith(("chunk ", "row ")):
             axes = loop_axes(*next(modes), plan.src)
-            said = ", ".join(f"{axis}: {AXES.get(axis, 'own axis')}" for axis in axes)
-            sheet.text(LEFT + BAND - 0.55, sheet.y + 0.06, said, size=7.8, color=MUTED, room=WIDTH - LEFT - BAND + 0.55 - EDGE)
+            legend = ", ".join(f"{axis}: {AXES.get(axis, 'own axis')}" for axis in axes)
+            sheet.text(LEFT + BAND - 0.55, sheet.y + 0.06, legend, size=7.8, color=MUTED, room=WIDTH - LEFT - BAND + 0.55 - EDGE)
         sheet.mono([line], 7.8)
 
 

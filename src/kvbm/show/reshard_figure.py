@@ -197,19 +197,19 @@ class _Drawing:
                 sheet.box(x, y, _SIDE / count, tall, FILLS[0], label=f"unit of {slots} slots of {place.nt}")
                 for i in range(2, count) if count <= 64 else ():
                     sheet.axes.plot([x + i * _SIDE / count] * 2, [y, y + tall], color=LINE, linewidth=0.5)
-                said = f"a unit: {slots} of a block's {place.nt} slots" + (
+                caption = f"a unit: {slots} of a block's {place.nt} slots" + (
                     f", on each of {ranks} ranks" if ranks > 1 else ""
                 )
-                sheet.text(x, y + tall + 0.1, said, size=7.5, color=MUTED, room=_SIDE)
+                sheet.text(x, y + tall + 0.1, caption, size=7.5, color=MUTED, room=_SIDE)
             turns = Runs.of(x // self.grain for x in self.tokens).runs
             ends = [(run.first * self.grain, (run.last + 1) * self.grain - 1) for run in turns]
             tokens = ", ".join(f"{a}–{b}" if a < b else f"{a}" for a, b in ends)
             whole = [str(Runs.of(range(n))) for n in (place.model.nl, place.model.nh)]
             sheet.text(x, y + 0.52, "rank", size=8, color=MUTED)
-            for i, (name, said) in enumerate(zip(SHARED.values(), (*whole, tokens), strict=True)):
+            for i, (name, caption) in enumerate(zip(SHARED.values(), (*whole, tokens), strict=True)):
                 left = x + _NAME + i * (_BAR + _GAP)
                 sheet.text(left, y + 0.52, name, size=8, color=MUTED, room=_BAR + 0.06)
-                sheet.text(left, y + 0.67, said, size=7, color=MUTED, room=_BAR + 0.06)
+                sheet.text(left, y + 0.67, caption, size=7, color=MUTED, room=_BAR + 0.06)
         if smallest is not None:
             sheet.axes.annotate(
                 "", (_LEFTS[1] - 0.03, y + tall / 2), (EDGE + _SIDE + 0.03, y + tall / 2),
@@ -260,15 +260,15 @@ class _Drawing:
             self._bar(left, y + top, 0.22 if is_roomy else box.height - 0.07, self._cells(side, box, axis), side == 1)
             if is_roomy:
                 turn = "all" if strips.t.over == 1 else f"{strips.t.every:,} of {strips.t.period:,}"
-                said = turn if axis == "t" else str(getattr(strips, axis)) or "none"
-                sheet.text(left, y + 0.42, said, size=7.5, color=MUTED, room=_BAR + 0.04)
+                caption = turn if axis == "t" else str(getattr(strips, axis)) or "none"
+                sheet.text(left, y + 0.42, caption, size=7.5, color=MUTED, room=_BAR + 0.04)
         if is_roomy:
             others = sorted({m.src if side else m.dst for m in box.messages})
-            said = f"{way} {', '.join(map(str, others)) if len(others) < 4 else Runs.of(others)}"
-            said = said if inches(said, 7.5) <= _NAME - 0.12 else f"{way} {len(others)} ranks"
+            caption = f"{way} {', '.join(map(str, others)) if len(others) < 4 else Runs.of(others)}"
+            caption = caption if inches(caption, 7.5) <= _NAME - 0.12 else f"{way} {len(others)} ranks"
             nbytes = size_text(round(self._nbytes(box.messages) / len(box.ranks)))
             sheet.text(x + 0.06, y + 0.28, nbytes if others else "nothing", size=7.5, room=_NAME - 0.1)
-            sheet.text(x + 0.06, y + 0.42, said if others else "", size=7.5, color=MUTED)
+            sheet.text(x + 0.06, y + 0.42, caption if others else "", size=7.5, color=MUTED)
 
     def _bar(self, x: float, y: float, tall: float, cells: Sequence[tuple[int, ...] | None], is_named: bool) -> None:
         sheet, each = self.sheet, _BAR / len(cells)

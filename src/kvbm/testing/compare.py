@@ -172,9 +172,9 @@ def _difference(actual: Any, expected: Any, rtol: float, atol: float) -> str | N
         if a.dtype.kind in "fc" and (nans := np.isnan(a)).any():
             return _nan_sentence(place, a, nans, e)
         at = tuple(int(index) for index in np.unravel_index(errors.worst, a.shape))
-        said = f"absolute error {errors.worst_abs:.6g}, relative {errors.worst_rel:.6g}; rtol={rtol:g}, atol={atol:g}"
+        figures = f"absolute error {errors.worst_abs:.6g}, relative {errors.worst_rel:.6g}; rtol={rtol:g}, atol={atol:g}"
         return (
-            f"{where}wrong at {at}: expected {e[at]}, got {a[at]} ({said}); "
+            f"{where}wrong at {at}: expected {e[at]}, got {a[at]} ({figures}); "
             f"{errors.wrong:,} of {a.size:,} elements are wrong"
         )
     return None

@@ -148,8 +148,8 @@ def vllm_writes(
                 wrong += len(coordinates)
                 misplaced += [probe.search(at) for at in coordinates[:_SEARCHED] if len(misplaced) < _SEARCHED]
         engine = f"vLLM {vllm.__version__}, {one.backend}, {one.order}"
-        said = f"{one.layout.name} ({one.layout.order_text})"
-        found.append(Written(engine, said, compared, wrong, tuple(misplaced[:_SEARCHED])))
+        title = f"{one.layout.name} ({one.layout.order_text})"
+        found.append(Written(engine, title, compared, wrong, tuple(misplaced[:_SEARCHED])))
     return found
 
 

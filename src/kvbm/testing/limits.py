@@ -110,7 +110,7 @@ class Blamed:
     ) -> None:
         end_if_forked(self.pid)
         if error is not None and not isinstance(error, KernelFailure):
-            raise KernelFailure(f"{self.what} {said(error)}") from error
+            raise KernelFailure(f"{self.what} {error_text(error)}") from error
 
 
 def end_if_forked(pid: int) -> None:
@@ -119,7 +119,7 @@ def end_if_forked(pid: int) -> None:
         os._exit(0)
 
 
-def said(error: BaseException, ours: str = __file__) -> str:
+def error_text(error: BaseException, ours: str = __file__) -> str:
     """An exception as a short text: class, message, and the place where it was raised outside the file `ours`."""
     place = ""
     frames = [

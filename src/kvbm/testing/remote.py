@@ -195,8 +195,8 @@ def installed_wheel(folder: Path, note: Note = _say_nothing) -> Path:
     origin = json.loads(dist.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return _built(Path(origin["url"].removeprefix("file://")), folder, note)
-    said = Parser().parsestr(dist.read_text("WHEEL") or "")
-    tags = [tag.split("-") for tag in said.get_all("Tag", [])]
+    wheel = Parser().parsestr(dist.read_text("WHEEL") or "")
+    tags = [tag.split("-") for tag in wheel.get_all("Tag", [])]
     if not tags or dist.files is None:
         raise RemoteError(
             f"the installation of {DISTRIBUTION} has no RECORD or no WHEEL file: give a wheel with --wheel"
@@ -417,17 +417,17 @@ class _Machine:
                 f"{self}: {self._python} does not run ({_last(done.stderr) or f'exit code {done.return_code}'}); expected Python "
                 "3.11 or newer: name one with --python"
             )
-        said = json.loads(match[1])
-        version = ".".join(map(str, said["version"]))
-        if tuple(said["version"]) < (3, 11):
+        answer = json.loads(match[1])
+        version = ".".join(map(str, answer["version"]))
+        if tuple(answer["version"]) < (3, 11):
             raise RemoteError(
                 f"{self}: {self._python} is Python {version}; expected 3.11 or newer: name one with --python"
             )
-        if options.gpu is not None and options.gpu >= len(said["gpus"]):
-            names = ", ".join(f"{index}: {name}" for index, name in enumerate(said["gpus"]))
-            there = f"it has {names}" if names else said["why"] or "it has none"
+        if options.gpu is not None and options.gpu >= len(answer["gpus"]):
+            names = ", ".join(f"{index}: {name}" for index, name in enumerate(answer["gpus"]))
+            there = f"it has {names}" if names else answer["why"] or "it has none"
             raise DeviceNotFoundError(f"--gpu {options.gpu}: {self} has no such GPU: {there}")
-        return str(said["platform"])
+        return str(answer["platform"])
 
     @contextlib.contextmanager
     def home(self, keep: bool, note: Note) -> Iterator[str]:

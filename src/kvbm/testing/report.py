@@ -68,6 +68,6 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str, host: str = "") -> Report:
-        said = json.loads(text)
-        tests = tuple(Result(**test) for test in said["tests"])
-        return cls(said["kvbm"], said["device"], said["machine"], said["driver"], said["seconds"], tests, host)
+        fields = json.loads(text)
+        tests = tuple(Result(**test) for test in fields["tests"])
+        return cls(fields["kvbm"], fields["device"], fields["machine"], fields["driver"], fields["seconds"], tests, host)

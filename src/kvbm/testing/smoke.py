@@ -316,7 +316,7 @@ def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
     """
     if text is None:
         return None
-    from .limits import said
+    from .limits import error_text
 
     module, _, name = text.rpartition(":")
     if not module or not name:
@@ -326,7 +326,7 @@ def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
     except (AttributeError, ImportError, OSError) as error:
         raise SpecError(f"--kernel {text}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise SpecError(f"--kernel {text}: it cannot be loaded: {said(error, __file__)}") from error
+        raise SpecError(f"--kernel {text}: it cannot be loaded: {error_text(error, __file__)}") from error
     if not callable(kernel):
         raise SpecError(f"--kernel {text}: expected a function, got a {type(kernel).__name__}")
     function: Callable[[Any], Any] = kernel

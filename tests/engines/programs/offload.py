@@ -53,7 +53,7 @@ def connector() -> Any:
 def flip(_: Any = None) -> None:
     """Set a bit of each byte of the first stored block; twice is once, where ranks share it."""
     memory = worker().copier.memory
-    array = next(array for array in memory.lanes[-1][0].host.arrays if array.any())
+    array = next(array for array in memory.stores[-1][0].host.arrays if array.any())
     block = array if array.ndim == 5 else array[next(i for i in range(len(array)) if array[i].any())]
     block.view(np.uint8)[...] |= 64
 
@@ -61,12 +61,12 @@ def flip(_: Any = None) -> None:
 def facts(_: Any = None) -> dict[str, Any]:
     """What the worker copies."""
     memory = worker().copier.memory
-    lanes = {id(lane): lane for lanes in memory.lanes for lane in lanes}
-    first = next(iter(lanes.values()))
+    stores = {id(store): store for stores in memory.stores for store in stores}
+    first = next(iter(stores.values()))
     return {
-        "groups": len(memory.lanes), "lanes": len(lanes), "shape": str(first.host.shape),
+        "groups": len(memory.stores), "stores": len(stores), "shape": str(first.host.shape),
         "title": first.out.explain(1).split(",")[0],
-        "shared": memory.is_shared, "known": sum(int(lane.known.sum()) for lane in lanes.values()),
+        "shared": memory.is_shared, "known": sum(int(store.known.sum()) for store in stores.values()),
     }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def overhead(_: Any = None) -> dict[str, float]:
 
     asked = connector()
     found = asked.connector_worker.worker
-    copier, groups = found.copier, len(found.copier.memory.lanes)
+    copier, groups = found.copier, len(found.copier.memory.stores)
     metadata = OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=None)
 
     def step() -> None:
@@ -109,7 +109,7 @@ def overhead(_: Any = None) -> dict[str, float]:
     jobs = itertools.count(10**6)
     found.submit_store(next(jobs), gpu, cpu)  # what was never stored is no step of a load
     copier.finished()
-    pairs = median(lambda: copier._pairs(gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices, True))
+    pairs = median(lambda: copier._pairs(gpu.block_ids, cpu.block_ids, gpu.group_sizes, gpu.block_indices))
     submit = median(lambda: found.submit_load(next(jobs), cpu, gpu), copier.finished)
 
     def begin() -> None:
@@ -119,10 +119,10 @@ def overhead(_: Any = None) -> dict[str, float]:
     begin()
     finish = median(lambda: (found.get_finished(), found.take_failures(), found.take_stats()), begin)
     copier.finished()
-    lanes = copier.memory.lanes[0]
+    stores = copier.memory.stores[0]
     ids, units = np.arange(1, 65), np.arange(64)
     digests = torch.zeros(64, dtype=torch.int64, pin_memory=bool(copier.streams))
-    copies = sum(median(lambda lane=lane: lane.back.copy(units, ids, digests=digests).synchronize()) for lane in lanes)
+    copies = sum(median(lambda store=store: store.back.copy(units, ids, digests=digests).synchronize()) for store in stores)
     return {"idle": idle, "pairs": pairs, "submit": submit, "copy": copies, "finish": finish}
 
 

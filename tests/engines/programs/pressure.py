@@ -49,11 +49,11 @@ IDLE = 500
 
 def damage(kind: str, rng: random.Random) -> None:
     """Change some blocks in host memory: one element of each layer."""
-    for lanes in connector().connector_worker.worker.copier.memory.lanes:
-        for lane in lanes:
-            known = np.flatnonzero(lane.known)
+    for stores in connector().connector_worker.worker.copier.memory.stores:
+        for store in stores:
+            known = np.flatnonzero(store.known)
             for unit in rng.sample(known.tolist(), len(known) // 4):
-                block = lane.host.arrays[unit]
+                block = store.host.arrays[unit]
                 words = block.reshape(block.shape[0], -1).view(np.uint8).view(np.uint32)  # float32
                 column = words[:, rng.randrange(words.shape[1])]
                 column[...] = column ^ (1 << 30) if kind == "bit" else {"nan": 0x7FC00000, "inf": 0x7F800000}[kind]

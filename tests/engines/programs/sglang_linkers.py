@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from kvbm.integrations.sglang import KvbmLinker
-from kvbm.integrations.sglang.host import Page
 
 
 class SpoiledLinker(KvbmLinker):
@@ -29,11 +28,11 @@ class SpoiledLinker(KvbmLinker):
         pages, keys = self.pools[transfers[0].name], transfers[0].keys
         if (wanted == when or (is_blind and when == "load")) and len(keys) > 2 and keys[2] in pages:
             said.unlink(missing_ok=True)  # of two ranks one may be quicker
-            block = pages._pages[keys[2]].block
+            block = pages._pages[keys[2]]
             array = pages.host.arrays[block]  # a layout with one array a block
             array.view(np.uint8)[...] |= 64
             if is_blind:
-                pages._pages[keys[2]] = Page(block, int(pages.host.digest([block])[0]))
+                pages._copies.digests[block] = pages.host.digest([block])[0]
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         self._spoil("lookup", transfers)

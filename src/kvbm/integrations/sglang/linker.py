@@ -264,7 +264,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
     def num_completed_offloads(self) -> int:
         count = 0
         for begun in self._offloads:
-            if begun and not all(storing.done.query() for _, storing in begun):
+            if begun and not all(storing.copying.is_done() for _, storing in begun):
                 break
             count += 1
         return count
@@ -273,7 +273,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         """Finish the oldest offload.  True if its pages were stored; lookups find them from now on."""
         begun = self._offloads.popleft()
         for pages, storing in begun or ():
-            storing.done.synchronize()  # returns at once, and raises errors of the GPU
+            storing.copying.synchronize()  # returns at once, and raises errors of the GPU
             pages.stored(storing)
         return begun is not None
 

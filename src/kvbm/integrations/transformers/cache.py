@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import warnings
@@ -9,11 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import transformers
 
-from ...copy.transfer import Transfer
-from ...copy.zeros import Zeros
 from ...errors import BindError
 from ...layout import spec
 from ...layout.layout import Layout
@@ -21,6 +19,7 @@ from ...layout.shapes import BlockShape
 from ...pool.pool import Pool
 from ...reshard.placement import Placement
 from ...reshard.sequence import Span
+from ..host_store import HostStore
 
 __all__ = ["VERSIONS", "Group", "Held", "Host", "away", "groups_of", "require"]
 
@@ -171,10 +170,9 @@ def _group(name: str, cache: Any, allocator: Any) -> Group:
 
 
 class Held(NamedTuple):
-    """Ids of blocks in host memory, and their digests, by group.  `number` distinguishes them from earlier ones with these ids."""
+    """Ids of blocks in host memory, by group.  `number` distinguishes them from earlier ones with these ids."""
 
     ids: dict[str, list[int]]
-    digests: dict[str, Any]
     number: int
 
 
@@ -215,6 +213,8 @@ class Host:
         }
         self.check = check
         self.stats = {"stored": 0, "loaded": 0, "wrong": 0}
+        self._digests = {name: np.zeros(num_blocks, np.uint64) for name in groups}
+        self._known = {name: np.zeros(num_blocks, np.bool_) for name in groups}
         self._free = {name: list(range(num_blocks))[::-1] for name in groups}
         self._numbers, self._live = itertools.count(), set[int]()
 
@@ -236,11 +236,14 @@ class Host:
                 f"{ {n: len(f) for n, f in self._free.items()} }"
             )
         ids = {name: [self._free[name].pop() for _ in table] for name, table in tables.items()}
-        held = Held(ids, {}, next(self._numbers))
+        held = Held(ids, next(self._numbers))
         self._live.add(held.number)
         try:
             for name, table in tables.items():
-                held.digests[name] = self._copy(groups[name].pool, self.pools[name], table, held.ids[name], stream)
+                with self._store(name, groups) as store:
+                    copying = store.store(table, ids[name], stream)
+                    copying.synchronize()
+                    store.stored(copying)
                 self.stats["stored"] += len(table)
         except BaseException:
             self.drop(held)
@@ -263,26 +266,19 @@ class Host:
             expected, got = self.pools[name].shape, groups[name].pool.shape if name in groups else None
             if expected != got:
                 raise BindError(f"transformers: {name}: expected pools of one block shape, got {expected} and {got or 'no group'}")
-        right = True
-        for name, ids in held.ids.items():
-            host, pool, into = self.pools[name], groups[name].pool, tables[name][: len(ids)]
-            if self.check and ids and pool.device == "cpu":
-                tokens = np.arange(len(ids)) * host.shape.nt
-                before = host.digest(ids, tokens=tokens).tolist()
-                into = [at if one == kept else -1 for at, one, kept in zip(into, before, held.digests[name], strict=True)]
-            found = self._copy(host, pool, ids, into, stream)
-            pairs = zip(found, held.digests[name], into, strict=True) if self.check else ()
-            wrong = sum(at < 0 or one != kept for one, kept, at in pairs)
-            self.stats["loaded"] += len(ids)
+        with contextlib.ExitStack() as stack:
+            stores = {name: stack.enter_context(self._store(name, groups)) for name in held.ids}
+            wrong = 0
+            for name, ids in held.ids.items():
+                [copying] = stores[name].load(ids, tables[name][: len(ids)], stream=stream)
+                copying.synchronize()
+                wrong += int(stores[name].wrong(copying).sum())
+                self.stats["loaded"] += len(ids)
             self.stats["wrong"] += wrong
-            right = right and not wrong
-        if not right:
-            with torch.cuda.stream(stream):
+            if wrong:
                 for name, ids in held.ids.items():
-                    zeros = Zeros(groups[name].pool)
-                    zeros(tables[name][: len(ids)])
-                    zeros.close()
-        return right
+                    stores[name].zeros(tables[name][: len(ids)], stream)
+        return not wrong
 
     def drop(self, held: Held) -> None:
         """Free the blocks.  `BindError` if they were dropped before."""
@@ -298,17 +294,9 @@ class Host:
                 "were dropped: a request that was offloaded is restored once"
             )
 
-    def _copy(self, src: Pool, dst: Pool, src_ids: list[int], dst_ids: list[int], stream: Any) -> list[int]:
-        """Copy blocks of a sequence, wait, and return their digests if digests are enabled."""
-        if not src_ids:
-            return []
-        transfer = Transfer(src, dst)  # not cached: a transfer would keep the engine's cache alive
-        with torch.cuda.stream(stream):
-            if not self.check:
-                transfer.copy(src_ids, dst_ids).synchronize()
-                return []
-            device = "cpu" if transfer.device < 0 else f"cuda:{transfer.device}"
-            found = torch.empty(len(src_ids), dtype=torch.int64, device=device)
-            tokens = np.arange(len(src_ids)) * src.shape.nt
-            transfer.copy(src_ids, dst_ids, digests=found, tokens=tokens).synchronize()
-            return [int(one) % (1 << 64) for one in found.tolist()]
+    def _store(self, name: str, groups: Mapping[str, Group]) -> contextlib.closing[HostStore]:
+        """The copies of a group, for one call: if they were kept, they would keep the engine's cache alive."""
+        marks = self._digests[name], self._known[name]
+        return contextlib.closing(
+            HostStore(groups[name].pool, self.pools[name], verify=self.check, digests=marks[0], known=marks[1])
+        )

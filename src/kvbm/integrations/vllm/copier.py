@@ -17,53 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...copy.transfer import Strategy, Transfer
-from ...copy.zeros import Zeros
+from ...copy.transfer import Strategy
 from ...errors import BindError
 from ...layout import spec as layouts
 from ...layout.layout import Layout
 from ...layout.shapes import BlockShape, round_up
 from ...memory.array_info import array_on
 from ...pool.pool import Pool
+from ..host_store import Copying, HostStore, Ids
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory", "shared_memory"]
 
 _SHM = Path("/dev/shm")  # noqa: S108  (memory, not a temporary file)
-
-Ids = npt.NDArray[np.int64]
-
-_NONE: Ids = np.zeros(0, np.int64)
-
-
-@dataclass
-class Lane:
-    """The copies of some layers' pages, in both directions.
-
-    Attributes
-    ----------
-    out, back : Transfer
-        Copies from the engine, and to the engine.
-    host : Pool
-    zeros : Zeros
-        Writes zeros into the engine's blocks.
-    digests : numpy.ndarray of uint64
-        The digest of each block of `host` when it was stored.
-    known : numpy.ndarray of bool
-        True for each block of `host` that was stored.
-    """
-
-    out: Transfer
-    back: Transfer
-    host: Pool
-    zeros: Zeros
-    digests: npt.NDArray[np.uint64]
-    known: npt.NDArray[np.bool_]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes per block."""
-        return self.host.shape.nbytes
 
 
 def shared_memory(engine: str, nbytes: int, barrier: Callable[[], Any], folder: Path = _SHM) -> npt.NDArray[np.uint8]:
@@ -122,12 +88,14 @@ class HostMemory:
     device : {"cpu", "pinned"}
     shared : numpy.ndarray, optional
         Bytes of memory that the ranks of this machine share; `shared_bytes` gives their number.
+    verify : bool
+        As for `HostStore`.
 
     Attributes
     ----------
-    lanes : list of list of Lane
-        Lanes per group.  Groups may share a lane.
-    is_shared : bool
+    stores : list of list of HostStore
+        Stores per group, one per kind of layers.  Groups may share a store.
+    is_shared, verify : bool
     """
 
     def __init__(
@@ -137,9 +105,10 @@ class HostMemory:
         units: int,
         device: str,
         shared: npt.NDArray[np.uint8] | None = None,
+        verify: bool = True,
     ) -> None:
         places, row = _places(groups)
-        self.is_shared = shared is not None
+        self.is_shared, self.verify = shared is not None, verify
         self._pools: list[Pool] = []
         marks = units * len(places)
         if shared is None:
@@ -155,11 +124,12 @@ class HostMemory:
             hosts = [self._own(_inside(layout, pages.pool.shape, rows, offset)) for pages, offset in places]
         found = {}
         for index, (place, host) in enumerate(zip(places, hosts, strict=True)):
-            part, engine = slice(index * units, (index + 1) * units), place[0].pool
+            part = slice(index * units, (index + 1) * units)
             strategy: Strategy = "auto" if device == "cpu" else "aside"  # the model runs at the same time
-            ways = Transfer(engine, host, strategy), Transfer(host, engine, strategy)
-            found[place] = Lane(*ways, host, Zeros(engine), digests[part], known[part])
-        self.lanes = [[found[place] for place in _placed(group)] for group in groups]
+            found[place] = HostStore(
+                place[0].pool, host, verify=verify, strategy=strategy, digests=digests[part], known=known[part]
+            )
+        self.stores = [[found[place] for place in _placed(group)] for group in groups]
 
     @staticmethod
     def shared_bytes(groups: Sequence[Sequence[Pages]], units: int) -> int:
@@ -184,12 +154,10 @@ class HostMemory:
 
     def close(self) -> None:
         """Free the memory.  Wait for the copies before."""
-        for lanes in self.lanes:
-            for lane in lanes:
-                lane.out.close()
-                lane.back.close()
-                lane.zeros.close()
-        self.lanes = []
+        for stores in self.stores:
+            for store in stores:
+                store.close()
+        self.stores = []
         for pool in reversed(self._pools):
             pool.close()
 
@@ -254,22 +222,17 @@ class Finished:
 
 @dataclass
 class _Job:
-    """A running job: its copies, each with the digests of the copied blocks, and its begin and end as seconds or events.
-
-    `refused` are blocks of the engine that were not copied, because host memory does not hold what was stored.
-    """
+    """A running job: its copies, and its begin and end as seconds or events."""
 
     id: int
-    copies: list[tuple[Lane, Ids, Ids, Any]]
-    refused: Ids
+    copies: list[tuple[HostStore, Copying]]
     blocks: int
-    dones: list[Any]
     began: Any
     ended: Any
 
     def synchronize(self) -> None:
-        for done in self.dones:
-            done.synchronize()
+        for _, copying in self.copies:
+            copying.synchronize()
 
 
 class Copier:
@@ -281,8 +244,6 @@ class Copier:
         The host memory.  The copier owns it.
     blocks_per_chunk : int
         Blocks of the engine per chunk.
-    verify : bool
-        Keep the digest of each stored block, and compare it with the digest of the loaded block.
 
     Attributes
     ----------
@@ -298,11 +259,10 @@ class Copier:
     changed.  On the CPU it is compared before it is copied, so that its contents never reach the engine.
     """
 
-    def __init__(self, memory: HostMemory, blocks_per_chunk: int, verify: bool = True) -> None:
+    def __init__(self, memory: HostMemory, blocks_per_chunk: int) -> None:
         self.memory = memory
         self.blocks_per_chunk = blocks_per_chunk
-        self.verify = verify
-        device = memory.lanes[0][0].out.device
+        device = memory.stores[0][0].out.device
         self._device = torch.device("cuda", device) if device >= 0 else None
         self.streams = [torch.cuda.Stream(self._device) for _ in range(2)] if self._device else []
         self._clearing = torch.cuda.Stream(self._device) if self._device else None
@@ -340,32 +300,27 @@ class Copier:
         BindError
             The number of chunks is not the one that the blocks need, or a block or chunk does not exist.
         """
-        copies, options = [], {}
         began: Any = time.perf_counter()
-        pairs = self._pairs(ids, chunks, group_sizes, block_indices, is_load)
+        pairs = self._pairs(ids, chunks, group_sizes, block_indices)
+        stream = None
         if self._device is not None:
-            stream, current = self.streams[is_load], torch.cuda.current_stream(self._device)
-            stream.wait_stream(current)
-            options = {"stream": stream}
+            stream = self.streams[is_load]
+            stream.wait_stream(torch.cuda.current_stream(self._device))
             began = self._event()
             began.record(stream)
-        dones = []
-        refused = self._refused(pairs) if is_load and self._device is None else _NONE
-        for lane, ours, theirs in pairs:
-            out = None
-            if self.verify:
-                out = options["digests"] = torch.empty(
-                    len(ours), dtype=torch.int64, pin_memory=self._device is not None
-                )
-            copy = lane.back.copy if is_load else lane.out.copy
-            into = np.where(np.isin(ours, refused), -1, ours) if refused.size else ours
-            dones.append(copy(*((theirs, into) if is_load else (ours, theirs)), **options))
-            copies.append((lane, ours, theirs, out))
+        copies = []
+        for store, blocks, units, chunk_units in pairs:
+            if is_load:
+                [copying] = store.load(units, blocks, stream=stream)
+            else:
+                copying = store.store(blocks, units, stream)
+                store.known[chunk_units] = False  # what the chunks held before is lost
+            copies.append((store, copying))
         ended: Any = time.perf_counter()
-        if self._device is not None:
+        if stream is not None:
             ended = self._event()
             ended.record(stream)
-        self._running[is_load].append(_Job(job_id, copies, refused, len(ids), dones, began, ended))
+        self._running[is_load].append(_Job(job_id, copies, len(ids), began, ended))
 
     def _pairs(
         self,
@@ -373,9 +328,8 @@ class Copier:
         chunks: npt.NDArray[np.integer[Any]],
         group_sizes: Sequence[int],
         block_indices: Sequence[int],
-        is_load: bool,
-    ) -> list[tuple[Lane, Ids, Ids]]:
-        """Block ids of the engine and of the host, per lane.  For a store, the former contents of its chunks become invalid."""
+    ) -> list[tuple[HostStore, Ids, Ids, Ids]]:
+        """Per store: the blocks of the engine, as many units of the host, and all units of the chunks."""
         each = self.blocks_per_chunk
         blocks: Ids = ids.astype(np.int64)
         held: Ids = chunks.astype(np.int64)
@@ -386,32 +340,24 @@ class Copier:
                 f"offloading: groups of {list(group_sizes)} blocks from {list(block_indices)} on, {each} blocks a chunk: expected "
                 f"{sum(group_sizes)} blocks and {sum(taken)} chunks, got {len(blocks)} and {len(held)}"
             )
-        found: dict[int, tuple[Lane, list[Ids], list[Ids]]] = {}
+        found: dict[int, tuple[HostStore, list[tuple[Ids, Ids, Ids]]]] = {}
         at = chunk_at = 0
-        for lanes, count, skip, num_chunks in zip(self.memory.lanes, group_sizes, skips, taken, strict=True):
+        for stores, count, skip, num_chunks in zip(self.memory.stores, group_sizes, skips, taken, strict=True):
             if not count:
                 continue
             units = held[chunk_at : chunk_at + num_chunks]
             if each > 1:
                 units = (units[:, None] * each + np.arange(each)).ravel()
-            for lane in lanes:
-                if not is_load:
-                    lane.known[units] = False
-                _, ours, theirs = found.setdefault(id(lane), (lane, [], []))
-                ours.append(blocks[at : at + count])
-                theirs.append(units[skip : skip + count])
+            for store in stores:
+                found.setdefault(id(store), (store, []))[1].append(
+                    (blocks[at : at + count], units[skip : skip + count], units)
+                )
             at, chunk_at = at + count, chunk_at + num_chunks
-        return [(lane, np.concatenate(ours), np.concatenate(theirs)) for lane, ours, theirs in found.values()]
-
-    def _refused(self, pairs: Sequence[tuple[Lane, Ids, Ids]]) -> Ids:
-        """Blocks of the engine for which host memory does not hold what was stored."""
-        found = []
-        for lane, ours, theirs in pairs:
-            wrong = ~lane.known[theirs]
-            if self.verify:
-                wrong |= lane.host.digest(theirs) != lane.digests[theirs]
-            found.append(ours[wrong])
-        return np.unique(np.concatenate(found)) if found else _NONE
+        joined = []
+        for store, parts in found.values():
+            ours, units, whole = map(np.concatenate, zip(*parts, strict=True))
+            joined.append((store, ours, units, whole))
+        return joined
 
     def _event(self) -> Any:
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
@@ -431,27 +377,20 @@ class Copier:
         else:
             seconds = job.began.elapsed_time(job.ended) * 1e-3
             self._events += [job.began, job.ended]
-        nbytes = sum(len(ids) * lane.nbytes for lane, ids, _, _ in job.copies)
+        nbytes = sum(len(copying.ids) * store.nbytes for store, copying in job.copies)
         result = Finished(job.id, is_load, job.blocks, nbytes, seconds)
-        wrong_blocks: list[Ids] = [job.refused]
-        for lane, ids, units, out in job.copies:
-            digests = None if out is None else out.numpy().view(np.uint64)
+        wrong_blocks: list[Ids] = []
+        for store, copying in job.copies:
             if not is_load:
-                if digests is not None:
-                    lane.digests[units] = digests
-                lane.known[units] = True
-                continue
-            wrong = ~lane.known[units]
-            if digests is not None:
-                wrong |= digests != lane.digests[units]
-            wrong |= np.isin(ids, job.refused)
-            if wrong.any():
-                wrong_blocks.append(ids[wrong])
-                result.wrong_chunks |= set((units[wrong] // self.blocks_per_chunk).tolist())
-        if (blocks := np.unique(np.concatenate(wrong_blocks))).size:
+                store.stored(copying)
+            elif (wrong := store.wrong(copying)).any():
+                wrong_blocks.append(copying.ids[wrong])
+                result.wrong_chunks |= set((copying.units[wrong] // self.blocks_per_chunk).tolist())
+        if wrong_blocks:
             # Before anybody is told, and in all layers.  The copies are done: no stream has to wait for another.
-            for lane, ids, _, _ in job.copies:
-                lane.zeros(ids[np.isin(ids, blocks)], self._clearing)
+            blocks = np.unique(np.concatenate(wrong_blocks))
+            for store, copying in job.copies:
+                store.zeros(copying.ids[np.isin(copying.ids, blocks)], self._clearing)
             result.wrong_blocks = blocks.tolist()
         return result
 

@@ -372,11 +372,11 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         if self.replicated_layout:
             shared = shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units), _all_workers_barrier)
         on_gpu = kv_caches.tensors[0].tensor.device.type != "cpu"
-        memory = HostMemory(self.host_layout, groups, units, "pinned" if on_gpu else "cpu", shared)
-        for lanes in memory.lanes:
-            for lane in lanes:
-                logger.info("kvbm: %d blocks, %s", units, lane.out)
-        copier = Copier(memory, self.blocks_per_chunk, self.verify)
+        memory = HostMemory(self.host_layout, groups, units, "pinned" if on_gpu else "cpu", shared, self.verify)
+        for stores in memory.stores:
+            for store in stores:
+                logger.info("kvbm: %d blocks, %s", units, store.out)
+        copier = Copier(memory, self.blocks_per_chunk)
         made = KvbmOffloadingWorker(copier, reports=isinstance(connector, KvbmOffloadingConnector))
         if self.tier_settings is not None:
             if not isinstance(connector, KvbmOffloadingConnector):

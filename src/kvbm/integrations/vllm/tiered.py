@@ -440,9 +440,9 @@ class TierWorker:
         self._copier, self._count = copier, count
         self._own = contents_of(vllm_config, kv_cache_config, settings, "")
         self._shelves = []
-        for group_id, lanes, content in zip(group_ids, copier.memory.lanes, self._own, strict=True):
+        for group_id, stores, content in zip(group_ids, copier.memory.stores, self._own, strict=True):
             known = groups(vllm_config, kv_cache_config, group=group_id)
-            if len(known) != 1 or len(lanes) != 1:
+            if len(known) != 1 or len(stores) != 1:
                 raise BindError(
                     f"folder: group {group_id}: expected layers of one size, got {len(known)}; they are not stored in files"
                 )
@@ -456,7 +456,7 @@ class TierWorker:
             placement, rank = of_vllm(known[0])
             held = tuple(placement.strips(rank).h)
             heads = range(held[0], held[-1] + 1)
-            self._shelves.append(Shelf(content.shape, lanes[0].host, heads, copier.verify, THREADS))
+            self._shelves.append(Shelf(content.shape, stores[0].host, heads, stores[0].verify, THREADS))
         self._tiers: list[KvbmTier] = []
         self._threads = ThreadPoolExecutor(THREADS, "kvbm tier")
         self._reads: dict[int, _Reading] = {}
@@ -503,7 +503,7 @@ class TierWorker:
             reading.futures.append(self._threads.submit(self._read, reading, *piece))
 
     def _read(self, reading: _Reading, index: int, blocks: Any, names: tuple[str, ...], firsts: list[int]) -> Shelved:
-        [lane] = self._copier.memory.lanes[index]
+        [store] = self._copier.memory.stores[index]
         try:
             if reading.is_over:
                 return _bad(blocks, "it was given up")
@@ -512,7 +512,7 @@ class TierWorker:
             done = _bad(blocks, repr(error))
         with reading as is_wanted:  # else the chunks may hold others
             if is_wanted:
-                lane.digests[blocks], lane.known[blocks] = done.digests, done.good
+                store.digests[blocks], store.known[blocks] = done.digests, done.good
         return done
 
     def has_read(self, wait: set[int] | None = None) -> list[int]:
@@ -538,8 +538,8 @@ class TierWorker:
         with reading:
             reading.is_over = True
             for index, blocks in reading.pieces:
-                [lane] = self._copier.memory.lanes[index]
-                lane.known[blocks] = False
+                [store] = self._copier.memory.stores[index]
+                store.known[blocks] = False
         self._late += [future for future in reading.futures if not future.cancel() and not future.done()]
 
     def _told(self, name: str, found: Sequence[Shelved]) -> None:
@@ -555,7 +555,7 @@ class TierWorker:
 
     def stores(self, job_id: int, tiered: Tiered) -> None:
         """Note what to write after a job has stored it.  Nothing is written if the stored blocks have no digests."""
-        if self._copier.verify:
+        if self._copier.memory.verify:
             self._stores[job_id] = tiered
 
     def write(self, job_id: int, result: Any) -> bool:
@@ -566,8 +566,8 @@ class TierWorker:
             return False
         begun = []
         for index, blocks, names, firsts in self._pieces(tiered):
-            [lane] = self._copier.memory.lanes[index]
-            begun.append(self._threads.submit(self._write, index, blocks, lane.digests[blocks], names, firsts))
+            [store] = self._copier.memory.stores[index]
+            begun.append(self._threads.submit(self._write, index, blocks, store.digests[blocks], names, firsts))
         self._writes[job_id] = result, time.monotonic() + FILES_LIMIT, begun
         return True
 
