@@ -346,23 +346,74 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
-    """For any fields of a card, only rings are mapped, and only `BindError` is raised."""
-    fields = data.draw(st.dictionaries(st.sampled_from(FIELDS), VALUES))
-    hub = wire.Hub()
+def connect_damaged(fields: dict[str, Any]) -> None:
+    """Connect with a card that has other fields.
+
+    It is mapped exactly if its page is the lender's, its file a ring of this size, by any descriptor, and all else is the same.
+    """
+    hub, opened, open_file = wire.Hub(), {}, loans._opened
+
+    def record(pid: int, number: int, what: str, nbytes: int) -> int:
+        file = open_file(pid, number, what, nbytes)
+        assert Path(f"/proc/self/fd/{file}").readlink().name == f"memfd:kvbm {what} (deleted)"
+        opened[what] = os.fstat(file)
+        return file
+
     lender, borrower = End("lender", hub), End("borrower", hub)
     try:
         card = lender.wire.card()
-        with contextlib.suppress(BindError):
+        shared = json.loads(card)["mapped"]
+        files = {what: os.fstat(shared[name]) for what, name in (("ring", "file"), ("loans", "page"))}
+        with contextlib.suppress(BindError), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loans, "_opened", record)
             peer = borrower.wire.connect(changed(card, **fields))
-            told = json.loads(card)["mapped"]
-            same = all(told.get(name) == value for name, value in fields.items() if name not in ("ipc", "address"))
-            assert (peer in borrower.wire.unmapped) is not same
+            is_right = (
+                opened.keys() == files.keys()
+                and opened["ring"].st_size == SIZE
+                and os.path.samestat(opened["loans"], files["loans"])
+                and all(shared[name] == fields[name] for name in fields.keys() & shared.keys() - {"file", "page"})
+            )
+            assert (peer not in borrower.wire.unmapped) is is_right
+            if is_right and os.path.samestat(opened["ring"], files["ring"]):
+                ctypes.memset(borrower.wire._peers[peer].slab.address, 7, SIZE)
+                assert (lender.slab == 7).all() and not borrower.slab.any()
+            assert is_right or fields.keys() & shared.keys()
     finally:
         borrower.close()
         lender.close()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES))
+def test_damaged_cards_are_refused_or_not_mapped(fields: dict[str, Any]) -> None:
+    """For any fields of a card, only rings are mapped, and only `BindError` is raised."""
+    connect_damaged(fields)
+
+
+def test_a_card_may_name_any_descriptor_of_the_same_file() -> None:
+    """Copies of descriptors name the same files.  A page of loans is never mapped as a slab, nor a slab as a page."""
+    hub = wire.Hub()
+    lender, borrower, third = End("lender", hub), End("borrower", hub), End("third", hub)
+    shared = json.loads(lender.wire.card())["mapped"]
+    copies = {name: os.dup(shared[name]) for name in ("file", "page")}
+    try:
+        peer = borrower.wire.connect(changed(lender.wire.card(), **copies))
+        assert not borrower.wire.unmapped
+        ctypes.memset(borrower.wire._peers[peer].slab.address, 7, SIZE)
+        assert (lender.slab == 7).all() and not borrower.slab.any()
+        for swapped in ({"file": shared["page"], "nbytes": loans._PAGE_BYTES}, {"page": shared["file"]}):
+            peer = third.wire.connect(changed(lender.wire.card(), **swapped))
+            assert "no memory of kvbm" in third.wire.unmapped[peer]
+            third.close()
+            third = End("third", hub)
+    finally:
+        for number in copies.values():
+            os.close(number)
+        for end in (third, borrower, lender):
+            end.close()
+    for number in range(65):
+        connect_damaged({"file": number})
+        connect_damaged({"page": number})
 
 
 def test_nothing_is_left() -> None:
