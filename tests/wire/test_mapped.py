@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvbm.link import endpoint
 from kvbm.link.chunks import Cut
 from kvbm.link.ring import Ring
 from kvbm.wire import _mapped as loans
+from kvbm.wire import protocol
 from linking import LIMIT, Linked, Wires, ended, memory_files, plain_case, right_cases, until
 from processes import FakeDriver
 
@@ -134,6 +136,31 @@ def test_a_drop_waits_for_what_is_on_loan(ends: Callable[..., tuple[End, End]], 
     with pytest.raises(BindError, match=r"start again|found none of this name"):
         borrower.connect(lender)
     borrower.wire.drop(borrower.peer)
+
+
+def test_a_drop_waits_for_the_wire_and_the_loans_no_longer_than_its_caller_says(
+    ends: Callable[..., tuple[End, End]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of its own: the wrapped wire needs 3 of 5 seconds, and 2 are left for the loans."""
+    lender, borrower = ends(drop_seconds=7.0)
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: sleep(max(seconds, 0.25)))
+    assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(loans, "time", clock)
+        patch.setattr(protocol, "time", clock)
+        patch.setattr(lender.wire, "_wire", SimpleNamespace(drop=lambda peer, seconds: sleep(3.0)))  # noqa: ARG005
+        for seconds, last in ((5.0, 5.5), (1.0, 3.5), (0.0, 3.5), (None, 7.5)):
+            began = now[0]
+            with pytest.raises(TransferTimeoutError, match="still writes"):
+                lender.wire.drop(lender.peer, seconds)
+            assert now[0] - began <= last
+    borrower.wire.give_back(borrower.peer)
+    lender.wire.drop(lender.peer)
 
 
 def test_who_drops_within_a_loan_closes_the_mapping_behind_it(ends: Callable[..., tuple[End, End]]) -> None:

@@ -235,21 +235,21 @@ class Mapped:
         if known is not None and self._page is not None:
             known.lost = known.lost or "it was dropped"
             self._page.drop(peer)
+        end = time.monotonic() + (self._drop_seconds if seconds is None else seconds)
         self._wire.drop(peer, seconds)
         if known is not None:
-            self._await_loans([peer], seconds)
+            self._await_loans([peer], max(end - time.monotonic(), 0.0))
 
-    def _await_loans(self, peers: list[str], seconds: float | None = None) -> None:
+    def _await_loans(self, peers: list[str], seconds: float) -> None:
         """Wait until these peers have returned their loans or their processes have ended."""
         _core.fence()
-        seconds = self._drop_seconds if seconds is None else seconds
         late = deadline(seconds)
         for peer in peers:
             known = self._peers[peer]
             while known.has_loans() and not known.process.is_over():
                 if late():
                     raise TransferTimeoutError(
-                        f"{peer}: it still writes to what it was lent after {seconds} s: do not use it for something "
+                        f"{peer}: it still writes to what it was lent after {seconds:.3g} s: do not use it for something "
                         "else, and drop again"
                     )
                 time.sleep(0.0002)
@@ -263,7 +263,7 @@ class Mapped:
                 known.lost = known.lost or "this side is closed"
                 self._page.drop(peer)
         self._wire.close()
-        self._await_loans(list(self._peers))
+        self._await_loans(list(self._peers), self._drop_seconds)
         if self._page is not None and any(self._page.count_of(peer) for peer in self._peers):
             raise TransferTimeoutError("this side still writes to what it was lent: close it again once that was given back")
         self._peers = {}
