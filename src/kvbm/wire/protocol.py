@@ -124,7 +124,9 @@ class Wire(Protocol):
     """Puts, gets and notes between this process and its peers.
 
     Each side registers one slab, sends its card to the other side (kvbm does not do this), and connects.  Only one thread at a
-    time may use a wire.  No call waits for the peer, except `drop` and `close`, and `drop` no longer than its caller says.
+    time may use a wire.  No call waits for a peer, whether it is connected, silent or stopped, except `drop` and `close`: `drop` no
+    longer than its caller says, and `close` no longer than the wire's own limits, which do not grow with the number of peers.
+    `connect` may reach the peer later, by a thread of the wire or in `poll`; a peer that it does not reach is lost.
 
     **Laws.**  The code above wires relies on them; ``tests/wire/test_wire.py`` tests them for every wire.
 
