@@ -11,6 +11,9 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 
+# pytest compiles the tests again in each of its processes, 8 s each, where this is set.
+export PYTHONDONTWRITEBYTECODE :=
+
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 SOURCES := $(sort $(shell find src cuda layouts -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' \
@@ -61,9 +64,9 @@ torture: dev
 soak: dev
 	$(RUN) tools/torture.py soak $(TORTURE_ARGS)
 
-# Of the quick tests, as whatever looks at every line costs time; programs that tests start count too.
+# Of the sample, as whatever looks at every line costs time; programs that tests start count too.
 coverage: $(VENV)/.test
-	$(RUN) -m pytest -m "quick and not gpu" --cov $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "sample and not gpu" --cov $(PYTEST_ARGS)
 
 # The host's code is compiled for it in place, apart from what is installed: see the script.
 sanitize: $(or $(wildcard $(VENV)/.editable),$(VENV)/.test) $(VENV)/.requires

@@ -348,6 +348,8 @@ VALUES = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
+@pytest.mark.slow  # 0.7 s
+@pytest.mark.sanitize
 def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
     """For any fields of a card, only rings are mapped, and only `BindError` is raised."""
     fields = data.draw(st.dictionaries(st.sampled_from(FIELDS), VALUES))
@@ -365,6 +367,8 @@ def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
         lender.close()
 
 
+@pytest.mark.slow  # 1.1 s
+@pytest.mark.sanitize
 def test_nothing_is_left() -> None:
     """No files and mappings are left when both sides are closed."""
 
