@@ -28,7 +28,7 @@ TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test engines sglang fuzz torture soak coverage sanitize docs lint format wheel gpu clean
+.PHONY: demo dev quick test mutants engines sglang fuzz torture soak coverage sanitize docs lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -42,6 +42,10 @@ quick: dev
 
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+# Lines of kvbm that are broken on purpose, and the tests that must fail then.
+mutants: dev
+	$(RUN) tools/mutants.py
 
 # With vLLM itself, which runs without a GPU: an environment of its own, of 3.5 GB.
 engines: $(ENGINES)/.kvbm
