@@ -101,6 +101,7 @@ def _bad_files(path: Path) -> None:
 
 @given(strategies.one(limit=700))
 @strategies.cases(400)
+@pytest.mark.slow  # 0.5 s
 def test_never_stricter_than_the_parser(drawn: tuple[strategies.Sizes, strategies.Declared]) -> None:
     _, declared = drawn
     assert refused("layout", declared.yaml) == []
@@ -108,6 +109,7 @@ def test_never_stricter_than_the_parser(drawn: tuple[strategies.Sizes, strategie
 
 @given(st.text("bloht d/%()[]{}8B16", max_size=24))
 @strategies.cases(2000)
+@pytest.mark.slow  # 0.5 s
 def test_texts_that_the_parser_takes(text: str) -> None:
     declared = f"order: {json.dumps('b ' + text)}\n"
     try:

@@ -351,6 +351,7 @@ def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert [p.name for p in where.parent.iterdir()] == [where.name]
 
 
+@pytest.mark.quick
 def test_two_processes_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """Readers get one of the two tables, never a mixture or a part."""
     program = Path(__file__).resolve().parents[1] / "programs" / "save_tables.py"

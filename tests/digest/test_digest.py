@@ -816,6 +816,8 @@ def test_one_pool() -> None:
     assert out.tolist() == want == expected(s, [4, 5])
 
 
+@pytest.mark.slow  # 0.7 s
+@pytest.mark.sanitize
 def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
     """Work that was enqueued before the failure may write it later: it must not be another copy's digests."""
     from kvbm.digest.run import Proof
@@ -838,6 +840,8 @@ def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
         assert pinned.given == (0 if fails else 1)
 
 
+@pytest.mark.slow  # 0.4 s
+@pytest.mark.sanitize
 def test_the_error_of_a_proof() -> None:
     from kvbm.digest.run import Proof
 

@@ -170,6 +170,8 @@ PUSHED = Pushed(0)
 # ---- the soak in short -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # 0.8 s
+@pytest.mark.sanitize
 def test_lives_with_faults() -> None:
     """A short `tools/torture.py links`: every accepted byte is right, and no slot is lost."""
     held = soaking.Links(seed=5, rate=0.03)
@@ -1278,6 +1280,8 @@ def test_a_slot_that_there_is_not() -> None:
         assert isinstance(error, BindError) and "slot 4000000000" in str(error)
 
 
+@pytest.mark.slow  # 0.5 s
+@pytest.mark.sanitize
 def test_no_note_takes_more_than_1_mib() -> None:
     """Every kind of note with the largest and the smallest numbers, alone and mixed, while a transfer runs in each direction."""
     from kvbm.link.link import _identity

@@ -1200,6 +1200,8 @@ PAGE = 5 * 576  # of four tokens: 4 * 584 rounded up
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "V1", "bool"])
+@pytest.mark.slow  # 0.9 s
+@pytest.mark.sanitize
 def test_arrays_of_records_that_are_taken(dtype: str) -> None:
     """Dense with the padding, dense without it at the page's stride, and other shapes of the same bytes."""
     dense = np.zeros(3 * PAGE, dtype)

@@ -93,6 +93,7 @@ def test_a_child_of_a_process_in_which_a_thread_held_the_lock(
         assert in_child(call) == 0
 
 
+@pytest.mark.quick
 def test_a_child_reads_properties_that_a_thread_was_computing(tmp_path: Path) -> None:
     """Before Python 3.12 all objects of a class share the lock of a cached property."""
     pool = kvbm.Pool.allocate("nhd", SHAPE, 2)

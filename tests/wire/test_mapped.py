@@ -412,6 +412,8 @@ def connect_damaged(fields: dict[str, Any]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES))
+@pytest.mark.slow  # 0.7 s
+@pytest.mark.sanitize
 def test_damaged_cards_are_refused_or_not_mapped(fields: dict[str, Any]) -> None:
     """For any fields of a card, only rings are mapped, and only `BindError` is raised."""
     connect_damaged(fields)
@@ -443,6 +445,8 @@ def test_a_card_may_name_any_descriptor_of_the_same_file() -> None:
         connect_damaged({"page": number})
 
 
+@pytest.mark.slow  # 1.1 s
+@pytest.mark.sanitize
 def test_nothing_is_left() -> None:
     """No files and mappings are left when both sides are closed."""
 

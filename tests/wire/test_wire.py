@@ -1138,6 +1138,8 @@ def test_an_end_of_many_torch_peers_waits_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed")
+@pytest.mark.slow  # 0.5 s
+@pytest.mark.sanitize
 def test_a_close_that_a_peer_does_not_answer_fails_each_time() -> None:
     """The memory to which the peer may still write is not freed by a second close."""
     ends = [wire.nixl(name, drop_seconds=0.1) for name in ("near", "far")]
