@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,16 @@ def _as_it_is(name: str, said: Any, start: int) -> header.Entry:
     return header.Entry(said["dtype"], said["shape"], start + said["data_offsets"][0], start + said["data_offsets"][1])
 
 
+def _merge_all(loops: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """One loop, as if each loop continued where the one before it ends."""
+    extents, strides = zip(*((extent, strides) for extent, *strides in loops), strict=True)
+    return [(math.prod(extents), *strides[0])]
+
+
 CHECKS: dict[str, tuple[str, Any, str, Any, Any]] = {
     "splits cover an axis": ("layout", resolved, "_require_cover", lambda *_: None, AssertionError),
     "planes are apart": ("layout", resolved, "_require_apart", lambda *_: None, AssertionError),
-    "digits go on": ("layout", address_map.Step, "continues", lambda *_: True, AssertionError),
+    "digits go on": ("layout", address_map, "coalesce", _merge_all, AssertionError),
     "a header holds numbers": ("file", header, "_entry", _as_it_is, (LookupError, TypeError, ValueError)),
 }
 
