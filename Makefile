@@ -11,6 +11,9 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 
+# pytest compiles the tests again in each of its processes, 8 s each, where this is set.
+export PYTHONDONTWRITEBYTECODE :=
+
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 SOURCES := $(sort $(shell find src cuda layouts -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' \
@@ -25,7 +28,7 @@ TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test engines sglang fuzz torture soak coverage sanitize docs lint format wheel gpu clean
+.PHONY: demo dev quick test mutants engines sglang fuzz torture soak coverage sanitize docs lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -39,6 +42,10 @@ quick: dev
 
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+# Lines of kvbm that are broken on purpose, and the tests that must fail then.
+mutants: dev
+	$(RUN) tools/mutants.py
 
 # With vLLM itself, which runs without a GPU: an environment of its own, of 3.5 GB.
 engines: $(ENGINES)/.kvbm
@@ -61,9 +68,9 @@ torture: dev
 soak: dev
 	$(RUN) tools/torture.py soak $(TORTURE_ARGS)
 
-# Of the quick tests, as whatever looks at every line costs time; programs that tests start count too.
+# Of the sample, as whatever looks at every line costs time; programs that tests start count too.
 coverage: $(VENV)/.test
-	$(RUN) -m pytest -m "quick and not gpu" --cov $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "sample and not gpu" --cov $(PYTEST_ARGS)
 
 # The host's code is compiled for it in place, apart from what is installed: see the script.
 sanitize: $(or $(wildcard $(VENV)/.editable),$(VENV)/.test) $(VENV)/.requires

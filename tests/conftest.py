@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -65,33 +66,73 @@ def why_no_gpu() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("-m") or ""
-    usual = "quick" if "quick" in chosen and "not quick" not in chosen else "ci"
+    few = any(name in chosen and f"not {name}" not in chosen for name in ("quick", "sample"))
+    usual = "quick" if few else "ci"
     settings.load_profile(os.environ.get("KVBM_HYPOTHESIS", usual))
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU, torch, and kvbm built with CUDA kernels")
     config.addinivalue_line("markers", "full: the whole matrix, minutes to an hour; runs only with -m full")
-    config.addinivalue_line("markers", "slow: a test of a second or more, which -m quick leaves out")
+    config.addinivalue_line("markers", "slow: a test of half a second or more, which sample and quick leave out")
     config.addinivalue_line("markers", "sanitize: all of its cases run under AddressSanitizer, not only the quick ones")
     config.addinivalue_line("markers", "threads: runs on several threads, without `thread` in its name: for ThreadSanitizer")
-    config.addinivalue_line("markers", f"quick: {QUICK} cases of every test that is not slow (given by conftest.py)")
+    config.addinivalue_line("markers", f"sample: {SAMPLE} cases of every test that is not slow (given by conftest.py)")
+    config.addinivalue_line("markers", f"quick: {QUICK} case of every test of the sample that starts no process, or marked by hand")
 
 
-QUICK = 3
+SAMPLE = 3
+QUICK = 1
+#: Names by which tests and their helpers start processes.
+PROCESSES = {"subprocess", "multiprocessing", "processes", "fork", "sshd", "server", "pytester", "fake_driver", "fake_gpu", "place"}
 
 
-def quick(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """The first, the last and some middle cases of every test, without slow tests: the selection of `-m quick`."""
+def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """At most `count` of the items: the first, the last, and some between them; one is the middle one."""
+    last = len(items) - 1
+    steps = {last // 2} if count == 1 else {last * i // (count - 1) for i in range(count)}
+    return [items[i] for i in sorted(steps)]
+
+
+@cache
+def starts_process(function: FunctionType) -> bool:
+    """Whether a function of the tests names one of `PROCESSES`, itself or in what it calls of its own module's functions."""
+    codes, seen = [function.__code__], {function}
+    while codes:
+        code = codes.pop()
+        if PROCESSES.intersection((*code.co_names, *code.co_varnames)):
+            return True
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        for name in code.co_names:
+            named = function.__globals__.get(name)
+            for one in vars(named).values() if isinstance(named, type) else (named,):
+                if isinstance(one, FunctionType) and one not in seen and Path(one.__code__.co_filename).is_relative_to(HERE):
+                    seen.add(one)
+                    codes.append(one.__code__)
+    return False
+
+
+def is_in_process(item: pytest.Item) -> bool:
+    """Neither the test nor a fixture that it uses starts a process."""
+    fixtures = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    used = (item.function, *(found[-1].func for found in fixtures.values()))  # type: ignore[attr-defined]
+    return PROCESSES.isdisjoint(fixtures) and not any(starts_process(one) for one in used if isinstance(one, FunctionType))
+
+
+def choose(items: Iterable[pytest.Item]) -> None:
+    """Give items the markers `sample` and `quick`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for some in cases.values():
-        yield from (some[i] for i in {(len(some) - 1) * i // (QUICK - 1) for i in range(QUICK)})
+        for item in spread(some, SAMPLE):
+            item.add_marker("sample")
+        if is_in_process(some[0]):
+            for item in spread(some, QUICK):
+                item.add_marker("quick")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in quick(items):
-        item.add_marker("quick")
+    choose(items)
     if "full" not in (config.getoption("-m") or ""):
         dropped = [item for item in items if item.get_closest_marker("full")]
         if dropped:

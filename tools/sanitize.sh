@@ -7,7 +7,7 @@
 # PYTEST_ARGS options of pytest (-n auto)
 #
 # The extension is built in build/<the first sanitizer>/lib, which is found before what is installed. Under AddressSanitizer run the
-# quick tests, and all cases of those with the marker `sanitize`; under ThreadSanitizer those with `thread` in their name or
+# sample, and all cases of those with the marker `sanitize`; under ThreadSanitizer those with `thread` in their name or
 # the marker `threads`. A new file of tests belongs to them, unless it is named in `others` below.
 # Each report is a file build/<the first sanitizer>/report.*: one is a failure, even if no test failed. Leaks are not looked for:
 # what CPython and NumPy keep until they end cannot be told from them.
@@ -74,6 +74,6 @@ for sanitizers in "$@"; do
   if [[ $sanitizers == thread ]]; then
     check "$sanitizers" -k thread -m "not gpu" "${args[@]}"
   else
-    check "$sanitizers" -m "(quick or sanitize) and not gpu" "${args[@]}"
+    check "$sanitizers" -m "(sample or sanitize) and not gpu" "${args[@]}"
   fi
 done

@@ -611,6 +611,7 @@ def test_errors_keep_their_exit_codes() -> None:
     assert bench("--device", "cpu", "--shape", "nosuchmodel").exit_code == kvbm.SpecError.exit_code
 
 
+@pytest.mark.slow  # 0.5 s
 def test_what_was_named_and_cannot_be_had_is_a_failure() -> None:
     args = ("--num-blocks", "1,2", "--pair", "nhd:universal,universal:nhd", "--no-peers")
     result = swept(*args, "--direction", "h2h,d2d")

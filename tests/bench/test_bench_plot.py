@@ -85,6 +85,7 @@ def test_a_files_columns_and_rows_decide_which_pictures_are_made(name, kinds) ->
     assert [note.partition(":")[0] for note in notes] == (["roofline"] if name == "sweep_cpu" else [])
 
 
+@pytest.mark.slow  # 0.6 s
 def test_files_of_several_kinds_make_all_their_pictures() -> None:
     tables = [table for name in ("sweep_few", "interference", "scale") for table in read(DATA / f"{name}.csv")]
     assert list(plot.draw(tables, known=STUDIES)) == ["roofline", "bars", "interference", "scale"]
@@ -223,6 +224,7 @@ def test_nothing_is_cut_off_and_no_panel_lies_over_another(name, kind) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), PICTURES)
+@pytest.mark.slow  # 0.6 s
 def test_an_svgs_text_is_text_and_its_footer_names_machine_and_commit(name, kind, tmp_path) -> None:
     (path,) = plot.save({kind: drawn(name, kind)}, tmp_path, ["svg"])
     found = ["".join(each.itertext()).strip() for each in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")]

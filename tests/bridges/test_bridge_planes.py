@@ -198,6 +198,7 @@ def test_numpy(src: str, dst: str) -> None:
 
 
 @pytest.mark.parametrize(("src", "dst"), FEW)
+@pytest.mark.slow  # 0.8 s
 def test_jax(src: str, dst: str) -> None:
     jax = pytest.importorskip("jax")
     bridge = pytest.importorskip("kvbm.jax")

@@ -257,6 +257,7 @@ def jax() -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=">".join)
+@pytest.mark.slow  # 1.0 s
 def test_jax(jax: Any, pair: tuple[str, str], dtype: str) -> None:
     import kvbm.jax
 
@@ -325,6 +326,7 @@ def test_jax_arrays_on_several_devices_are_refused() -> None:
 # ---- Numba -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # 0.6 s
 def test_numba_on_the_cpu_works_on_numpy_s_arrays() -> None:
     """A compiled function writes the input of a conversion, and reads its output."""
     numba = pytest.importorskip("numba")

@@ -485,6 +485,7 @@ def test_opcheck_convert(pair: tuple[str, str], grad: bool) -> None:
 
 
 @pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.slow  # 1.2 s
 def test_opcheck_convert_into(ids: bool) -> None:
     tensors, out = random("vllm/flash_attn_nhd", 3), random("universal", 3)
     given = (torch.tensor([2, 0]), torch.tensor([1, 2])) if ids else ()
@@ -521,6 +522,7 @@ def test_compile_without_a_graph_break(backend: str, dynamic: bool) -> None:
         assert torch.equal(written, into(tensors, theirs, *ids)) and alike(mine, theirs)
 
 
+@pytest.mark.slow  # 1.3 s
 def test_a_changing_number_of_blocks_is_compiled_once() -> None:
     """One tensor per layer: the number of blocks is a symbol, and stays one."""
     import torch._dynamo.testing

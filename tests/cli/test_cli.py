@@ -281,6 +281,7 @@ def test_check_takes_names() -> None:
     [("show", "nhd"), ("plan", "nhd", "universal"), ("which", "32x2,1024,16,8,128"), ("reshard", "vllm:tp4", "vllm:tp2")],
     ids=lambda args: args[0],
 )
+@pytest.mark.slow  # 0.5 s
 def test_a_shape_need_not_be_given(args: tuple[str, ...]) -> None:
     assert ok(*args) == ok(*args, "--shape", "llama-3.1-8b")
     assert "[default: llama-3.1-8b" in " ".join(ok(args[0], "--help").split())
@@ -546,6 +547,7 @@ def _check(path: Path, name: str, text: str, blocks: int) -> dict[str, str]:
         ("universal", "vllm/BHLNC", "int64"),
     ],
 )
+@pytest.mark.slow  # 0.4 s
 def test_convert(tmp_path: Path, src: str, dst: str, dtype: str) -> None:
     text = SHAPE.replace("bfloat16", dtype)
     _source(tmp_path / "in.safetensors", src, text, 5)
@@ -852,6 +854,7 @@ def test_names_in_files_are_not_believed(tmp_path: Path, metadata: dict[str, str
         ok(*args, "--from", "nhd")
 
 
+@pytest.mark.quick
 def test_a_terminal_without_arrows(tmp_path: Path) -> None:
     """Red: OUT was written, and then a traceback was printed."""
     _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
@@ -916,6 +919,7 @@ def test_one_element_an_allocation(tmp_path: Path) -> None:
     assert "one element of 2 B" in ok("show", path, "--shape", SHAPE)
 
 
+@pytest.mark.slow  # 0.6 s
 def test_one_bad_file_does_not_end_a_check(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"order: \xff\n")
     os.mkfifo(tmp_path / "b.yaml")
@@ -936,6 +940,7 @@ MLA, V4 = "nl=2,no=1,nh=1,nt=8,hd=576,dtype=bfloat16", "nl=2,no=1,nh=1,nt=64,hd=
 GQA = "nl=2,no=2,nh=4,nt=128,hd=128,dtype=bfloat16"
 
 
+@pytest.mark.slow  # 0.8 s
 def test_planes_are_listed_and_shown() -> None:
     text = ok("layouts", "vllm/")
     assert "latent: t c float8_e4m3fn" in text and "rope: t r bfloat16 at 448 B" in text

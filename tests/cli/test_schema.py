@@ -19,7 +19,7 @@ import strategies
 from coordinates import in_case
 from kvbm.cli import schema
 from kvbm.cli.app import main
-from kvbm.layout import spec
+from kvbm.layout import grammar, spec
 from kvbm.layout.terms import Expression
 from kvbm.reshard import placement
 
@@ -101,6 +101,7 @@ def _bad_files(path: Path) -> None:
 
 @given(strategies.one(limit=700))
 @strategies.cases(400)
+@pytest.mark.slow  # 0.5 s
 def test_never_stricter_than_the_parser(drawn: tuple[strategies.Sizes, strategies.Declared]) -> None:
     _, declared = drawn
     assert refused("layout", declared.yaml) == []
@@ -108,6 +109,7 @@ def test_never_stricter_than_the_parser(drawn: tuple[strategies.Sizes, strategie
 
 @given(st.text("bloht d/%()[]{}8B16", max_size=24))
 @strategies.cases(2000)
+@pytest.mark.slow  # 0.5 s
 def test_texts_that_the_parser_takes(text: str) -> None:
     declared = f"order: {json.dumps('b ' + text)}\n"
     try:
@@ -177,7 +179,7 @@ def test_bad_shapes(old: str, new: str) -> None:
 def test_the_code_is_what_is_described() -> None:
     """The schema has every key, dtype and name of an expression, and nothing else."""
     layout, shape = schema.layout_schema(), schema.shape_schema()
-    assert tuple(layout["properties"]) == spec.KEYS
+    assert tuple(layout["properties"]) == grammar.KEYS
     assert shape["properties"]["dtype"]["enum"] == list(kvbm.layout.shapes.ITEMSIZE)
     said: Any = layout["properties"]["pitch"]["additionalProperties"]["pattern"]
     for name in ("nb", "nl", "no", "nh", "nt", "hd", "es"):
@@ -277,7 +279,7 @@ def test_planes_that_the_parser_takes(planes: list[str], text: str, orders: list
 
 def test_planes_are_what_is_described() -> None:
     said = schema.layout_schema()["properties"]["planes"]["additionalProperties"]["properties"]
-    assert tuple(said) == spec.PLANE_KEYS and said["dtype"]["enum"] == list(kvbm.layout.shapes.ITEMSIZE)
+    assert tuple(said) == grammar.PLANE_KEYS and said["dtype"]["enum"] == list(kvbm.layout.shapes.ITEMSIZE)
 
 
 # ---- placements ----------------------------------------------------------------------------------------------------

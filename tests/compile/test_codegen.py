@@ -111,6 +111,7 @@ def test_layouts_that_mean_the_same_ask_for_the_same() -> None:
         assert {tuple("nhd" if side == swap["nhd"] else side for side in pair) for pair in pairs} == set(one[name])
 
 
+@pytest.mark.slow  # 0.5 s
 def test_files(files: dict[str, str]) -> None:
     images = [name for name in files if re.fullmatch(r"kernels_\d\d\.cu", name)]
     assert 1 <= len(images) <= 8
@@ -368,6 +369,7 @@ def test_grids(program: Callable[..., str], sms: int, extents: tuple[int, ...]) 
 IDS = [0, 4, 5, -1, -2, 6, -(1 << 31), (1 << 31) - 1, 1 << 32, (1 << 32) - 1, -(1 << 32), -(1 << 63), (1 << 63) - 1, 3]
 
 
+@pytest.mark.quick
 def test_ids_are_followed_only_in_range(program: Callable[..., str]) -> None:
     """-1 skips, other ids out of range skip and are reported, all 64 bits count; no other id is followed."""
     for blocks, counted, inlined, id_bytes in itertools.product(

@@ -83,6 +83,8 @@ def test_large_blocks_on_all_cores(pair: tuple[str, str]) -> None:
 
 @given(strategies.pair(limit=900))
 @strategies.cases(250)
+@pytest.mark.slow  # 0.5 s
+@pytest.mark.sanitize
 def test_random_layouts_on_the_host(drawn: Any) -> None:
     """Layouts without compiled kernels use the general kernels, with any number of modes."""
     sizes, one, other = drawn

@@ -110,6 +110,7 @@ def test_files_of_a_pool_on_the_gpu(fake_gpu: FakeDriver, tmp_path: Path) -> Non
 # ---- what the GPU still uses when its owner lets go of it ------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_what_is_dropped_is_not_waited_for(fake_gpu: FakeDriver) -> None:
     """A ring is freed when its copies are done and memory of any kind is next allocated; many tables are freed at once."""
     alone(fake_gpu, "from programs import retired; retired.what_is_dropped_is_not_waited_for()", MALLOC_PERTURB_="85")
@@ -174,6 +175,7 @@ print("freed")
 """
 
 
+@pytest.mark.quick
 def test_memory_is_freed_with_the_last_reference_to_its_pool(fake_gpu: FakeDriver) -> None:
     """Without the garbage collector, also behind the first copy of a process: no cycle and no error that was kept holds a pool."""
     assert alone(fake_gpu, FREED).strip() == "freed"

@@ -764,7 +764,7 @@ def test_fused_is_the_rule_for_rows() -> None:
         ("nhd", "nhd"),
     ):
         made = kvbm.Transfer(Plain(src, shape, 2).pool, Plain(dst, shape, 2, dst=True).pool)
-        assert not isinstance(made._mover.digested(None).digests.direct, str), (src, dst)
+        assert not isinstance(made._executor.digested(None).digests.direct, str), (src, dst)
 
 
 @pytest.mark.parametrize(
@@ -816,6 +816,8 @@ def test_one_pool() -> None:
     assert out.tolist() == want == expected(s, [4, 5])
 
 
+@pytest.mark.slow  # 0.7 s
+@pytest.mark.sanitize
 def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
     """Work that was enqueued before the failure may write it later: it must not be another copy's digests."""
     from kvbm.digest.run import Proof
@@ -838,6 +840,8 @@ def test_memory_of_a_copy_that_failed_is_not_used_again() -> None:
         assert pinned.given == (0 if fails else 1)
 
 
+@pytest.mark.slow  # 0.4 s
+@pytest.mark.sanitize
 def test_the_error_of_a_proof() -> None:
     from kvbm.digest.run import Proof
 
@@ -969,6 +973,10 @@ class TestOnTheFakeDriver:
 
     def test_beyond_reach(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.beyond_reach", FAKE_DEVICES="2", FAKE_PEERS="0")
+
+    def test_explain_and_digests_prepare_nothing_again(self, fake_gpu: FakeDriver) -> None:
+        """Red: both looked the kernels of a prepared transfer up again, and digests made its launches again."""
+        fake_gpu("digests.prepared_once", FAKE_DEVICES="2")
 
     def test_nothing_grows(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("digests.nothing_grows")

@@ -52,6 +52,8 @@ def scan(each: int, first: int = 0, step: int = 1) -> None:
     assert done > names * min(each or 60, 60) // step and done > fused > done / 4, (done, fused)
 
 
+@pytest.mark.slow  # 1.2 s
+@pytest.mark.sanitize
 def test_some_shapes_of_every_layout() -> None:
     """Onto itself, and onto another layout.  Red: cells of one byte side by side were copied and digested as wider ones."""
     scan(2)

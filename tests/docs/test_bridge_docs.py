@@ -79,6 +79,7 @@ def test_names_exist() -> None:
 @pytest.mark.parametrize(
     "name", ["kvbm.memory.array_checks", "kvbm._bridge", "kvbm.jax", "kvbm.torch.functions", "kvbm.torch.fences"]
 )
+@pytest.mark.slow  # 0.6 s
 def test_docstrings(name: str) -> None:
     if name == "kvbm.jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvbm
-from kvbm.layout import spec
+from kvbm.layout import grammar, spec
 from kvbm.layout.terms import AXES, FUNCTIONS, SIZES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "layouts.md").read_text(encoding="utf-8")
@@ -57,12 +57,12 @@ def test_what_the_text_says() -> None:
 
 def test_all_of_the_language_is_there() -> None:
     """Every key, axis, dtype, function and size is documented, and axes have the names that the code uses."""
-    for name in (*spec.KEYS, *spec.PLANE_KEYS, *kvbm.layout.shapes.ITEMSIZE, *AXES):
+    for name in (*grammar.KEYS, *grammar.PLANE_KEYS, *kvbm.layout.shapes.ITEMSIZE, *AXES):
         assert f"`{name}`" in PAGE, name
     for name in (*SIZES, *FUNCTIONS):
         assert re.search(rf"\b{name}\b", PAGE), name
     keys = re.findall(r"^\| (`.*?`) \|", PAGE.split("## Keys")[1], re.MULTILINE)
-    assert {key.strip("` ") for row in keys for key in row.split(",")} == {*spec.KEYS, *spec.PLANE_KEYS}
+    assert {key.strip("` ") for row in keys for key in row.split(",")} == {*grammar.KEYS, *grammar.PLANE_KEYS}
     anchors = re.findall(r"\]\(#([\w-]+)\)", PAGE)
     heads = [head.lower().replace(" ", "-") for head in re.findall(r"^## (.*)$", PAGE, re.MULTILINE)]
     assert anchors == heads

@@ -62,6 +62,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 90 and len(README.split()) <= 900
 
 
+@pytest.mark.quick
 def test_numpy(tmp_path: Path) -> None:
     assert passes(tmp_path, NUMPY) == "same bits\n"
 

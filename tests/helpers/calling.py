@@ -1193,6 +1193,9 @@ def _child() -> None:
     tell("done")
 
 
+_CHILD = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import calling; calling._child()"
+
+
 def tried(
     names: Iterable[str], first: int, count: int, *, stands_s: float = 120, told: Callable[..., None] = lambda *_: None
 ) -> tuple[Counter[str], list[list[Any]]]:
@@ -1203,14 +1206,17 @@ def tried(
     """
     left, done, wrong = [(name, first) for name in names], Counter[str](), list[list[Any]]()
     while left:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+            tempfile.TemporaryDirectory() as folder,  # a call may write a file under any name
+        ):
             with subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-c", "import calling; calling._child()"],
+                [sys.executable, "-X", "faulthandler", "-c", _CHILD],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                cwd=Path(__file__).parent,
+                cwd=folder,
             ) as child:
                 assert child.stdin and child.stdout
                 json.dump([left, first + count], child.stdin)

@@ -121,7 +121,7 @@ def check(
     assert digest(s.pool, src_ids, tokens) == want, told
     with kvbm.Transfer(s.pool, d.pool, verify=rng.random() < 0.5, **options) as move:
         assert copy(move, src_ids, dst_ids, tokens) == want, told
-        made = move._mover.digested(None).digests
+        made = move._executor.digested(None).digests
         assert made is not None
         is_fused = not isinstance(made.permute if options.get("strategy") == "staged" else made.direct, str)
     if s.opaque == d.opaque:

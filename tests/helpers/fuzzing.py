@@ -337,7 +337,8 @@ def _bytes_of(
             index, extent, packed = index // packed, extent // packed, 1
         stride = held
         if declared := pitch.get(str(term)):
-            stride = _value(declared.expression, names) * (1 if declared.in_bytes else shape.itemsize)
+            stride = _value(declared.expression, names)  # in elements, of which a byte may hold two
+            stride = stride if declared.in_bytes else stride * shape.itemsize // shape.pack
         byte, held = byte + index * stride, stride * extent
     return byte, held, packed
 

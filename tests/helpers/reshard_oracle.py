@@ -602,7 +602,7 @@ class Run:
         copy = local.Transfer.copy
 
         def counted(transfer: Any, *args: Any, **rest: Any) -> Any:
-            src, dst = transfer._mover.keep
+            src, dst = transfer._executor.keep
             source = known.get(id(src))  # zeros behind the last token are of a pool that is nobody's
             known[id(dst)][:] = 0 if source is not None else 1
             if source is not None:

@@ -706,6 +706,8 @@ def test_what_one_engine_asked_for_in_vain_is_remembered_for_it_alone(monkeypatc
     assert len(holds._gone) == 3 and hostile not in holds._gone._by_link
 
 
+@pytest.mark.slow  # 0.6 s
+@pytest.mark.sanitize
 def test_engines_that_want_much_leave_room_for_others() -> None:
     """Another engine is waited for all the same.  Who wants most loses its newest request, and is told."""
     many = [cast(Link, Hashable(str(number))) for number in range(12)]

@@ -342,6 +342,7 @@ def child(work: Callable[[], None]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.quick
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
     """In the middle of a file: it has no name, so it is a miss; its remains are removed when they are old."""
     pool, tier = blocks(), KvbmTier(tmp_path, CONTENT, 1 << 30)

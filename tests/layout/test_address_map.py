@@ -55,6 +55,7 @@ def check(access: Access, sizes: dict[str, int], entry: np.ndarray, nbytes: np.n
 
 
 @given(strategies.one(limit=700))
+@pytest.mark.slow  # 0.7 s
 def test_a_map_is_the_oracles(drawn: Any) -> None:
     if (found := maps(drawn)) is None:
         return

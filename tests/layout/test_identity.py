@@ -296,6 +296,7 @@ def test_command_layouts_by_part() -> None:
     assert CliRunner().invoke(main, ["layouts", "--aliases", "--num-blocks", "4"]).exit_code == 2
 
 
+@pytest.mark.slow  # 1.3 s
 def test_command_check_ambiguous(tmp_path: Path) -> None:
     path, other = tmp_path / "mine.yaml", tmp_path / "yours.yaml"
     path.write_text('order: "[b l o] d t h"\n', encoding="utf-8")

@@ -208,6 +208,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.slow  # 0.5 s
 def test_hostile(tmp_path: Path, text: str) -> None:
     """One sentence that names the file, without a long delay; never another exception."""
     path = tmp_path / "x.yaml"
@@ -233,6 +234,7 @@ TEXTS = st.lists(FRAGMENTS, max_size=60).map("".join)
 
 @given(TEXTS | TEXTS.map("order: b t d\npitch: ".__add__) | TEXTS.map("order: ".__add__) | st.text(max_size=40))
 @settings(max_examples=300, deadline=None)
+@pytest.mark.slow  # 1.0 s
 def test_any_text(text: str) -> None:
     with contextlib.suppress(KvbmError):
         layout = parse(text)

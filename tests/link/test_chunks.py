@@ -58,6 +58,8 @@ def carried(one: reshard_oracle.Case, seed: str) -> None:
 
 
 @pytest.mark.parametrize("far", [False, True])
+@pytest.mark.slow  # 0.6 s
+@pytest.mark.sanitize
 def test_units_wherever_their_base_is(monkeypatch: pytest.MonkeyPatch, far: bool) -> None:
     """With a base per chunk, at the largest possible ids; and with several bases per call."""
     if far:
@@ -75,6 +77,8 @@ def test_units_that_ids_do_not_reach_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", range(40))
+@pytest.mark.slow  # 0.8 s
+@pytest.mark.sanitize
 def test_every_byte(number: int) -> None:
     """In the chunks, read by a reader that shares no code with kvbm, and in the destination's pools."""
     for one in sendable(70_000 + 100 * number, 4):

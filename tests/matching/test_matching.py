@@ -216,6 +216,8 @@ def test_near_misses(args: list[str], said: str) -> None:
     assert "No shipped layout fits: " in done.stdout and said in done.stdout and "KV_2LTD" not in done.stdout
 
 
+@pytest.mark.slow  # 0.5 s
+@pytest.mark.sanitize
 def test_strides_with_a_gap_are_a_pitch(tmp_path: Any) -> None:
     """The advice is a layout file, and a pool takes the arrays with it."""
     shape, strides = "nl=3,no=2,nh=4,nt=16,hd=64,dtype=bfloat16", (25768, 8576, 536, 128, 64, 1)

@@ -218,6 +218,8 @@ def tensors(torch: Any) -> dict[str, tuple[Any, str]]:
      "a wrapper"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow  # 0.5 s
+@pytest.mark.sanitize
 def test_tensors_without_memory_of_their_own(name: str, torch: Any) -> None:
     tensor, match = tensors(torch)[name]
     with pytest.raises(kvbm.BindError, match=f"array 0: .*{match}"):

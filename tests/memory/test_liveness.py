@@ -159,6 +159,8 @@ def test_any_array_that_has_become_read_only_is_no_destination() -> None:
         kvbm.Transfer(dst, src).copy([0], [0])  # it may be read
 
 
+@pytest.mark.slow  # 1.0 s
+@pytest.mark.sanitize
 def test_deleted_arrays_of_jax_are_found() -> None:
     jnp = pytest.importorskip("jax.numpy")
     arrays = [jnp.ones(ROW, "float32") for _ in range(20)]
@@ -184,7 +186,7 @@ def test_autograd_is_told_of_all_tensors(way: str) -> None:
         move = kvbm.Transfer(src, kvbm.Pool(LAYOUT, shape(count), others))
         before = [one._version for one in others]
         move.copy([0], [0])
-        kvbm.convert(src, move._mover.keep[1], [0], [0])  # type: ignore[index]
+        kvbm.convert(src, move._executor.keep[1], [0], [0])  # type: ignore[index]
         assert [one._version for one in others] == [version + 2 for version in before], count
         with pytest.raises(kvbm.BindError):
             move.copy([0], [9])
@@ -201,6 +203,8 @@ def test_a_closed_pool_is_refused_by_what_was_made_before() -> None:
                 use()
 
 
+@pytest.mark.slow  # 0.5 s
+@pytest.mark.sanitize
 def test_a_pool_ends_with_its_last_reference() -> None:
     gc.collect()
     gc.disable()

@@ -932,7 +932,7 @@ def bytes_of_item(one: Any) -> list[int]:
     """Bytes of an item in shared memory: in words of 16, 4 or 1, with stride `apart`, as in the compiled kernel."""
     whole = one.word == one.item and (one.word == 16 if one.gathers else one.word >= 4)
     word = one.item if whole else 4 if one.word >= 4 and one.item >= 4 else 1
-    return [k // word * (word if whole else one.apart) + k % word for k in range(one.item)]
+    return [k // word * (word if whole else one.distance) + k % word for k in range(one.item)]
 
 
 def start(one: Any, side: int, block: int, turn: tuple[int, ...]) -> tuple[int, int]:
@@ -1200,6 +1200,8 @@ PAGE = 5 * 576  # of four tokens: 4 * 584 rounded up
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "V1", "bool"])
+@pytest.mark.slow  # 0.9 s
+@pytest.mark.sanitize
 def test_arrays_of_records_that_are_taken(dtype: str) -> None:
     """Dense with the padding, dense without it at the page's stride, and other shapes of the same bytes."""
     dense = np.zeros(3 * PAGE, dtype)

@@ -471,6 +471,8 @@ def test_one_rule_for_pools_and_calls(dtype: str) -> None:
     assert len(said) in (0, 2) and len(set(said)) == (dtype in ("int16", "float32")), said
 
 
+@pytest.mark.slow  # 0.6 s
+@pytest.mark.sanitize
 def test_which_memory_a_pool_has() -> None:
     """Adjacent arrays, separate ones, and arrays in others' padding: a range meets the pool if it overlaps one of its spans."""
     random = np.random.default_rng(3)
@@ -574,6 +576,8 @@ def test_arrays_of_allocate_are_a_sequence_on_one_piece_of_memory() -> None:
         assert int(pool.spans[-1, 1] - pool.spans[0, 0]) <= total_bytes(pool.resolved)
 
 
+@pytest.mark.slow  # 1.8 s
+@pytest.mark.sanitize
 def test_a_pool_keeps_no_object_per_allocation() -> None:
     """100,000 blocks with an allocation per block, layer, and K or V: nothing grows but the table of addresses."""
     grown = []

@@ -316,7 +316,7 @@ REFUSED: list[tuple[str, Callable[[Pool], Any], str]] = [
 ]
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_what_cannot_be_meant_is_said(number: int) -> None:
     order, call, words = REFUSED[number]
@@ -428,7 +428,7 @@ def test_coordinates_that_are_none() -> None:
     assert pool.section(t=np.array([2, 0])).tokens == pool.section(t=[2, 0]).tokens == 2
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_a_section_says_what_of_the_pool_it_is() -> None:
     pool = Pool.allocate(kvbm.load("nhd"), BlockShape(nl=2, no=2, nh=4, nt=16, hd=8), 4)
     made = pool.units(4).section(h=range(2, 4), l=[1, 0]).section(h=1)

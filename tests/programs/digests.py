@@ -19,6 +19,7 @@ import kvbm
 import plane_oracle
 from failing import every_call
 from kvbm import BlockShape, DigestError
+from kvbm.copy import executor
 from kvbm.digest.cells import alone, keys_of
 from memory import FakeCuda
 from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
@@ -96,7 +97,7 @@ def every_strategy(direction: str, strategy: str) -> None:
                     want = wanted(s, ours, src_ids, dst_ids, tokens)
                     assert out.found() == want, (s.pool, d.pool, ours, theirs, chunk, turn, tokens is None)
                     check(s, d, ours, theirs, src_ids, dst_ids, (chunk, turn))
-                    more = move._mover.digested(None).digests
+                    more = move._executor.digested(None).digests
                     isnt = isinstance(more.direct if done.strategy == "direct" else more.permute, str)
                     apart, fused = apart + isnt, fused + (not isnt)
                 empty = Out(3, device=device)
@@ -395,6 +396,28 @@ def beyond_reach() -> None:
         refused(kvbm.BindError, "verify: the destination is digested by a kernel"),
     ):
         move.copy([0], [0], stream=5)
+
+
+def prepared_once() -> None:
+    """`explain` and digests look up no kernel of a prepared transfer again, and make no launch of its copies again."""
+    made: list[str] = []
+    for name in ("launches_of", "copies_of"):
+        function = getattr(executor, name)
+        setattr(executor, name, lambda *args, _name=name, _function=function: made.append(_name) or _function(*args))
+    for direction in SIDES:
+        s, d = next(sides(direction))[:2]
+        for strategy in ("direct", "staged", "engine"):
+            del made[:]
+            with kvbm.Transfer(s.pool, d.pool, strategy, verify=strategy == "direct") as move:
+                count = {"direct": 1, "staged": 2, "engine": 1}[strategy]
+                assert made.count("copies_of") == count and made.count("launches_of") == count - (strategy != "direct"), made
+                del made[:]
+                before = move.explain()
+                out = Out(2, device=move.device)
+                move.copy([0, 1], [1, 0], stream=5, digests=out.array).synchronize()
+                after = move.explain()
+                assert not made, (direction, strategy, made)
+                assert set(before.splitlines()) <= set(after.splitlines()) and "igest" in after
 
 
 def nothing_grows() -> None:

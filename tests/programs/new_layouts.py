@@ -57,7 +57,7 @@ def every(folder: str, names: list[str], nvrtc: str) -> None:
         mine = Path(folder) / f"{name}.yaml"
         for pair in ((mine, "nhd"), ("universal", mine)):
             move, launches = both(*pair)
-            wanted, text = move._mover.route(None).plan.kernels()[0], move.explain()
+            wanted, text = move._executor.route(None).plan.kernels()[0], move.explain()
             new = _core.kernel_index(wanted) >= len(_core.kernel_names())
             said = (words in text for words in ("compiled it for sm_90", "came from the cache", "in place of"))
             print(wanted, launches, new, *said)
@@ -72,14 +72,14 @@ def more_modes_are_more_launches(folder: str) -> None:
     ids = np.arange(3)
     move.copy(ids, ids, stream=5).synchronize()
     print(move.stats()["submissions"], move.stats()["blocks"])
-    s, d = move._mover.keep
+    s, d = move._executor.keep
     for strategy in ("engine", "staged", "direct"):
         try:
             print(kvbm.Transfer(s, d, strategy))
         except kvbm.MissingKernelError as error:
             print(error)
     move, launches = both(Path(folder) / "inside.yaml", "nhd")
-    print(launches, "engine" in repr(kvbm.Transfer(*move._mover.keep, "engine")))
+    print(launches, "engine" in repr(kvbm.Transfer(*move._executor.keep, "engine")))
 
 
 def code_for_another_gpu(folder: str) -> None:

@@ -193,8 +193,8 @@ def ids_in_the_parameters() -> None:
         for s, d in pairs:
             for src, dst in ((s.pool, d.pool), (s.pool.units(1), d.pool.units(1))):
                 with kvbm.Transfer(src, dst, "direct") as move:
-                    [_] = move._mover.routes[None].copies
-                    parts = len(move._mover.routes[None].plan.parts)
+                    [_] = move._executor.routes[None].copies
+                    parts = len(move._executor.routes[None].plan.parts)
                     room = 4016 - 576 * parts - (48 + 32 * parts if src is not s.pool else 0)
                     n = room // 2 // 16 * 4 + over  # two lists of 4 bytes an id, each in whole words of 16
                     seen.append((parts, n))
@@ -208,5 +208,5 @@ def kernels_of_planes() -> None:
     names = set()
     for s, d, ours, theirs in list(ends("d2d"))[len(CASES) :]:
         with kvbm.Transfer(ours.of(s.pool), theirs.of(d.pool), "direct") as move:
-            names |= {re.sub(r"_o\d.*", "", copy.kernel) for copy in move._mover.routes[None].copies}
+            names |= {re.sub(r"_o\d.*", "", copy.kernel) for copy in move._executor.routes[None].copies}
     assert {"record", "page_in", "page_out"} <= names, names

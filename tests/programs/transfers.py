@@ -436,7 +436,7 @@ def memory_that_is_granted_by_itself(src_device: int, dst_device: int, memory: i
                     check(s, d, range(9), range(2, 11), (granted, strategy, layouts))
                 assert (count("peer_copies") > before) == (not granted), (granted, strategy)
                 if strategy == "auto":
-                    print(granted, move._mover.explain(None, None).replace("\n", " "))
+                    print(granted, move._executor.explain(None, None).replace("\n", " "))
     assert count("illegal") == 0 and count("pushes") == count("pops")
 
 
@@ -811,7 +811,7 @@ def threads_are_each_told() -> None:
 def closed_beside_a_copy(direction: str) -> None:
     s, d = ends(direction, "nhd", "universal", 64, 64, shape=SMALL)
     move = kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)
-    route = move._mover.route(None).route
+    route = move._executor.route(None).route
 
     class Closes(On):
         def __cuda_stream__(self) -> tuple[int, int]:

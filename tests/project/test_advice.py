@@ -16,8 +16,6 @@ import pytest
 import kvbm
 from kvbm.cli.app import main
 
-pytestmark = pytest.mark.quick
-
 ROOT = Path(kvbm.__file__).parent
 PAGES = Path(__file__).parents[2]
 
@@ -125,6 +123,7 @@ def _function(name: str) -> Any:
     raise LookupError(name)
 
 
+@pytest.mark.slow  # 1.5 s
 def test_each_parameter_that_a_message_advises_is_one_of_the_function_that_was_called() -> None:
     """`READ_IN` names the functions in which a caller may read the advice; their signatures are asked."""
     unknown = _advice() - READ_IN.keys()
@@ -192,6 +191,7 @@ def _named() -> Iterator[tuple[str, str, str]]:
                 yield page.name, words, rest
 
 
+@pytest.mark.slow  # 1.3 s
 def test_each_command_and_flag_that_is_named_exists() -> None:
     count = 0
     for place, words, rest in _named():
@@ -209,6 +209,7 @@ def test_each_command_and_flag_that_is_named_exists() -> None:
     assert count > 60
 
 
+@pytest.mark.slow  # 0.7 s
 def test_each_flag_in_a_message_is_one_of_some_command() -> None:
     def flags(command: click.Command) -> Iterator[str]:
         for param in command.params:

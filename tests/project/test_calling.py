@@ -54,7 +54,6 @@ class _Breaks:
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "error", [TypeError, ValueError, KeyError, RuntimeError, RecursionError, MemoryError, StopIteration]
 )
@@ -70,7 +69,7 @@ def test_an_argument_s_own_code_raises_nothing(error: type[Exception]) -> None:
             call()
 
 
-@pytest.mark.quick
+@pytest.mark.slow  # 0.5 s
 def test_values_are_quoted_in_few_plain_characters() -> None:
     import torch
 
@@ -100,7 +99,6 @@ def test_values_are_quoted_in_few_plain_characters() -> None:
         assert len(text) <= 200 and text.isprintable() and text.encode(), type(value)
 
 
-@pytest.mark.quick
 def test_numbers_are_read_up_to_a_limit() -> None:
     assert wholes(np.array([1, 2])) == (1, 2) and wholes({3}) == (3,) and wholes(range(3)) == (0, 1, 2)
     assert wholes(np.ma.masked_array([1, 2], [True, False])) is None and wholes([True]) is None and wholes("12") is None
@@ -109,7 +107,7 @@ def test_numbers_are_read_up_to_a_limit() -> None:
         listed("n", itertools.count(), "numbers", most=10)
 
 
-@pytest.mark.quick
+@pytest.mark.slow  # 1.0 s
 def test_every_call_can_be_made_with_right_arguments() -> None:
     """A public function whose parameters `calling.VALID` does not know would only be refused."""
     import random

@@ -27,6 +27,8 @@ def calls(tree: ast.AST, names: set[str]) -> Iterator[ast.Call]:
     yield from (one for one in ast.walk(tree) if isinstance(one, ast.Call) and ast.unparse(one.func) in names)
 
 
+@pytest.mark.slow  # 0.9 s
+@pytest.mark.sanitize
 def test_what_is_printable_has_no_control_character_and_no_mark_of_direction() -> None:
     """Every character that Unicode has; printable ones are left as they are."""
     for code in range(sys.maxunicode + 1):
@@ -70,6 +72,8 @@ def _records_of_errors(text: str) -> Iterator[int]:
                     yield call.lineno
 
 
+@pytest.mark.slow  # 1.7 s
+@pytest.mark.sanitize
 def test_no_record_of_a_log_holds_an_error() -> None:
     """Who keeps the records (pytest, collectors of errors) would keep its traceback, the frames there, and the pools in them."""
     assert list(_records_of_errors("try: f()\nexcept E as e: log.error('x', e)\nlog.info('y', exc_info=True)\n")) == [3, 2]
@@ -120,6 +124,8 @@ def test_a_failed_choice_keeps_no_memory_of_its_callers(
     assert "ZeroDivisionError: of the table" in caplog.text and found() is None
 
 
+@pytest.mark.slow  # 1.9 s
+@pytest.mark.sanitize
 def test_every_logger_escapes_what_it_says() -> None:
     """Whoever the text is from: each logger that a module keeps is made by `escaping`."""
     found = 0
@@ -141,6 +147,8 @@ def test_a_line_of_the_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None
     assert len(log.filters) == 1
 
 
+@pytest.mark.slow  # 1.0 s
+@pytest.mark.sanitize
 def test_no_error_goes_to_the_terminal_as_it_is() -> None:
     """Texts of errors may be those of peers, files and cards: `print_error` escapes them, or the caller does."""
     for source in SOURCES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,16 @@ def _as_it_is(name: str, said: Any, start: int) -> header.Entry:
     return header.Entry(said["dtype"], said["shape"], start + said["data_offsets"][0], start + said["data_offsets"][1])
 
 
+def _merge_all(loops: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """One loop, as if each loop continued where the one before it ends."""
+    extents, strides = zip(*((extent, strides) for extent, *strides in loops), strict=True)
+    return [(math.prod(extents), *strides[0])]
+
+
 CHECKS: dict[str, tuple[str, Any, str, Any, Any]] = {
     "splits cover an axis": ("layout", resolved, "_require_cover", lambda *_: None, AssertionError),
     "planes are apart": ("layout", resolved, "_require_apart", lambda *_: None, AssertionError),
-    "digits go on": ("layout", address_map.Step, "continues", lambda *_: True, AssertionError),
+    "digits go on": ("layout", address_map, "coalesce", _merge_all, AssertionError),
     "a header holds numbers": ("file", header, "_entry", _as_it_is, (LookupError, TypeError, ValueError)),
 }
 
@@ -52,7 +60,7 @@ def test_a_check_that_is_gone_is_found(monkeypatch: pytest.MonkeyPatch, name: st
 # ---- what was found ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_k_and_v_of_planes_are_two() -> None:
     """Red: no=3 was accepted although only K and V had orders, and the third part was never copied."""
     layout = spec.parse(
@@ -63,14 +71,14 @@ def test_k_and_v_of_planes_are_two() -> None:
         layout.resolve(BlockShape(nl=1, no=3, nh=2, nt=2, hd=2), 1)
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 @pytest.mark.parametrize("blocks", [np.array([1, 2]), "2", 2.0, True, [2], type])
 def test_a_number_of_blocks_that_is_none(blocks: Any) -> None:
     with pytest.raises(kvbm.BindError, match="one: num_blocks: expected an integer"):
         kvbm.Pool(fuzzing.ONE, fuzzing._SMALL, np.zeros((2, 2, 2, 2, 2, 4), "int16"), num_blocks=blocks)
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 @pytest.mark.parametrize("name", ["__cuda_array_interface__", "__dlpack__", "__dlpack_device__", "device", "dtype"])
 @pytest.mark.parametrize("error", [OSError, ZeroDivisionError, AssertionError, StopIteration])
 def test_objects_whose_own_code_fails(name: str, error: type[Exception]) -> None:
@@ -88,7 +96,7 @@ def test_objects_whose_own_code_fails(name: str, error: type[Exception]) -> None
         kvbm.convert(src, dst, given, [0])
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_a_case_is_its_number() -> None:
     made = [fuzzing.layout_text(random.Random("layout 5")) for _ in range(2)]
     assert made[0] == made[1]

@@ -43,6 +43,7 @@ def test_the_compiled_half_imports_neither_numpy_nor_torch() -> None:
         assert f"'{name}'" not in loaded, name
 
 
+@pytest.mark.quick
 def test_describing_needs_no_numpy_and_nothing_compiled() -> None:
     loaded = fresh(
         "import sys, kvbm\n"
@@ -62,6 +63,7 @@ def test_the_command_line_loads_its_commands_when_they_are_asked_for() -> None:
         assert f"'{name}'" not in loaded, name
 
 
+@pytest.mark.quick
 def test_converting_does_not_import_torch() -> None:
     loaded = fresh(
         "import sys, kvbm\n"
@@ -77,6 +79,7 @@ def test_converting_does_not_import_torch() -> None:
     assert "'kvbm._core'" in loaded
 
 
+@pytest.mark.quick
 def test_works_where_torch_cannot_be_imported() -> None:
     out = fresh(
         "import sys\n"

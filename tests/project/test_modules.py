@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import conftest
+import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
@@ -119,6 +120,7 @@ def upward(edges: dict[str, set[str]]) -> list[tuple[str, str]]:
     )
 
 
+@pytest.mark.slow  # 1.1 s
 def test_a_room_imports_only_the_rooms_before_it() -> None:
     """Also inside functions, for type checkers, and by literal names."""
     assert upward(graph()) == []
@@ -129,6 +131,7 @@ def test_an_upward_import_is_found() -> None:
     assert upward(names) == [("kvbm.layout.spec", "kvbm.pool.pool"), ("kvbm.pool.pool", "kvbm")]
 
 
+@pytest.mark.slow  # 3.0 s
 def test_no_module_imports_itself() -> None:
     """Neither through other modules, nor inside functions.  Imports between rooms have their order; these are within rooms."""
     rooms = [[name for name in FILES if name not in FACADES and floor(name) == number] for number in range(len(ROOMS))]
@@ -145,6 +148,7 @@ def running(name: str) -> set[str]:
     return modules(imports(name, ast.unparse(tree), FILES[name].name == "__init__.py", literal=False)) - {name}
 
 
+@pytest.mark.slow  # 0.6 s
 def test_what_describes_imports_nothing_that_is_built_or_installed_later() -> None:
     """The build runs these rooms with Python and PyYAML alone."""
     rooms = ("kvbm.layout.", "kvbm.planner.", "kvbm.compile.codegen", "kvbm.compile.nvcc", "kvbm.digest.cells")
@@ -164,6 +168,7 @@ def test_the_root_has_only_public_modules_and_the_start_of_everything() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow  # 1.0 s
 def test_the_graph_is_read_right() -> None:
     """Names of packages, parents, functions, imports for type checkers, and literal names."""
     text = (
@@ -179,22 +184,49 @@ def test_the_graph_is_read_right() -> None:
     assert {"kvbm.layout.layout", "kvbm.errors"} <= graph()["kvbm.planner.plan"]
 
 
-# ---- the quick tests ---------------------------------------------------------------------------------------------------
+# ---- the selections of tests ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("cases", "chosen"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 3]), (101, [0, 50, 100])]
 )
-def test_quick_ones_are_spread_over_the_cases(cases: int, chosen: list[int]) -> None:
-    """A few cases of every test, including the first and the last; slow tests are omitted; equal names are separate tests."""
+def test_the_sample_is_spread_over_the_cases(cases: int, chosen: list[int]) -> None:
+    """A few cases of every test, including the first and the last; slow tests are omitted; equal names are separate tests.
 
-    def item(name: str, *marks: str) -> Any:
-        return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: mark in marks)
+    Of a test that starts no process one case is quick as well.
+    """
 
-    names = [f"{file}::test[{i}]" for file in ("a.py", "b.py") for i in range(cases)]
-    slow = [item(f"a.py::test_slow[{i}]", "slow") for i in range(cases)]
-    found = [one.nodeid for one in conftest.quick([*map(item, names), *slow])]
-    assert sorted(found) == sorted(f"{file}::test[{i}]" for file in ("a.py", "b.py") for i in chosen)
+    def made(name: str, function: Any, *given: str) -> Any:
+        return SimpleNamespace(
+            nodeid=name,
+            function=function,
+            _fixtureinfo=SimpleNamespace(name2fixturedefs={}),
+            given=set(given),
+            get_closest_marker=lambda mark: mark in given,
+        )
+
+    items = [made(f"{file}::test[{i}]", graph.__wrapped__) for file in ("a.py", "b.py") for i in range(cases)]  # type: ignore[misc]
+    items += [made(f"c.py::test[{i}]", starts_python) for i in range(cases)]
+    items += [made(f"a.py::test_slow[{i}]", graph.__wrapped__, "slow") for i in range(cases)]
+    for one in items:
+        one.add_marker = one.given.add
+    conftest.choose(items)
+    sample = [one.nodeid for one in items if "sample" in one.given]
+    assert sample == [f"{file}::test[{i}]" for file in ("a.py", "b.py", "c.py") for i in chosen]
+    assert [one.nodeid for one in items if "quick" in one.given] == [f"{f}::test[{(cases - 1) // 2}]" for f in ("a.py", "b.py")]
+
+
+def starts_python() -> object:
+    return [_python() for _ in range(1)]
+
+
+def _python() -> object:
+    return processes.subprocess.run
+
+
+def test_what_starts_a_process_is_seen_through_functions_and_classes() -> None:
+    assert conftest.starts_process(starts_python) and conftest.starts_process(_python)
+    assert not conftest.starts_process(reaches) and not conftest.starts_process(imports)
 
 
 # ---- environment variables -------------------------------------------------------------------------------------------
@@ -233,6 +265,7 @@ def test_no_tool_is_named_as_a_module_of_python() -> None:
     assert names and not names & set(sys.stdlib_module_names)
 
 
+@pytest.mark.slow  # 2.8 s
 def test_every_environment_variable_is_in_the_table() -> None:
     """docs/reference/environment.md lists all variables that are read, and no others."""
     rows = TABLE.findall((ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8"))

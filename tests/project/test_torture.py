@@ -106,12 +106,12 @@ def test_links_with_faults_hold_nothing(tmp_path: Path) -> None:
     assert {"lose", "double", "delay", "swap", "corrupt"} <= told["counts"].keys()
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_one_sample_is_flat() -> None:
     assert all(of["flat"] for of in tool().judged([{"copies": 1, "rss": 1, "fds": 7}]).values())
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_what_grows_is_seen() -> None:
     judged = tool().judged
     samples = [{"copies": n, "rss": 10**8 + n * 100, "fds": 7, "threads": 4 + n // 800_000} for n in range(0, 10**6, 25_000)]
@@ -120,7 +120,7 @@ def test_what_grows_is_seen() -> None:
     assert told["rss"]["slope"] == pytest.approx(100)
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_a_round_is_its_number() -> None:
     rounds = [repr(torturing.scene(torturing.random.Random("5"), "host")) for _ in range(2)]
     assert rounds[0] == rounds[1]

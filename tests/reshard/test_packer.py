@@ -69,7 +69,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("src", "dst", "sizes", "layouts"),
     [
@@ -103,7 +103,7 @@ def test_packed_and_unpacked_is_as_copied(src: str, dst: str, sizes: tuple[int, 
         assert all(np.array_equal(mine, other) for mine, other in zip(memory(a), memory(b), strict=True))
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_a_slot_depends_on_no_layout() -> None:
     """Sixteen tokens of one head, written out by hand."""
     place = Placement("tp4", shard={"h": "tp"}, model=MODEL, nt=16, name="prefill")
@@ -125,7 +125,7 @@ def test_a_slot_depends_on_no_layout() -> None:
     assert seen[0] == seen[1] == values.tobytes()
 
 
-@pytest.mark.quick
+@pytest.mark.sanitize
 def test_slots_and_pools_that_do_not_fit() -> None:
     src = Placement("tp2", shard={"h": "tp"}, model=MODEL, nt=4, name="prefill")
     dst = Placement("tp4", shard={"h": "tp"}, model=MODEL, nt=4, name="decode")

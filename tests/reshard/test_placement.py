@@ -135,6 +135,7 @@ def test_errors_name_file_and_line(old: str, new: str, line: int, match: str) ->
         "%YAML 9.9\n---\nmesh: tp2\n", "mesh: tp2\nshard: {? h : [}\n", "mesh: tp2\nshard: tp\n",
     ],
 )  # fmt: skip
+@pytest.mark.slow  # 0.6 s
 def test_what_is_no_placement(text: str) -> None:
     with pytest.raises(SpecError, match=r"^bad\.yaml"):
         Placement.parse(text, MODEL, "bad.yaml")

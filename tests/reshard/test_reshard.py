@@ -31,7 +31,6 @@ def ascending(rng: random.Random) -> list[int]:
     return found
 
 
-@pytest.mark.quick
 def test_runs_meet_in_what_both_hold() -> None:
     rng = random.Random(1)
     for _ in range(3000):
@@ -52,7 +51,7 @@ def test_runs_meet_in_what_both_hold() -> None:
         assert list(rest) == a[shares[0].size :] and rest.places == list(range(shares[0].size, len(a)))
 
 
-@pytest.mark.quick
+@pytest.mark.slow  # 0.5 s
 def test_a_unit_holds_the_tokens_that_both_hold() -> None:
     rng = random.Random(2)
 
@@ -83,7 +82,6 @@ def test_a_unit_holds_the_tokens_that_both_hold() -> None:
                 assert list(unit.meeting.coordinates(name)) == [f + i * step for f, n, step in runs for i in range(n)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("sizes", "turns", "tokens", "slots"),
     [
@@ -101,7 +99,6 @@ def test_units(sizes: tuple[int, int], turns: tuple[Turns, Turns], tokens: int, 
     assert (unit.tokens, unit.src_slots, unit.dst_slots) == (tokens, *slots)
 
 
-@pytest.mark.quick
 def test_a_layout_that_splits_tokens_makes_units_smaller() -> None:
     assert meet_in_unit(Turns(), Turns(), (16, 24)).tokens == 8
     assert meet_in_unit(Turns(), Turns(), (48, 48), ((3,), ())).tokens == 48
@@ -174,8 +171,8 @@ def received(made: reshard.Resharding, rank: int, tokens: int) -> dict[tuple[int
     return found
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.slow  # 0.7 s
 def test_every_coordinate_comes_once_from_a_rank_that_holds_it(seed: int) -> None:
     rng = random.Random(seed)
     model = BlockShape(nl=rng.randrange(3, 7), no=2, nh=rng.choice([1, 2, 3, 4, 6]), nt=4, hd=8)
@@ -209,7 +206,6 @@ def swap(made: reshard.Resharding, index: int, **changes: object) -> list[reshar
     return messages
 
 
-@pytest.mark.quick
 def test_the_proof_refuses_each_mutant() -> None:
     few = replace(MODEL, nh=2)
     replicas = reshard.plan(
@@ -264,7 +260,6 @@ def test_the_proof_refuses_each_mutant() -> None:
         pytest.fail(f"proven: {name}")
 
 
-@pytest.mark.quick
 def test_a_rank_without_layers_is_named() -> None:
     model = replace(MODEL, nl=6)
     src = Placement("pp1", model=model, layers=[0, 1, 2, 3], name="prefill")
@@ -275,7 +270,6 @@ def test_a_rank_without_layers_is_named() -> None:
         reshard.plan(src, dst)
 
 
-@pytest.mark.quick
 def test_models_that_differ_are_refused() -> None:
     other = Placement("tp2", model=replace(MODEL, nh=4), name="decode")
     with pytest.raises(PlanError, match="prefill → decode: nh: 8 KV heads in one model, 4 in the other"):
@@ -298,7 +292,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_plans_of_what_is_none(number: int) -> None:
     options, match = BAD[number]
@@ -308,13 +301,11 @@ def test_plans_of_what_is_none(number: int) -> None:
             make(**given)
 
 
-@pytest.mark.quick
 def test_options_that_there_are_not() -> None:
     with pytest.raises(PlanError, match="gather: expected stripe, prefer and cuts, got 'foo'"):
         reshard.gather(tp(1, "prefill"), tp(2, "decode"), foo=1)
 
 
-@pytest.mark.quick
 def test_integers_of_numpy_plan_the_same() -> None:
     """Both sides compare fingerprints, so these must be equal, too."""
     ends = Placement("tp2", model=MODEL), Placement("tp2", model=MODEL)
@@ -323,7 +314,6 @@ def test_integers_of_numpy_plan_the_same() -> None:
     assert one == two and one.fingerprint == two.fingerprint and hash(one) == hash(two)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(40))
 def test_the_replica_with_the_least_to_send_is_chosen(seed: int) -> None:
     """The result is that of comparing all replicas, which would take quadratic time for 65,536 ranks."""
@@ -339,7 +329,6 @@ def test_the_replica_with_the_least_to_send_is_chosen(seed: int) -> None:
         replicas.add(expected, more)
 
 
-@pytest.mark.quick
 def test_a_span_that_was_pickled_is_not_written() -> None:
     for copied in (pickle.loads(pickle.dumps(reshard.Span([3, 1], range(2, 20), 1))), copy.deepcopy(reshard.Span([3], range(4)))):
         assert not copied.table.flags.writeable and isinstance(copied.origin, int)

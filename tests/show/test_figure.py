@@ -366,6 +366,7 @@ def _nothing_overlaps(drawn) -> None:  # type: ignore[no-untyped-def]
         assert apart, (one, other)
 
 
+@pytest.mark.slow  # 0.5 s
 def test_padding_and_opaque_groups_are_hatched() -> None:
     padded = [box for box in boxes(figure("padded")) if box.get_label().startswith("padding")]
     assert [box.get_label() for box in padded] == ["padding +8192"] * 4 + ["padding +32"] * 8
@@ -374,6 +375,7 @@ def test_padding_and_opaque_groups_are_hatched() -> None:
     assert group.get_hatch() and any("not promised" in text for text in texts(figure("operational")))
 
 
+@pytest.mark.slow  # 0.6 s
 def test_what_lies_between_the_elements_of_a_plane() -> None:
     """Bytes of other planes are dotted, and not called padding."""
 
@@ -409,6 +411,7 @@ def test_k_and_v_alternate_as_they_do() -> None:
 # ---- a copy --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # 0.6 s
 def test_runs_go_where_the_addresses_say() -> None:
     made = plan("nhd", "universal")
     drawn = plan_figure.draw_plan(made)
@@ -487,6 +490,7 @@ def test_an_address_leads_back_to_its_element(name: str) -> None:
     assert answered or any(step.opaque for access in each.accesses for step in access.steps)
 
 
+@pytest.mark.slow  # 0.5 s
 def test_runs_and_chunks_have_the_names_of_what_they_hold() -> None:
     """Heads and tokens at both ends of an arrow; the chunks of nhd are named by layer, K and V."""
     made = plan("vllm/flash_attn_nhd", "universal", "llama-3.1-8b")
@@ -499,6 +503,7 @@ def test_runs_and_chunks_have_the_names_of_what_they_hold() -> None:
     assert loop_axes(turned.parts[1], turned.parts[1].inner[-1], turned.src) == ["h", "d"]
 
 
+@pytest.mark.slow  # 0.8 s
 def test_chunks_that_interleave_are_drawn_in_pieces() -> None:
     """In universal a layer has a piece in every head; each is drawn at its place in the address map."""
     made = plan("vllm/flash_attn_nhd", "universal", "llama-3.1-8b")
@@ -516,6 +521,7 @@ def test_chunks_that_interleave_are_drawn_in_pieces() -> None:
     assert not any("piece" in box.get_label() for box in boxes(whole)) and "chunks interleave" not in texts(whole)
 
 
+@pytest.mark.slow  # 0.6 s
 def test_the_page_of_a_plan() -> None:
     made = plan("nhd", "vllm/paged_attn_v0", "llama-3.1-8b")
     page = gallery.plan_page(made)
@@ -540,6 +546,7 @@ def test_the_same_bytes_each_time(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("name", MORE)
+@pytest.mark.slow  # 1.6 s
 def test_svg_and_page(tmp_path: Path, name: str) -> None:
     """Text stays text; text from a file is escaped."""
     path = tmp_path / "a.svg"
@@ -568,6 +575,7 @@ def call(*args: str | Path):  # type: ignore[no-untyped-def]
     return CliRunner().invoke(main, [str(a) for a in args], env={"COLUMNS": "200"})
 
 
+@pytest.mark.slow  # 0.9 s
 def test_commands(tmp_path: Path) -> None:
     svg, png, html = (tmp_path / f"a.{suffix}" for suffix in ("svg", "png", "html"))
     done = call("show", "nhd", "--shape", SMALL, "--svg", svg, "--png", png, "--html", html)
@@ -612,6 +620,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ---- the gallery ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # 0.6 s
 def test_gallery(tmp_path: Path) -> None:
     layouts = [kvbm.load(name) for name in ("dynamo/stacked_nhd", "nhd", "vllm/dsa_indexer", "vllm/mla")]
     written = gallery.gallery(tmp_path / "g", layouts)

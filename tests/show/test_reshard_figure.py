@@ -114,6 +114,7 @@ def test_all_ranks_and_messages_are_drawn_once_and_nothing_overlaps(name: str) -
     _nothing_overlaps(figure)
 
 
+@pytest.mark.slow  # 0.6 s
 def test_ranks_are_named_where_they_are_drawn() -> None:
     _, figure = drawn("replicas")
     assert {"0", "1", "0–3 ×4", "4–7 ×4", "from 0", "to 4–7"} <= set(texts(figure))
@@ -135,6 +136,7 @@ def test_ribbons_are_as_wide_as_their_bytes() -> None:
         assert tall[m.src, m.dst] / tall[one.src, one.dst] == pytest.approx(wanted)
 
 
+@pytest.mark.slow  # 1.3 s
 def test_bytes_of_turns_are_those_of_the_tokens_that_go() -> None:
     """Of the units of two ranks with long turns, each rank sends only half."""
     for name, each in (("long and short turns", ("40 KiB", "80 KiB")), ("turns", ("10 KiB", "10 KiB"))):
@@ -166,6 +168,7 @@ def holds(strips: Any, axis: str, x: int) -> bool:
     return bool(strips.t.holds(x)) if axis == "t" else x in set(getattr(strips, axis))
 
 
+@pytest.mark.slow  # 0.6 s
 def test_neighbours_differ_in_colour_and_in_grey() -> None:
     def grey(colour: str) -> float:
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))

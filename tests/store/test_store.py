@@ -238,6 +238,7 @@ PLACES = [
 
 @given(st.sampled_from(PLACES), VALUES | VALUES.map(json.dumps))
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@pytest.mark.slow  # 0.4 s
 def test_any_header(tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
     with contextlib.suppress(kvbm.KvbmError):
         take(write(tmp_path / "in", changed(place, json.dumps(value))))
@@ -1059,6 +1060,7 @@ def test_a_kill_leaves_the_old_file(tmp_path: Path, what: str, named: str) -> No
     assert store.verify(tmp_path / "out") == []
 
 
+@pytest.mark.quick
 def test_a_full_disk(tmp_path: Path) -> None:
     """The system's error, by a limit on the size of files: at once, and no file is left."""
     store.save(tmp_path / "in", noise("nhd", FEW))

@@ -61,7 +61,7 @@ def in_child(call: Callable[[], object]) -> int:
 def of_a_range_of_layers() -> tuple[Lock, Callable[[], object]]:
     src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)
     move = kvbm.Transfer(src.pool, dst.pool)
-    return move._mover.lock, lambda: move.copy([1], [2], layers=range(1))  # met for the first time
+    return move._executor.lock, lambda: move.copy([1], [2], layers=range(1))  # met for the first time
 
 
 def of_the_compiler() -> tuple[Lock, Callable[[], object]]:
@@ -93,6 +93,7 @@ def test_a_child_of_a_process_in_which_a_thread_held_the_lock(
         assert in_child(call) == 0
 
 
+@pytest.mark.quick
 def test_a_child_reads_properties_that_a_thread_was_computing(tmp_path: Path) -> None:
     """Before Python 3.12 all objects of a class share the lock of a cached property."""
     pool = kvbm.Pool.allocate("nhd", SHAPE, 2)

@@ -301,6 +301,7 @@ def test_a_result_that_cannot_be_looked_at() -> None:
     assert "a list that contains itself" in str(benchmark_kernel(itself, X, 0, 1).error)
 
 
+@pytest.mark.quick
 def test_processes_that_a_kernel_forks_end(tmp_path: Path) -> None:
     """Red: each of them continued the loop and forked again; the last one reported its own result."""
     code = (
@@ -733,7 +734,6 @@ def test_seconds_without_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
             limits.run(lambda _: threading.Event().wait(30), 0.02, on_gpu=on_gpu)
 
 
-@pytest.mark.quick
 def test_memory_is_compared_before_inputs_and_cases_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: copies of an input, and the arrays of a case, were made until the machine had no memory left."""
     from kvbm.bench import measure

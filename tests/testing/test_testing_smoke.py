@@ -117,6 +117,7 @@ def test_a_kernel_that_ends_the_process(tmp_path: Path, capfd: Any, body: str, c
     assert code or seen.out.splitlines()[-1].startswith(f"{len(NAMES)} of {len(NAMES)} correct")
 
 
+@pytest.mark.slow  # 0.5 s
 def test_a_wrong_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies by kvbm are also checked."""
     from kvbm.copy import transfer

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvbm.link import endpoint
 from kvbm.link.chunks import Cut
 from kvbm.link.ring import Ring
 from kvbm.wire import _mapped as loans
+from kvbm.wire import protocol
 from linking import LIMIT, Linked, Wires, ended, memory_files, plain_case, right_cases, until
 from processes import FakeDriver
 
@@ -134,6 +136,31 @@ def test_a_drop_waits_for_what_is_on_loan(ends: Callable[..., tuple[End, End]], 
     with pytest.raises(BindError, match=r"start again|found none of this name"):
         borrower.connect(lender)
     borrower.wire.drop(borrower.peer)
+
+
+def test_a_drop_waits_for_the_wire_and_the_loans_no_longer_than_its_caller_says(
+    ends: Callable[..., tuple[End, End]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of its own: the wrapped wire needs 3 of 5 seconds, and 2 are left for the loans."""
+    lender, borrower = ends(drop_seconds=7.0)
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: sleep(max(seconds, 0.25)))
+    assert borrower.wire.borrow(borrower.peer, wire.Slice(0, 8)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(loans, "time", clock)
+        patch.setattr(protocol, "time", clock)
+        patch.setattr(lender.wire, "_wire", SimpleNamespace(drop=lambda peer, seconds: sleep(3.0)))  # noqa: ARG005
+        for seconds, last in ((5.0, 5.5), (1.0, 3.5), (0.0, 3.5), (None, 7.5)):
+            began = now[0]
+            with pytest.raises(TransferTimeoutError, match="still writes"):
+                lender.wire.drop(lender.peer, seconds)
+            assert now[0] - began <= last
+    borrower.wire.give_back(borrower.peer)
+    lender.wire.drop(lender.peer)
 
 
 def test_who_drops_within_a_loan_closes_the_mapping_behind_it(ends: Callable[..., tuple[End, End]]) -> None:
@@ -346,25 +373,80 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_damaged_cards_are_refused_or_not_mapped(data: st.DataObject) -> None:
-    """For any fields of a card, only rings are mapped, and only `BindError` is raised."""
-    fields = data.draw(st.dictionaries(st.sampled_from(FIELDS), VALUES))
-    hub = wire.Hub()
+def connect_damaged(fields: dict[str, Any]) -> None:
+    """Connect with a card that has other fields.
+
+    It is mapped exactly if its page is the lender's, its file a ring of this size, by any descriptor, and all else is the same.
+    """
+    hub, opened, open_file = wire.Hub(), {}, loans._opened
+
+    def record(pid: int, number: int, what: str, nbytes: int) -> int:
+        file = open_file(pid, number, what, nbytes)
+        assert Path(f"/proc/self/fd/{file}").readlink().name == f"memfd:kvbm {what} (deleted)"
+        opened[what] = os.fstat(file)
+        return file
+
     lender, borrower = End("lender", hub), End("borrower", hub)
     try:
         card = lender.wire.card()
-        with contextlib.suppress(BindError):
+        shared = json.loads(card)["mapped"]
+        files = {what: os.fstat(shared[name]) for what, name in (("ring", "file"), ("loans", "page"))}
+        with contextlib.suppress(BindError), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loans, "_opened", record)
             peer = borrower.wire.connect(changed(card, **fields))
-            told = json.loads(card)["mapped"]
-            same = all(told.get(name) == value for name, value in fields.items() if name not in ("ipc", "address"))
-            assert (peer in borrower.wire.unmapped) is not same
+            is_right = (
+                opened.keys() == files.keys()
+                and opened["ring"].st_size == SIZE
+                and os.path.samestat(opened["loans"], files["loans"])
+                and all(shared[name] == fields[name] for name in fields.keys() & shared.keys() - {"file", "page"})
+            )
+            assert (peer not in borrower.wire.unmapped) is is_right
+            if is_right and os.path.samestat(opened["ring"], files["ring"]):
+                ctypes.memset(borrower.wire._peers[peer].slab.address, 7, SIZE)
+                assert (lender.slab == 7).all() and not borrower.slab.any()
+            assert is_right or fields.keys() & shared.keys()
     finally:
         borrower.close()
         lender.close()
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES))
+@pytest.mark.slow  # 0.7 s
+@pytest.mark.sanitize
+def test_damaged_cards_are_refused_or_not_mapped(fields: dict[str, Any]) -> None:
+    """For any fields of a card, only rings are mapped, and only `BindError` is raised."""
+    connect_damaged(fields)
+
+
+def test_a_card_may_name_any_descriptor_of_the_same_file() -> None:
+    """Copies of descriptors name the same files.  A page of loans is never mapped as a slab, nor a slab as a page."""
+    hub = wire.Hub()
+    lender, borrower, third = End("lender", hub), End("borrower", hub), End("third", hub)
+    shared = json.loads(lender.wire.card())["mapped"]
+    copies = {name: os.dup(shared[name]) for name in ("file", "page")}
+    try:
+        peer = borrower.wire.connect(changed(lender.wire.card(), **copies))
+        assert not borrower.wire.unmapped
+        ctypes.memset(borrower.wire._peers[peer].slab.address, 7, SIZE)
+        assert (lender.slab == 7).all() and not borrower.slab.any()
+        for swapped in ({"file": shared["page"], "nbytes": loans._PAGE_BYTES}, {"page": shared["file"]}):
+            peer = third.wire.connect(changed(lender.wire.card(), **swapped))
+            assert "no memory of kvbm" in third.wire.unmapped[peer]
+            third.close()
+            third = End("third", hub)
+    finally:
+        for number in copies.values():
+            os.close(number)
+        for end in (third, borrower, lender):
+            end.close()
+    for number in range(65):
+        connect_damaged({"file": number})
+        connect_damaged({"page": number})
+
+
+@pytest.mark.slow  # 1.1 s
+@pytest.mark.sanitize
 def test_nothing_is_left() -> None:
     """No files and mappings are left when both sides are closed."""
 

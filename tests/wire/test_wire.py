@@ -1114,7 +1114,32 @@ def test_a_drop_while_the_two_meet() -> None:
     ends[1].close()
 
 
+def test_an_end_of_many_torch_peers_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: each of the receives ends 2 seconds after the one before, and 5 are given for all."""
+    now = [100.0]
+
+    def acquire(timeout: float) -> bool:
+        now[0] += min(timeout, 2.0)
+        return timeout >= 2.0
+
+    def end(peers: int, seconds: float) -> None:
+        lock = types.SimpleNamespace(acquire=acquire, release=int)
+        card = types.SimpleNamespace(name="far")
+        far: Any = types.SimpleNamespace(lose=lambda _: None, writing=lock, card=card)
+        near: Any = types.SimpleNamespace(name="near", _drop_seconds=1e6)
+        _torch._Torch._end(near, [far] * peers, "it was dropped", seconds)
+
+    monkeypatch.setattr(_torch, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    end(2, 5.0)
+    assert now[0] == 104.0
+    with pytest.raises(TransferTimeoutError, match=r"still runs after 5\.0 s"):
+        end(50, 5.0)
+    assert now[0] == 109.0
+
+
 @pytest.mark.skipif(not find_spec("nixl"), reason="NIXL is not installed")
+@pytest.mark.slow  # 0.5 s
+@pytest.mark.sanitize
 def test_a_close_that_a_peer_does_not_answer_fails_each_time() -> None:
     """The memory to which the peer may still write is not freed by a second close."""
     ends = [wire.nixl(name, drop_seconds=0.1) for name in ("near", "far")]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, kernels
+from ..copy import cost_model
 from ..copy.transfer import Strategy, Transfer
 from ..errors import KvbmError
 from ..planner.loopnest import Part
@@ -21,7 +22,7 @@ from .peers import NotApplicable
 
 __all__ = ["BACKENDS", "RAW", "STRATEGIES", "Backend", "ByPeer", "ByRuns", "ByTransfer", "num_runs", "runs"]
 
-STRATEGIES = ("auto", "direct", "staged", "engine")
+STRATEGIES = ("auto", *cost_model.STRATEGIES)
 RAW = ("vectorized", "batched", "memcpy_async")
 BACKENDS = (*STRATEGIES, *RAW, "host")
 
@@ -95,12 +96,12 @@ class ByTransfer:
         return lambda stream: self._move.copy(src_ids, dst_ids, stream=stream)
 
     def kernel(self, batch: int) -> str:
-        found = self._move._mover.route(None)
+        found = self._move._executor.route(None)
         taken = found.route.choose(batch)
         if taken != "direct":
             return taken
         names = " ".join(copy.kernel for copy in found.copies if copy.kernel)
-        return names if self._strategy != "auto" or self._move._mover.on_host else f"direct {names}"
+        return names if self._strategy != "auto" or self._move._executor.on_host else f"direct {names}"
 
 
 class ByRuns:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..layout.grammar import KEYS, PLANE_KEYS
 from ..layout.shapes import ITEMSIZE, OPTIONAL_KEYS, REQUIRED_KEYS
-from ..layout.spec import KEYS, PLANE_KEYS
 from ..layout.terms import AXES, FUNCTIONS, OPERATORS, SIZES
 from ..reshard import placement
 

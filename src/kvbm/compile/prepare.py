@@ -13,16 +13,13 @@ from ..planner.lowering import CellParams, Kernels, Launch, Steps, engine_argume
 from ..planner.plan import Plan
 from . import nvrtc
 
-__all__ = ["digest_copies", "engine_copies", "kernel_notes", "launches_of", "prepare"]
+__all__ = ["copies_of", "digest_copies", "engine_copies", "kernel_notes", "launches_of", "prepare"]
 
 
 @functools.cache
 def _kernels_on(device: int) -> Kernels:
     """The kernels of a CUDA device, or of the host (-1)."""
-    names = _core.kernel_names()
-    single = (parse_kernel(name)[0] for name in names if "__" not in name)
-    forms = sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind))
-    return Kernels(frozenset(names), tuple(forms), functools.partial(_compiles, device), device >= 0)
+    return Kernels(frozenset(_core.kernel_names()), functools.partial(_compiles, device), device >= 0)
 
 
 def _compiles(device: int, kernel: Kernel) -> bool:
@@ -98,6 +95,11 @@ def prepare(
     BuildError
         NVRTC refused a kernel.
     """
+    return copies_of(made, launches_of(made, (src_alignment, dst_alignment), few, device), src_steps, dst_steps)
+
+
+def copies_of(made: Plan, launches: Sequence[Launch], src_steps: Steps, dst_steps: Steps) -> list[_core.Copy]:
+    """The launches of a plan (`launches_of`), for tables that were shortened as the steps say."""
     part = made.parts[0].fold(src_steps.entry, dst_steps.entry)
     ids = [
         (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
@@ -105,7 +107,7 @@ def prepare(
     ]
     return [
         _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), ids[0], ids[1], _units(made))
-        for launch in launches_of(made, (src_alignment, dst_alignment), few, device)
+        for launch in launches
     ]
 
 

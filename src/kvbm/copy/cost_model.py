@@ -31,6 +31,7 @@ _log = escaping(logging.getLogger(__name__))
 #: Version of the file.  Files of other versions are ignored.
 VERSION = 2
 
+#: The strategies, by their numbers in ``cuda/kvbm.h``; and the directions of copies.
 STRATEGIES = ("direct", "staged", "engine")
 DIRECTIONS = ("d2h", "h2d", "d2d", "p2p")
 
@@ -227,7 +228,7 @@ class Choice(NamedTuple):
                 low, high = (middle, high) if best(np.array([middle]))[0] == taken[i] else (low, middle)
             limits.append((low, names[taken[i]]))
         limits = _few([*limits, (_MOST_PAIRS, names[taken[-1]])])
-        said: list[str] = []
+        texts: list[str] = []
         start = 1
         for end, name in limits:
             is_last = end == _MOST_PAIRS
@@ -237,10 +238,10 @@ class Choice(NamedTuple):
             }
             other = max((n for n in names if n != name), key=gbps.__getitem__, default=None)
             against = f" against {other} {gbps[other]:.3g}" if other else ""
-            where = f"up to {size_text(end * block_bytes)}" if not is_last else "beyond that" if said else "always"
-            said.append(f"{where} {name} ({size_text(at * block_bytes)} at {gbps[name]:.3g} GB/s{against})")
+            where = f"up to {size_text(end * block_bytes)}" if not is_last else "beyond that" if texts else "always"
+            texts.append(f"{where} {name} ({size_text(at * block_bytes)} at {gbps[name]:.3g} GB/s{against})")
             start = end
-        return cls((*limits[:-1], (limits[-2][0] + 1 if limits[1:] else 0, limits[-1][1])), ", ".join(said))
+        return cls((*limits[:-1], (limits[-2][0] + 1 if limits[1:] else 0, limits[-1][1])), ", ".join(texts))
 
 
 @functools.cache

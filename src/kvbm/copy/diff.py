@@ -24,7 +24,7 @@ from ..memory.streams import framework_of, framework_stream
 from ..planner.plan import between
 from ..pool.section import PoolSection
 
-__all__ = ["Differences", "Mismatch", "Region", "locate", "told"]
+__all__ = ["Differences", "Mismatch", "Region", "locate", "where_different"]
 
 #: Most pairs that are examined, regions per pair, and slices that are digested on each side.
 MOST_PAIRS, MOST_REGIONS, MOST_DIGESTS = 16, 8, 8192
@@ -66,18 +66,18 @@ class Region:
     unresolved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = [f"plane{'s' if len(self.planes) > 1 else ''} {', '.join(self.planes)}"] if any(self.planes) else []
+        texts = [f"plane{'s' if len(self.planes) > 1 else ''} {', '.join(self.planes)}"] if any(self.planes) else []
         last = max((axis for axis in self.at if axis not in "loht"), key=canonical, default="")
         for axis, coordinates in self.at.items():
             whole = axis in self.complete
             if axis == "o":
-                said.append(" and ".join("KV"[o] if o < 2 else str(o) for o in coordinates))
+                texts.append(" and ".join("KV"[o] if o < 2 else str(o) for o in coordinates))
             elif not (whole and axis == last):
                 name = _NAMES.get(axis, f"'{axis}'") + ("s" if axis in _NAMES and len(coordinates) > 1 else "")
-                said.append(f"all {name}" if whole and len(coordinates) > 1 else f"{name} {_ranges(coordinates)}")
+                texts.append(f"all {name}" if whole and len(coordinates) > 1 else f"{name} {_ranges(coordinates)}")
         if self.unresolved:
-            said.append(f"somewhere along {' '.join(self.unresolved)}")
-        return ("" if self.exact else "within ") + (", ".join(said) or "all of it")
+            texts.append(f"somewhere along {' '.join(self.unresolved)}")
+        return ("" if self.exact else "within ") + (", ".join(texts) or "all of it")
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    said = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:12]]
-    return ", ".join(said) + (f", … ({len(numbers)} in all)" if len(runs) > len(said) else "")
+    texts = [str(a) if a == b else f"{a}–{b}" for a, b in runs[:12]]
+    return ", ".join(texts) + (f", … ({len(numbers)} in all)" if len(runs) > len(texts) else "")
 
 
 def locate(
@@ -203,7 +203,7 @@ def locate(
     )
 
 
-def told(
+def where_different(
     src: PoolSection,
     dst: PoolSection,
     pairs: _core.Pairs,

@@ -1,9 +1,9 @@
-"""Movers: two pools bound for copies, the strategies between them, and the choice of a strategy per batch."""
+"""The executor of a transfer: two pools bound for copies, the strategies, and the choice of one per batch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,28 +12,27 @@ import numpy.typing as npt
 
 from .. import _core
 from .._arguments import number, quoted
-from ..compile.prepare import digest_copies, engine_copies, kernel_notes, launches_of, prepare
+from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
-from ..layout.layout import Layout
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_one_format
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, torch_stream
-from ..planner.lowering import Steps
-from ..planner.plan import Plan, between_layers, plan, size_text
+from ..planner.lowering import Launch, Steps
+from ..planner.plan import Plan, between_layers, size_text
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from ..system.locks import Lock
 from . import autotune, cost_model
-from .cost_model import CHUNK_BYTES, Way
-from .diff import told
+from .cost_model import CHUNK_BYTES, STRATEGIES, Way
+from .diff import where_different
 
 __all__ = [
+    "Executor",
     "Layers",
-    "Mover",
     "current_stream",
     "part_of",
     "require_compatible",
@@ -51,15 +50,17 @@ SLOTS = 3
 #: Alignment of every slot (bytes).
 _SLOT_ALIGNMENT = 16
 
-_STRATEGIES = ("direct", "staged", "engine")
 #: Strategies that choose per batch, by the measured table.
-_CHOICES = ("auto", "aside")
+CHOICES = ("auto", "aside")
 
 #: Hint: how to give another GPU's kernels access to memory that is not from cuMemAlloc.
 _GRANT = (
     " (grant it before the transfer is made, by cuMemSetAccess or cuMemPoolSetAccess; torch does so at its first own copy from "
     "{src} to {dst})"
 )
+
+#: Sentence on copies by `cuMemcpyPeerAsync`.
+_BY_PEER = "the copy engine copies one range per call (cuMemcpyPeerAsync): memory without a grant needs it."
 
 Layers = range | tuple[range, range] | None
 
@@ -73,13 +74,9 @@ def _mean_run(made: Plan) -> int:
 class _End:
     """A transfer's data of a pool; it does not keep the pool alive."""
 
-    layout: Layout
-    shape: BlockShape
     section: Section
-    num_blocks: int
     device: str
     alignment: int
-    slot_bytes: int  # bytes of a packed block
     addresses: npt.NDArray[np.uint64]
     steps: Steps
     framework: str
@@ -89,11 +86,20 @@ class _End:
     @classmethod
     def of(cls, part: PoolSection) -> _End:
         pool = part.pool
-        framework = framework_of(pool.arrays[0])
         return cls(
-            pool.layout, pool.shape, part.of, pool.num_blocks, pool.device, pool.alignment,
-            part.of.packed().accesses[0].block[0], pool.addresses, pool.steps, framework, pool.resolved.section, part.choices,
+            part.of, pool.device, pool.alignment, pool.addresses, pool.steps, framework_of(pool.arrays[0]),
+            pool.resolved.section, part.choices,
         )  # fmt: skip
+
+    @property
+    def shape(self) -> BlockShape:
+        """Shape of the whole pool's blocks."""
+        return self.section.shape
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a packed block."""
+        return self.section.packed().accesses[0].block[0]
 
     @property
     def index(self) -> int:
@@ -103,7 +109,7 @@ class _End:
     @property
     def table(self) -> npt.NDArray[np.uint64]:
         """The table as kernels read it."""
-        table: npt.NDArray[np.uint64] = self.steps.shorten(self.addresses, self.num_blocks)
+        table: npt.NDArray[np.uint64] = self.steps.shorten(self.addresses, self.section.num_blocks)
         return table
 
     @property
@@ -112,8 +118,8 @@ class _End:
         return self.addresses if self.steps.whole is None else self.addresses[:1]
 
 
-class Mover:
-    """Everything that a transfer needs except the pools, so that a cache of movers keeps no memory alive."""
+class Executor:
+    """Everything that a transfer needs except the pools, so that a cache of executors keeps no memory alive."""
 
     def __init__(
         self,
@@ -153,7 +159,7 @@ class Mover:
         self.max_sms, self.bounded = _max_sms(self, max_sms), max_sms is not None
         self.chunk_bytes = chunk_bytes
         self.model = model
-        self.untold: list[DigestError] = []
+        self.unreported: list[DigestError] = []
         self.captured: list[_core.Done] = []  # copies in graphs that verify: each replay writes to their memory
         self.lock = Lock()
         self.ring: _core.Ring | None = None
@@ -220,14 +226,23 @@ class Mover:
         key = ("digests", layers)
         found = self.routes.get(key)
         if found is None:
-            self.route(layers)
+            plain = self.route(layers)
             with self.lock:
                 if self.closed:
                     raise BindError(f"{self.title}: the transfer is closed")
                 found = self.routes.get(key)
                 if found is None:
-                    found = self.routes[key] = self._route(layers, digests=True)
+                    more = self._digests(layers, plain.steps)
+                    self._warm(more.copies)
+                    route = plain.make(**more.options(not (self.on_host or self.gathers)))
+                    found = self.routes[key] = replace(plain, route=route, digests=more)
         return found
+
+    def _warm(self, copies: Sequence[_core.Copy]) -> None:
+        """Load kernels now, not while a model runs."""
+        if not self.on_host:
+            for kernel in dict.fromkeys(copy.kernel for copy in copies):
+                _core.warm(kernel, self.device)
 
     def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> CopyDigests:
         """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
@@ -258,37 +273,25 @@ class Mover:
         mine, its = alike(ours, theirs)
         return CopyDigests(direct, permute, (by_itself(mine, src), [] if self.unreached else by_itself(its, dst)))
 
-    def _route(self, layers: Layers, *, digests: bool = False) -> _Route:
+    def _route(self, layers: Layers) -> _Route:
         src, dst = self.src, self.dst
         try:
-            made = (
-                plan(
-                    src.layout,
-                    dst.layout,
-                    (src.shape, dst.shape),
-                    num_blocks=(src.num_blocks, dst.num_blocks),
-                    layers=layers,
-                )
-                if self.whole
-                else between_layers(src.section, dst.section, self.title, layers)
-            )
+            made = between_layers(src.section, dst.section, self.title, layers)
         except PlanError as error:
             if layers is not None and "layers:" in str(error):
                 raise BindError(str(error)) from None
             raise
         _check_strategy(self)
-        whole = functools.partial(
-            prepare, made, src.alignment, dst.alignment, device=self.device, src_steps=src.steps, dst_steps=dst.steps
-        )
-        blocks = src.section.num_ids, dst.section.num_ids
+        alignments, blocks = (src.alignment, dst.alignment), (src.section.num_ids, dst.section.num_ids)
+        launches: list[Launch] = []
         if self.on_host:
-            direct = whole()
-            more = self._digests(layers, (made, made)) if digests else None
-            route = _core.Route(
-                -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool, keep=self.keep,
-                **(more.options(False) if more else {}),
+            launches = launches_of(made, alignments, False, -1)
+            direct = copies_of(made, launches, src.steps, dst.steps)
+            make = functools.partial(
+                _core.Route, -1, self.src_table, self.dst_table, *blocks, direct=direct, same_pool=self.same_pool,
+                keep=self.keep,
             )  # fmt: skip
-            return _Route(made, route, direct, "the host's kernels copy on all cores", more)
+            return _Route(made, make(), direct, "the host's kernels copy on all cores", launches, (made, made), make)
         steps = made.staged(gathers=self.gathers)
         move = steps[1].flat(None, dst.steps.whole) if self.gathers else steps[0].flat(src.steps.whole, None)
         runs = made.flat(src.steps.whole, dst.steps.whole)
@@ -296,8 +299,10 @@ class Mover:
         move_runs, all_runs = engine_copies(move), engine_copies(runs)
         # Do not look up kernels that no batch uses: they may have to be compiled.
         is_aside = self.strategy == "aside" and bool(move_runs or all_runs)
-        takes_direct = not self.unreached and self.strategy in ("direct", *_CHOICES) and not is_aside
-        direct = whole(few=self.max_sms > 0) if takes_direct else []
+        takes_direct = not self.unreached and self.strategy in ("direct", *CHOICES) and not is_aside
+        if takes_direct:
+            launches = launches_of(made, alignments, self.max_sms > 0, self.device)
+        direct = copies_of(made, launches, src.steps, dst.steps)
         ways = {
             "direct": Way(_mean_run(made), len(direct)),
             "staged": Way(_mean_run(move)),
@@ -316,18 +321,16 @@ class Mover:
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
         permute: list[_core.Copy] = []
         if ring is not None:
-            few = self.bounded  # inside device memory a kernel on the whole GPU takes very little time
-            slot = _SLOT_ALIGNMENT
-            if self.gathers:
-                permute = prepare(steps[0], src.alignment, slot, few=few, device=self.device, src_steps=src.steps)
-            else:
-                permute = prepare(steps[1], slot, dst.alignment, few=few, device=self.device, dst_steps=dst.steps)
-        more = self._digests(layers, steps) if digests else None
-        options = more.options(not self.gathers) if more else {}
-        every = (*direct, *permute, *(more.copies if more else ()))
-        for kernel in dict.fromkeys(copy.kernel for copy in every):  # load them now, not while a model runs
-            _core.warm(kernel, self.device)
-        route = _core.Route(
+            step = steps[0 if self.gathers else 1]
+            alignments = (src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, dst.alignment)
+            ends = (src.steps, Steps()) if self.gathers else (Steps(), dst.steps)
+            # Without a limit: inside device memory a kernel on the whole GPU takes very little time.
+            staged = launches_of(step, alignments, self.bounded, self.device)
+            permute = copies_of(step, staged, *ends)
+            launches += staged
+        self._warm([*direct, *permute])
+        make = functools.partial(
+            _core.Route,
             self.device,
             self.src_table,
             self.dst_table,
@@ -345,22 +348,21 @@ class Mover:
             max_sms=self.max_sms,
             same_pool=self.same_pool,
             crosses=self.direction == "p2p",
-            limits=[(pairs, _STRATEGIES.index(name)) for pairs, name in limits],
-            may_choose=self.strategy in _CHOICES,
+            limits=[(pairs, STRATEGIES.index(name)) for pairs, name in limits],
+            may_choose=self.strategy in CHOICES,
             keep=self.keep,
             by_peer=self.by_peer,
-            **options,
         )
-        return _Route(made, route, direct, why, more)
+        return _Route(made, make(), direct, why, launches, steps, make)
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> cost_model.Choice:
         """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
-        if not (ways if self.strategy in _CHOICES else self.strategy in ways):
+        if not (ways if self.strategy in CHOICES else self.strategy in ways):
             raise MissingKernelError(
                 f"{self.title}: strategy={self.strategy!r}: the loop nest has more modes than the copy engine supports; "
                 "use strategy='direct' between pools that one GPU can access"
             )
-        if self.strategy not in _CHOICES:
+        if self.strategy not in CHOICES:
             return cost_model.Choice(((0, self.strategy),), "it was asked for")
         if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < cost_model.ENGINE_RUN:
             del ways["engine"]
@@ -399,12 +401,12 @@ class Mover:
         address, far, keep = 0, False, None
         if out is not None:
             address, far, keep = digest_array(out, count, self.device, self.keep or ())
-        Proof.settle(self.untold)
+        Proof.settle(self.unreported)
         if not verifies:
             return route.copy_digested(pairs, positions, address, far, (0, 0), stream, wait, (keep, self.keep))
         assert self.parts is not None  # a transfer keeps them, and only transfers verify
-        where = functools.partial(told, *self.parts, pairs, layers)
-        with Proof(self.title, count, self.device, self.untold, pairs, where) as proof:
+        where = functools.partial(where_different, *self.parts, pairs, layers)
+        with Proof(self.title, count, self.device, self.unreported, pairs, where) as proof:
             kept = (keep, proof, self.keep)
             done = route.copy_digested(pairs, positions, address, far, proof.addresses, stream, wait, kept)
         proof.watch(done)
@@ -431,14 +433,14 @@ class Mover:
         return framework_stream(end.framework, end.index)
 
     def stats(self) -> dict[str, int]:
-        total = dict.fromkeys(("copies", "blocks", "bytes", *_STRATEGIES, "submissions"), 0)
+        total = dict.fromkeys(("copies", "blocks", "bytes", *STRATEGIES, "submissions"), 0)
         for found in list(self.routes.values()):
             copies, blocks, submissions = found.route.counters()
             total["copies"] += sum(copies)
             total["blocks"] += sum(blocks)
             total["bytes"] += sum(blocks) * found.plan.nbytes
             total["submissions"] += submissions
-            for name, count in zip(_STRATEGIES, copies, strict=True):
+            for name, count in zip(STRATEGIES, copies, strict=True):
                 total[name] += count
         return total
 
@@ -463,7 +465,7 @@ class Mover:
             lines += [f"Why: {found.why}.", *self._how(found)]
         else:
             lines.append(f"{found.why[0].upper()}{found.why[1:]}.")
-            lines += kernel_notes(launches_of(found.plan, (self.src.alignment, self.dst.alignment), False, -1), -1)
+            lines += kernel_notes(found.launches, -1)
         if verifies or ("digests", layers) in self.routes:
             lines += self._how_digested(self.digested(layers), verifies)
         return "\n".join([*lines, found.plan.explain()])
@@ -471,81 +473,95 @@ class Mover:
     def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
         assert found.digests
         names = dict.fromkeys(found.route.choose(1 << power) for power in range(24))
-        said = found.digests.explain(names, not (self.on_host or self.gathers))
+        sentences = found.digests.explain(names, not (self.on_host or self.gathers))
         if verifies and self.unreached:
-            said.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
+            sentences.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
         elif verifies:
             far = [name for name, end in (("source", self.src), ("destination", self.dst)) if end.index != self.device]
-            said.append(found.digests.explain_verify(size_text(found.plan.nbytes), far))
-        return said
+            sentences.append(found.digests.explain_verify(size_text(found.plan.nbytes), far))
+        return sentences
 
     def _how(self, found: _Route) -> list[str]:
         """A sentence on each strategy, and notes on its kernels."""
         budget = f" on at most {self.max_sms} multiprocessors" if self.max_sms else ""
-        said, made = [f"direct is left out: {self.unreached}."] if self.unreached else [], found.plan
+        sentences = [f"direct is left out: {self.unreached}."] if self.unreached else []
         if self.by_peer:
-            said.append("the copy engine copies one range per call (cuMemcpyPeerAsync): memory without a grant needs it.")
-        launches = []
+            sentences.append(_BY_PEER)
         if found.copies:
             many = f"{len(found.copies)} launches" if len(found.copies) > 1 else "one launch"
             names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
-            said.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
-            launches += launches_of(made, (self.src.alignment, self.dst.alignment), self.max_sms > 0, self.device)
+            sentences.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
         if self.ring is not None:
             order = (
                 "a kernel packs blocks into a slot and the copy engine copies them from it"
                 if self.gathers
                 else "the copy engine fills a slot and a kernel unpacks the blocks from it"
             )
-            said.append(
+            sentences.append(
                 f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
             )
-            step = made.staged(gathers=self.gathers)[0 if self.gathers else 1]
-            ends = (self.src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, self.dst.alignment)
-            launches += launches_of(step, ends, self.bounded, self.device)
-        said += kernel_notes(launches, self.device)
-        return said
+        sentences += kernel_notes(found.launches, self.device)
+        return sentences
 
 
 @dataclass
 class _Route:
-    """A mover's launches for all layers, or for a range of them."""
+    """A executor's launches for all layers, or for a range of them.
+
+    Attributes
+    ----------
+    copies : sequence of Copy
+        The launches of a direct copy.
+    why : str
+        Why the strategies were chosen.
+    launches : sequence of Launch
+        The kernels of direct copies and of a staged copy's step on the GPU, as they were planned.
+    steps : tuple of Plan
+        The two steps of a staged copy; on the host, the plan twice.
+    make : callable
+        Makes a `_core.Route` of the same launches, with those of digests in addition.
+    digests : CopyDigests, optional
+        The launches of digests.
+    """
 
     plan: Plan
     route: _core.Route
     copies: Sequence[_core.Copy]
     why: str
+    launches: Sequence[Launch]
+    steps: tuple[Plan, Plan]
+    make: Callable[..., _core.Route]
     digests: CopyDigests | None = None
 
 
-def _max_sms(mover: Mover, asked: object) -> int:
+def _max_sms(executor: Executor, asked: object) -> int:
     if asked is None:
-        return HOST_SMS if mover.direction in ("d2h", "h2d") else 0
+        return HOST_SMS if executor.direction in ("d2h", "h2d") else 0
     if isinstance(asked, bool) or not isinstance(asked, int) or not 0 < asked < 1 << 31:
         raise BindError(f"max_sms: expected a number of multiprocessors from 1 on, got {quoted(asked)}")
-    if mover.on_host:
+    if executor.on_host:
         raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
-    if mover.strategy == "engine":
+    if executor.strategy == "engine":
         raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
     return asked
 
 
-def _check_strategy(mover: Mover) -> None:
+def _check_strategy(executor: Executor) -> None:
     """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
-    if not isinstance(mover.strategy, str) or str.__str__(mover.strategy) not in (*_CHOICES, *_STRATEGIES):  # type: ignore[redundant-expr]
-        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(mover.strategy)}")
-    if mover.on_host and mover.strategy in ("aside", "staged", "engine"):
-        raise BindError(f"strategy: {mover.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
-    if mover.strategy == "direct" and mover.unreached:
+    if not isinstance(executor.strategy, str) or str.__str__(executor.strategy) not in (*CHOICES, *STRATEGIES):  # type: ignore[redundant-expr]
+        raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(executor.strategy)}")
+    if executor.on_host and executor.strategy in ("aside", "staged", "engine"):
+        raise BindError(f"strategy: {executor.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
+    if executor.strategy == "direct" and executor.unreached:
         raise BindError(
-            f"strategy: 'direct' needs a kernel on {mover.src.device} that can access {mover.dst.device}, and {mover.unreached}; "
-            "use 'staged' or 'engine'"
+            f"strategy: 'direct' needs a kernel on {executor.src.device} that can access {executor.dst.device}, and "
+            f"{executor.unreached}; use 'staged' or 'engine'"
         )
-    chunk: object = mover.chunk_bytes
+    chunk: object = executor.chunk_bytes
     if chunk is not None:
-        if mover.on_host or mover.strategy in ("direct", "engine"):
+        if executor.on_host or executor.strategy in ("direct", "engine"):
             raise BindError(
-                f"chunk_bytes: only staged copies use chunks, and strategy is {mover.strategy!r}; leave it out"
+                f"chunk_bytes: only staged copies use chunks, and strategy is {executor.strategy!r}; leave it out"
             )
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise BindError(f"chunk_bytes: expected a number of bytes, got {quoted(chunk)}")

@@ -11,7 +11,7 @@ from ..digest.cells import Model
 from ..errors import BindError
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
-from .executor import Layers, Mover, part_of, require_usable
+from .executor import Executor, Layers, part_of, require_usable
 
 __all__ = ["Strategy", "Transfer", "convert"]
 
@@ -80,16 +80,16 @@ class Transfer:
         model: Model | None = None,
     ) -> None:
         src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
-        self._mover = Mover(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer, model=model)
+        self._executor = Executor(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer, model=model)
         self._verifies = verify if type(verify) is bool else flag("verify", verify)  # type: ignore[redundant-expr]
         self._src, self._dst = src.pool.watch, dst.pool.watch
-        whole = self._mover.routes.get(None)
+        whole = self._executor.routes.get(None)
         self._whole = None if whole is None else whole.route
 
     @property
     def device(self) -> int:
         """The CUDA device that runs the copies; -1 between two pools in host memory."""
-        return self._mover.device
+        return self._executor.device
 
     def copy(
         self,
@@ -141,15 +141,15 @@ class Transfer:
         if digests is None and not self._verifies:
             if tokens is not None:
                 raise BindError("tokens: only digests use positions; pass digests=, or leave tokens out")
-            mover = self._mover
-            route = self._whole if layers is None and not mover.closed else None
+            executor = self._executor
+            route = self._whole if layers is None and not executor.closed else None
             if route is None:
-                route = mover.found(layers)
-            if stream is None or mover.on_host:
-                stream = mover.stream(stream, wait)
+                route = executor.found(layers)
+            if stream is None or executor.on_host:
+                stream = executor.stream(stream, wait)
             return route.copy(src_ids, dst_ids, stream, wait, self._src, self._dst)
         _core.require_watched(self._src, self._dst)
-        done = self._mover.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
+        done = self._executor.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
         self._dst.written()
         return done
 
@@ -158,7 +158,7 @@ class Transfer:
 
         After `verify` or `digests` was used, it also says how the digests are computed and what `verify` costs.
         """
-        return self._mover.explain(num_blocks, layers, self._verifies)
+        return self._executor.explain(num_blocks, layers, self._verifies)
 
     def stats(self) -> dict[str, int]:
         """Counters of what was enqueued so far.
@@ -169,18 +169,18 @@ class Transfer:
             ``copies``; ``blocks`` (without skipped pairs); ``bytes``; ``direct``, ``staged`` and ``engine``: copies by strategy;
             ``submissions``: kernel launches and calls of the copy engine.
         """
-        return self._mover.stats()
+        return self._executor.stats()
 
     def close(self) -> None:
         """Release the ring.  The call waits for the copies that use it.  Later copies raise an error.
 
         If another thread is enqueueing a copy at this moment, that copy is completed, and the ring is released after it.
         """
-        mover = self._mover
-        with mover.lock:
-            mover.closed = True
-            mover.routes.clear()
-            ring, mover.ring = mover.ring, None
+        executor = self._executor
+        with executor.lock:
+            executor.closed = True
+            executor.routes.clear()
+            ring, executor.ring = executor.ring, None
         if ring is not None:
             ring.close()
 
@@ -191,28 +191,28 @@ class Transfer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Transfer({self._mover.title}, {self._mover.direction}, strategy={self._mover.strategy})"
+        return f"Transfer({self._executor.title}, {self._executor.direction}, strategy={self._executor.strategy})"
 
 
 #: Keys: the pools, then their sections.
-_movers: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, dict[Any, Mover]]] = (
+_executors: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, dict[Any, Executor]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _bind(src: Pool | PoolSection, dst: Pool | PoolSection) -> Mover:
+def _bind(src: Pool | PoolSection, dst: Pool | PoolSection) -> Executor:
     ours, theirs = (given if isinstance(given, Pool) else given.pool for given in (src, dst))
-    targets = _movers.setdefault(ours, weakref.WeakKeyDictionary())
+    targets = _executors.setdefault(ours, weakref.WeakKeyDictionary())
     parts = targets.setdefault(theirs, {})
     # If two threads create one at the same time, the first one is kept: what graphs and copies read lives as long as the pools.
     key = None if src is ours and dst is theirs else (part_of(src, "source").of, part_of(dst, "destination").of)
-    mover = parts.get(key)
-    if mover is None:
-        made = Mover(
+    executor = parts.get(key)
+    if executor is None:
+        made = Executor(
             part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False, transfer=Transfer
         )
-        mover = parts.setdefault(key, made)
-    return mover
+        executor = parts.setdefault(key, made)
+    return executor
 
 
 def convert(
@@ -255,5 +255,5 @@ def convert(
     dst: Any = dst_pool.pool if isinstance(dst_pool, PoolSection) else dst_pool
     if not (isinstance(src, Pool) and isinstance(dst, Pool)):
         require_usable(src, dst)  # says which one it is
-    mover = _bind(src_pool, dst_pool)
-    mover.found(None).copy(src_ids, dst_ids, mover.stream(stream, None), None, src.watch, dst.watch)
+    executor = _bind(src_pool, dst_pool)
+    executor.found(None).copy(src_ids, dst_ids, executor.stream(stream, None), None, src.watch, dst.watch)

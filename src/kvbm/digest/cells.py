@@ -189,8 +189,8 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
         cells.append((first, row.cell))
         first += row.lanes
     accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
-    told = tuple((name, row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
-    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, told, tuple(cells))
+    row_axes = tuple((name, row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
+    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, row_axes, tuple(cells))
     for axis, held, count in chosen:
         if count > 1:
             keys = keys.select(axis, held)
@@ -343,16 +343,16 @@ def _launch_alone(
     part: Part, word: int, steps: tuple[int, ...], neighbours: Mode | None
 ) -> tuple[Launch, list[CellParams]]:
     """The launch of a part; with squares of elements if neighbouring cells allow it."""
-    element, told = 0, _told(part, steps, word)
+    element, params = 0, _cell_params(part, steps, word)
     if neighbours is not None:
         element, side = word, CELL // word
         squares = part.inner[0]._replace(extent=neighbours.extent // side * CELL)
         part = replace(part, inner=(squares, *(mode for mode in part.inner[1:] if mode is not neighbours)))
-        told = _told(part, steps, word)
-        told = told._replace(inner=(neighbours.key // CELL * side, *told.inner[1:]))
+        params = _cell_params(part, steps, word)
+        params = params._replace(inner=(neighbours.key // CELL * side, *params.inner[1:]))
     kernel = (form_of("digest", len(part.outer), len(part.inner), element, CELL if element else word),)
     work = ((part, form_of("rows", len(part.outer), len(part.inner), 0, CELL)),)
-    return Launch(kernel, work, kernel), [told]
+    return Launch(kernel, work, kernel), [params]
 
 
 def _neighbours(part: Part, word: int, steps: tuple[int, ...], alignment: int) -> Mode | None:
@@ -442,15 +442,8 @@ def _at_cells(modes: Iterable[Mode]) -> Iterator[Mode]:
     for mode in modes:
         count = CELL // mode.key if mode.key else 0
         if 1 < count < mode.extent and mode.extent % count == 0 and mode.key * count == CELL:
-            yield mode._replace(extent=count)
-            mode = Mode(
-                mode.extent // count,
-                mode.src * count,
-                mode.dst * count,
-                mode.src_table * count,
-                mode.dst_table * count,
-                CELL,
-            )
+            inside, mode = mode.split(count)
+            yield inside
         yield mode
 
 
@@ -459,7 +452,7 @@ def _keyed(mode: Mode) -> Mode:
     return Mode(mode.extent, mode.src, 0, mode.src_table, 0, mode.dst)
 
 
-def _told(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> CellParams:
+def _cell_params(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> CellParams:
     keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
     reach = sum((mode.extent - 1) * mode.key for mode in part.inner)
     if max(keys, default=0) >= _KEY_LIMIT or reach >= _KEY_LIMIT * CELL:
@@ -502,14 +495,14 @@ def _shared(work: Sequence[tuple[Part, Form, CellParams]]) -> Iterator[tuple[Lau
     for first in range(0, len(tiles), 2):
         some = tiles[first : first + 2]
         kernel = tuple(form for _, form, _ in some)
-        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [told for *_, told in some]
+        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [params for *_, params in some]
     for first in range(0, len(rows), MAX_PARTS):
         some = rows[first : first + MAX_PARTS]
         kernel = (some[0][1],)
         if len(some) > 1:
             outer, inner = max(form.outer for _, form, _ in some), max(form.inner for _, form, _ in some)
             kernel = (Form("record", outer, inner, 0, 0, sums=True),)
-        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [told for *_, told in some]
+        yield Launch(kernel, tuple((part, form) for part, form, _ in some), kernel), [params for *_, params in some]
 
 
 def _fused_form(part: Part, form: Form, keys: Keys) -> tuple[Form, CellParams]:
@@ -523,7 +516,7 @@ def _fused_form(part: Part, form: Form, keys: Keys) -> tuple[Form, CellParams]:
     if form.kind == "tile":
         return _fused_tile(part, form, keys)
     _require_cells(part, form, keys, ())
-    return Form("rows", len(part.outer), len(part.inner), 0, form.word, sums=True), _told(part)
+    return Form("rows", len(part.outer), len(part.inner), 0, form.word, sums=True), _cell_params(part)
 
 
 def _fused_tile(part: Part, form: Form, keys: Keys) -> tuple[Form, CellParams]:
@@ -539,9 +532,9 @@ def _fused_tile(part: Part, form: Form, keys: Keys) -> tuple[Form, CellParams]:
         steps = [1 if side == behind else span.key // CELL for side, span in enumerate(spans)]
     rest = tuple(mode for mode in part.inner[1:] if not any(mode is span for span in spans))
     kernel = Form("tile", len(part.outer), len(rest), form.element, form.word, sums=True)
-    told = _told(part)  # of all modes, as all of them must fit 32 bits
-    return kernel, _told(replace(part, inner=(part.inner[0], *rest)))._replace(
-        first=told.first, inner=(*steps, *(mode.key // CELL for mode in rest)), along_b=bool(behind)
+    params = _cell_params(part)  # of all modes, as all of them must fit 32 bits
+    return kernel, _cell_params(replace(part, inner=(part.inner[0], *rest)))._replace(
+        first=params.first, inner=(*steps, *(mode.key // CELL for mode in rest)), along_b=bool(behind)
     )
 
 

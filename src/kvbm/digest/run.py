@@ -187,14 +187,14 @@ def digest_array(array: Any, count: int, device: int, pools: Iterable[Bound]) ->
 
 def _described(array: Any, count: int) -> tuple[int, int, Any]:
     """`flat_integers` for any array; raises an error if the array does not fit."""
-    told = describe(array, "digests")
-    if told.dtype not in ("uint64", "int64") or told.shape != (count,) or (count > 1 and told.strides != (8,)):
+    info = describe(array, "digests")
+    if info.dtype not in ("uint64", "int64") or info.shape != (count,) or (count > 1 and info.strides != (8,)):
         raise BindError(
-            f"digests: expected a contiguous array of {count} uint64 or int64, got shape {told.shape} of {told.dtype}"
+            f"digests: expected a contiguous array of {count} uint64 or int64, got shape {info.shape} of {info.dtype}"
         )
-    if told.readonly:
+    if info.readonly:
         raise BindError("digests: expected a writable array, got a read-only one")
-    return told.address, -1 if told.device == "cpu" else int(told.device.partition(":")[2]), told.owner
+    return info.address, -1 if info.device == "cpu" else int(info.device.partition(":")[2]), info.owner
 
 
 def _is_pinned(begin: int, end: int) -> bool:
@@ -225,18 +225,18 @@ class CopyDigests:
         """One sentence per strategy on how its copies are digested."""
         side = "destination when the copy is done" if of_dst else "source before the copy"
         ways = {"direct": self.direct, "staged": self.permute, "engine": "the copy engine computes nothing"}
-        said = []
+        sentences = []
         for name in strategies:
             made = ways[name]
             if not isinstance(made, str):
                 but = ", but for batches in which pairs are skipped" if name == "staged" else ""
-                said.append(f"Digests are fused into {name} copies ({_kernels(made)}){but}.")
+                sentences.append(f"Digests are fused into {name} copies ({_kernels(made)}){but}.")
             else:
-                said.append(
+                sentences.append(
                     f"Digests of {name} copies are taken by a pass of their own ({_kernels(self.both[of_dst])}) over the {side}: "
                     f"{made}."
                 )
-        return said
+        return sentences
 
     def explain_verify(self, nbytes: str, places: Sequence[str]) -> str:
         """What verification of a copy costs.  `nbytes` is per block; `places` are the sides that are not local to the kernels."""
@@ -267,7 +267,7 @@ class Proof:
         Number of pairs.
     device : int
         Device that runs the kernels; -1: the host.
-    untold : list of DigestError
+    unreported : list of DigestError
         Receives the error of a copy with a dropped `Done`.
     pairs : Pairs
         The pairs of the copy.
@@ -283,23 +283,23 @@ class Proof:
         title: str,
         count: int,
         device: int,
-        untold: list[DigestError],
+        unreported: list[DigestError],
         pairs: _core.Pairs,
         where: Callable[[Sequence[int]], str],
     ) -> None:
         self.title, self.count = title, count
-        self._pairs, self._where, self._untold = pairs, where, untold
+        self._pairs, self._where, self._unreported = pairs, where, unreported
         self._pinned = pinned if device >= 0 else None
         self._memory = self._pinned.take(2 * count) if self._pinned else np.zeros(2 * count, np.uint64)
 
     @staticmethod
-    def settle(untold: list[DigestError]) -> None:
+    def settle(unreported: list[DigestError]) -> None:
         """Release some of the oldest finished copies, and raise the error of a copy with a dropped `Done`."""
         if pinned.is_watching:
             pinned.release(4)
-        if untold:
+        if unreported:
             with contextlib.suppress(IndexError):  # another thread has taken it
-                raise untold.pop(0)
+                raise unreported.pop(0)
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -353,7 +353,7 @@ class Proof:
             if not self._is_asked:  # the copy is done: it is watched until then
                 self._compare(lambda _: "")
         except DigestError as error:
-            self._untold.append(error.with_traceback(None))  # the traceback would keep the pools alive
+            self._unreported.append(error.with_traceback(None))  # the traceback would keep the pools alive
         finally:
             if self._pinned:
                 self._pinned.give(self._memory)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import LayoutError
+from .loops import coalesce
 
-__all__ = ["Access", "Index", "Step", "declared", "normal", "refine"]
+__all__ = ["Access", "Index", "Step", "declared", "normal"]
 
 #: A coordinate: an int, or an array of them.
 Index: TypeAlias = Any
@@ -46,16 +48,6 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         names = " ".join(self.axes)
         return "{" + names + "}" if self.opaque else f"({names})" if len(self.axes) > 1 else names
-
-    def continues(self, inner: Step) -> bool:
-        """True if this digit continues where `inner` ends, so that both can be merged."""
-        n = inner.extent
-        return (
-            self.divisor == inner.divisor * n
-            and self.nbytes == inner.nbytes * n
-            and self.entries == inner.entries * n
-            and self.axes == inner.axes
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,15 +371,15 @@ def declared(
 
 def normal(steps: Iterable[Step]) -> tuple[Step, ...]:
     """Steps in normal form: sorted, contiguous digits merged, extents of one dropped."""
-    merged: list[Step] = []
-    for step in sorted(steps):
-        if step.extent == 1:
-            continue
-        if merged and step.continues(merged[-1]):
-            merged[-1] = merged[-1]._replace(extent=merged[-1].extent * step.extent)
-        else:
-            merged.append(step)
-    return tuple(merged)
+    made = []
+    for (axes, opaque), group in itertools.groupby(sorted(steps), key=_axes):
+        for extent, divisor, nbytes, entries in coalesce(map(_loop, group)):
+            made.append(Step(axes, divisor, extent, nbytes, entries, opaque))
+    return tuple(made)
+
+
+#: The axes of a step, and whether they are opaque; the loop of a step, with its divisor as the first stride.
+_axes, _loop = operator.itemgetter(0, 5), operator.itemgetter(2, 1, 3, 4)
 
 
 def _unfuse(axes: tuple[str, ...], steps: Sequence[Step], sizes: Mapping[str, int], start: int) -> list[Step] | None:
@@ -457,32 +449,3 @@ def _longest(digits: Sequence[Step], at: int, most: int, step: int) -> tuple[tup
         if extent < room or place >= turn or digit.extent % turn:
             break  # incomplete, or it carries in the middle: the next digit has no fixed stride
     return tuple(made), size
-
-
-def refine(cuts: Iterable[int], size: int, start: int = 1) -> Iterator[tuple[int, int]]:
-    """Split an axis at every cut, fastest piece first.
-
-    Parameters
-    ----------
-    cuts : iterable of int
-        Divisors at which one of the sides splits.
-    size : int
-        Extent of the axis.
-    start : int
-        Elements that always stay together.
-
-    Yields
-    ------
-    tuple of int
-        ``(divisor, extent)``: the pieces cover the axis exactly, and each cut is a boundary.
-
-    Raises
-    ------
-    LayoutError
-        The cuts are not a chain in which each divides the next, so there is no common refinement.
-    """
-    chain = sorted({start, *(cut for cut in cuts if cut > start), size})
-    for lower, upper in itertools.pairwise(chain):
-        if upper % lower:
-            raise LayoutError(f"{upper} is not a multiple of {lower}")
-        yield lower, upper // lower

@@ -1,10 +1,10 @@
-"""Nests of steps in one allocation: their extent in bytes, whether two of them share a byte, and merged steps."""
+"""Nests of steps in one allocation: their extent in bytes, and whether two of them share a byte."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["meet", "merge_steps", "reach"]
+__all__ = ["meet", "reach"]
 
 
 #: Most steps of a comparison of two nests; beyond, they are said to share a byte.
@@ -54,16 +54,3 @@ def meet(
 def reach(steps: Sequence[tuple[int, int]], size: int) -> int:
     """Bytes from the first byte to the end of the last item."""
     return size + sum((extent - 1) * stride for extent, stride in steps)
-
-
-def merge_steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Extents and strides, fastest first.  Axes that continue each other are merged; axes of extent one are left out."""
-    runs: list[tuple[int, int]] = []
-    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if extent == 1:
-            continue
-        if runs and stride == runs[-1][0] * runs[-1][1]:
-            runs[-1] = (runs[-1][0] * extent, runs[-1][1])
-        else:
-            runs.append((extent, stride))
-    return runs

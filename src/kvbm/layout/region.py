@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from .._arguments import quoted, whole
 from ..errors import LayoutError
-from .address_map import Access, Step, refine
+from .address_map import Access, Step
+from .loops import coalesce, refine
 from .shapes import BlockShape, round_up
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Section:
         given: Coordinates = chosen.pop(axis, range(self.size(axis)))
         if not len(coordinates) or min(coordinates) < 0 or max(coordinates) >= len(given):
             raise LayoutError(
-                f"{where}: axis '{axis}': expected coordinates from 0 to {len(given) - 1}, got {_said(coordinates)}"
+                f"{where}: axis '{axis}': expected coordinates from 0 to {len(given) - 1}, got {_coordinates_text(coordinates)}"
             )
         coordinates = tuple(given[i] for i in coordinates)
         first, count, step = next(_runs(coordinates))
@@ -350,36 +351,20 @@ def _of_half(accesses: Sequence[Access], axis: str, coordinates: Coordinates) ->
     return [replace(access, half=None) for access in accesses if access.half in (None, coordinates[0])]
 
 
-def _said(coordinates: Coordinates) -> str:
+def _coordinates_text(coordinates: Coordinates) -> str:
     return str(coordinates) if isinstance(coordinates, range) else f"{quoted(list(coordinates))}"
 
 
 def _in_common_digits(accesses: Sequence[Access]) -> tuple[Access, ...]:
     """The maps with common digits of a unit: one kernel copies all planes of a block, and splits an id only once."""
-    if len({access.units for access in accesses}) > 1:
-        cuts = {math.prod(n for n, _ in access.units[:i]) for access in accesses for i in range(len(access.units) + 1)}
-        size = max(cuts)
-        accesses = [replace(access, units=tuple(_refined(access.units, cuts, size))) for access in accesses]
+    digits = refine([list(_digits(access.units)) for access in accesses])
+    extents, *strides = zip(*coalesce(digits), strict=True)
+    accesses = [
+        replace(access, units=tuple(zip(extents, own, strict=True))) for access, own in zip(accesses, strides, strict=True)
+    ]
     # If the slowest digit continues in the block, ids simply count smaller blocks.
     while all(access.units and access.block == (access.units[-1][0] * access.units[-1][1], 0) for access in accesses):
         accesses = [replace(access, block=(access.units[-1][1], 0), units=access.units[:-1]) for access in accesses]
-    # Merge neighbouring digits that are contiguous in all maps.
-    at = 0
-    while at + 1 < len(accesses[0].units):
-        if all(access.units[at + 1][1] == access.units[at][0] * access.units[at][1] for access in accesses):
-            accesses = [
-                replace(
-                    access,
-                    units=(
-                        *access.units[:at],
-                        (access.units[at][0] * access.units[at + 1][0], access.units[at][1]),
-                        *access.units[at + 2 :],
-                    ),
-                )
-                for access in accesses
-            ]
-        else:
-            at += 1
     if len(accesses[0].units) > MAX_UNIT_DIGITS:
         raise LayoutError(
             f"an id has {len(accesses[0].units)} digits inside a block; expected at most {MAX_UNIT_DIGITS}: use larger units"
@@ -387,15 +372,12 @@ def _in_common_digits(accesses: Sequence[Access]) -> tuple[Access, ...]:
     return tuple(accesses)
 
 
-def _refined(units: Sequence[tuple[int, int]], cuts: Iterable[int], size: int) -> Iterator[tuple[int, int]]:
-    bounds = []
-    at = 1
+def _digits(units: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The digits of a unit as divisor, extent and bytes."""
+    divisor = 1
     for extent, nbytes in units:
-        bounds.append((at, at * extent, nbytes))
-        at *= extent
-    for divisor, extent in refine(cuts, size):
-        low, _, nbytes = next(bound for bound in bounds if bound[0] <= divisor < bound[1])
-        yield extent, nbytes * (divisor // low)
+        yield divisor, extent, nbytes
+        divisor *= extent
 
 
 def _pack(access: Access, held: int, at: int, block: int) -> Access:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._arguments import number, quoted
 from ..errors import LayoutError
 from .address_map import Access, Index, Step, declared
-from .overlap import meet, merge_steps, reach
+from .loops import loops_of
+from .overlap import meet, reach
 from .region import Section
 from .shapes import ITEMSIZE, LIMIT, BlockShape
 from .terms import AXES, Order, Pitch, Plane, Term
@@ -360,7 +361,7 @@ class Allocation:
     @property
     def runs(self) -> list[tuple[int, int]]:
         """Extents and strides (bytes), fastest first.  Axes that are contiguous with each other are merged."""
-        return merge_steps(self.shape, self.strides)
+        return loops_of(self.shape, self.strides)
 
 
 @dataclass(frozen=True)

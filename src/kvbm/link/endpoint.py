@@ -102,12 +102,12 @@ class Endpoint:
     incarnation : str
         A text that identifies this start of the engine, such as a job number.  It must be the same on all ranks of the engine.
     chunk_bytes : int
-        Bytes of the largest chunk.
+        Bytes of the largest chunk.  Chunks are smaller if `ring_bytes` has room for one of them in each direction, but not for two.
     ring_bytes : int
         Bytes of registered memory on the device of the pools: half to send, half to receive.
     slots : int, optional
-        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With three more slots than peers,
-        a peer that stops keeps no other from a slot.
+        Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With as many slots as peers, any number
+        of peers may stop, and the others have a slot each.  With fewer, the others take turns.  Several peers need two.
     max_sms : int, optional
         Multiprocessors that kernels may use.
     secret_file : path, optional
@@ -177,9 +177,11 @@ class Endpoint:
         self.max_sms = max_sms
         self.stream: Any = None if device == "cpu" else 2  # the stream of the thread
         self.incarnation = incarnation
-        self._chunk_bytes = chunk_bytes
         size = Ring.slot_size(chunk_bytes + TRAILER)
         each = ring_bytes // size // 2 if slots is None else slots
+        if slots is None and each == 1 and (smaller := ring_bytes // 4 // 256 * 256) > TRAILER:
+            each, size = 2, smaller  # for several peers
+        self._chunk_bytes = min(chunk_bytes, size - TRAILER)
         self.ring = Ring(device, size, each, each)
         wire.register(self.ring.slab)
         self._card = self._written(wire.card())
@@ -381,6 +383,7 @@ class Endpoint:
             if getattr(message, mine) == self.rank
             for rank in [getattr(message, far)]
         }
+        self.ring.require_room(len(needed))
         for card in cards:
             if card.rank in needed:
                 peer = self.wire.connect(card.wire)

@@ -20,9 +20,6 @@ from ..wire._mapped import memory_file
 
 __all__ = ["Ring"]
 
-#: Slots each way from which on the last free one is kept for peers that are not connected yet.
-_SHARED = 4
-
 #: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
 #: chunks are done, which would delay the first chunk.
 TOGETHER = 4
@@ -99,26 +96,31 @@ class Ring:
             self._peers.remove(peer)
             self._with.subtract(sends for sends in (False, True) if (peer, sends) in self._taken)
 
+    def require_room(self, more: int) -> None:
+        """Raise `BindError` for another peer of a ring with a single slot each way: whoever has it could stop."""
+        peers = len(self._peers | {peer for peer, _ in self._taken}) + more
+        if more and peers > 1 and min(self.sends, self.takes) < 2:
+            raise BindError(
+                f"ring: {peers} peers and one slot each way: a peer that stops would keep the others waiting; expected 2 or more"
+            )
+
     def take(self, peer: str = "", *, sends: bool) -> int | None:
         """Take a free slot for chunks of a peer; None if the peer must wait.
 
-        A peer that has a slot gets one more only if as many stay free as other connected peers have none, but a few slots are for
-        whoever is active.  So if there are `_SHARED - 1` more slots than peers, each of them gets one at once, whatever slots the
-        others keep because they have stopped.
+        A peer without a slot gets any free one.  A peer that has slots gets one more only if a free one is left for each connected
+        peer without any, and for a peer that connects later, and if it has less than twice as many as are free beyond those of the
+        connected peers.  So with as many slots as peers, each of them has or gets one, however many of the others have stopped and
+        keep theirs.  With fewer, from two on, some may stop, and the other peers take turns.
         """
-        free, held = self._free[not sends], self._taken.get((peer, sends), 0)
-        if not free or (held and len(free) <= self._reserved(sends=sends)):
+        free, has = self._free[not sends], self._taken.get((peer, sends), 0)
+        without = len(self._peers) - self._with[sends]
+        if not free or (has and (len(free) <= max(without, 1) or has >= 2 * (len(free) - without))):
             return None
         slot = free.popleft()
         self._peer_of[slot] = peer
         self._taken[peer, sends] += 1
-        self._with[sends] += not held and peer in self._peers
+        self._with[sends] += not has and peer in self._peers
         return slot
-
-    def _reserved(self, *, sends: bool) -> int:
-        """Number of free slots that are for peers without one."""
-        size = self.sends if sends else self.takes
-        return max(min(len(self._peers) - self._with[sends], size - _SHARED), size >= _SHARED)
 
     def give(self, slot: int) -> None:
         """Free a slot.  No peer may write to it any more."""

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from ..engines.pools import VLLM_DIMS
 from ..errors import DTypeError, SpecError
+from ..layout.loops import coalesce
 from ..layout.naming import SPELLINGS
 from ..layout.resolved import Allocation, Resolved
 from ..layout.shapes import ITEMSIZE, BlockShape
 from ..memory.array_info import Array, dense
 
-__all__ = ["HOW", "Steps", "merged", "near_shapes", "own_layout", "pitches", "steps_between", "steps_of", "vllm_call"]
+__all__ = ["HOW", "Steps", "near_shapes", "own_layout", "pitches", "steps_between", "steps_of", "vllm_call"]
 
 #: How arrays are bound, by the fit of their axes.
 HOW = {
@@ -31,26 +32,16 @@ _SIZES = {"nl": "layers", "hd": "elements per head", "nh": "KV heads", "nt": "to
 
 
 def steps_of(shape: Sequence[int], strides: Sequence[int]) -> Steps:
-    """Stride in bytes and extent of each axis that is longer than one, fastest first."""
-    return sorted((stride, extent) for extent, stride in zip(shape, strides, strict=True) if extent > 1)
-
-
-def merged(steps: Steps) -> Steps:
-    """The steps, with axes that continue each other merged."""
-    made: Steps = []
-    for stride, extent in steps:
-        if made and made[-1][0] * made[-1][1] == stride:
-            made[-1] = (made[-1][0], made[-1][1] * extent)
-        else:
-            made.append((stride, extent))
-    return made
+    """Extent and stride in bytes of each axis that is longer than one, fastest first."""
+    loops = ((extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent > 1)
+    return sorted(loops, key=lambda loop: loop[::-1])
 
 
 def steps_between(array: Array, count: int) -> list[int]:
     """Bytes between neighbours, if `count` arrays like this one are views that fill one allocation."""
     steps = steps_of(array.shape, array.strides)
-    ends = [stride * extent for stride, extent in steps]
-    return [end for end, (after, _) in zip(ends, [*steps[1:], (0, 0)], strict=True) if after in (0, end * count)]
+    ends = [extent * stride for extent, stride in steps]
+    return [end for end, (_, after) in zip(ends, [*steps[1:], (0, 0)], strict=True) if after in (0, end * count)]
 
 
 # ---- how arrays are bound ------------------------------------------------------------------------------------------
@@ -101,15 +92,15 @@ def _has_dims(array: Array, dims: Sequence[str], resolved: Resolved) -> bool:
 
 def pitches(array: Array, kind: Allocation) -> dict[str, int] | None:
     """Strides in bytes along the axes of an allocation that need a pitch to fit the array; None if the array does not fit."""
-    mine, found, held = merged(steps_of(array.shape, array.strides)), dict[str, int](), kind.itemsize
+    mine, found, held = coalesce(steps_of(array.shape, array.strides)), dict[str, int](), kind.itemsize
     for axis, extent in reversed(list(zip(kind.axes, kind.shape, strict=True))):
         if extent == 1:
             continue
-        if not mine or mine[0][1] % extent:
+        if not mine or mine[0][0] % extent:
             return None
-        stride, size = mine.pop(0)
+        size, stride = mine.pop(0)
         if size > extent:  # an axis of the array that holds several of the layout
-            mine.insert(0, (stride * extent, size // extent))
+            mine.insert(0, (size // extent, stride * extent))
         if stride < held:
             return None
         if stride > held:
@@ -129,18 +120,18 @@ def near_shapes(arrays: Sequence[Array], shape: BlockShape, fits: Callable[[Bloc
 
     If none does: which other value together with a layer per array, or with the dtype of the arrays.
     """
-    first = [(said, name, other) for said, name, other in _others(arrays, shape)]
+    first = [(reason, name, other) for reason, name, other in _others(arrays, shape)]
     again = (
-        (f"{said}, and {more}", f"{name},{also}", both)
-        for said, name, other in first
+        (f"{reason}, and {more}", f"{name},{also}", both)
+        for reason, name, other in first
         if name.startswith(("dtype=", f"nl={len(arrays)}")) and len(arrays) > 1
         for more, also, both in _others(arrays, other)
         if name.partition("=")[0] != also.partition("=")[0]
     )
     for tried in (first, again):
-        found = ((said, name, fits(other)) for said, name, other in tried)
-        said = (f"{one}; with {name} these fit: {', '.join(fit[:4])}{', …' if fit[4:] else ''}" for one, name, fit in found if fit)
-        if made := list(itertools.islice(said, most)):
+        found = ((reason, name, fits(other)) for reason, name, other in tried)
+        texts = (f"{one}; with {name} these fit: {', '.join(fit[:4])}{', …' if fit[4:] else ''}" for one, name, fit in found if fit)
+        if made := list(itertools.islice(texts, most)):
             return made
     return []
 
@@ -163,11 +154,11 @@ def _others(arrays: Sequence[Array], shape: BlockShape) -> Iterator[tuple[str, s
             except (DTypeError, SpecError):
                 continue
             if name == "dtype":
-                said = f"the arrays are {value}, the shape is {now}"
+                reason = f"the arrays are {value}, the shape is {now}"
             elif name == "nl" and value == len(arrays) > 1:
-                said = f"{value} arrays, the shape has {now} layers"
+                reason = f"{value} arrays, the shape has {now} layers"
             else:
-                said = f"the shape has {name}={now} ({_SIZES[name]})"
+                reason = f"the shape has {name}={now} ({_SIZES[name]})"
             if name == "hd" and now < int(value) <= 2 * now:
-                said += f", unless a row holds K of {now} and V of {int(value) - now} side by side: planes of your own"
-            yield said, f"{name}={value}", other
+                reason += f", unless a row holds K of {now} and V of {int(value) - now} side by side: planes of your own"
+            yield reason, f"{name}={value}", other

@@ -19,8 +19,9 @@ import numpy as np
 from .._arguments import quoted
 from ..errors import BindError, LayoutError, SpecError
 from ..layout import spec
-from ..layout.address_map import Step
+from ..layout.address_map import normal
 from ..layout.layout import Layout
+from ..layout.loops import coalesce
 from ..layout.naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
 from ..layout.resolved import Allocation, Resolved
 from ..layout.shapes import BlockShape, numpy_name
@@ -28,7 +29,7 @@ from ..layout.terms import AXES
 from ..memory.allocation import Arrays
 from ..memory.array_checks import block_shape, reads_as
 from ..memory.array_info import Array, dense, describe, span
-from .hints import HOW, Steps, merged, near_shapes, own_layout, pitches, steps_between, steps_of, vllm_call
+from .hints import HOW, Steps, near_shapes, own_layout, pitches, steps_between, steps_of, vllm_call
 
 __all__ = ["Candidate", "Check", "Match", "match", "match_described", "names_of_strides", "parse"]
 
@@ -389,17 +390,14 @@ def _address_map(one: _Found) -> Any:
 
     maps = []
     for access in resolved.accesses:
-        digits: list[Step] = []
-        for digit in sorted(access.steps, key=lambda digit: (digit.axes, digit.divisor)):
+        digits = []
+        for digit in access.steps:
             nbytes, entries = step(digit.nbytes, digit.entries, digit.extent)
-            digit = digit._replace(nbytes=nbytes, entries=entries)
-            if digits and not digit.opaque and digit.continues(digits[-1]):
-                digit = digits[-1]._replace(extent=digits.pop().extent * digit.extent)
-            digits.append(digit)
+            digits.append(digit._replace(nbytes=nbytes, entries=entries))
         nbytes, entry = access.at
         block = step(*access.block, one.candidate.num_blocks)
         start = arrays[entry].address + nbytes
-        maps.append((access.plane, access.half, access.dtype, access.packed, start, block, tuple(digits)))
+        maps.append((access.plane, access.half, access.dtype, access.packed, start, block, normal(digits)))
     return tuple(maps), one.candidate.num_blocks, bool(resolved.parts)
 
 
@@ -534,7 +532,7 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
                 how += f"; pass num_blocks={blocks}"
             if reading.cast:
                 how = f"of {kinds[0].dtype}, {reading.cast}: {how}"
-            cuts = {stride for stride, _ in steps_of(first.shape, first.strides)}
+            cuts = {stride for _, stride in steps_of(first.shape, first.strides)}
             crossed = not cuts <= {stride for one in kinds for stride in one.strides}
             # For latents, layouts of latents before those with an axis of K and V.
             rank = (_WORST.index(fit), not call or shape.no == 1, crossed, kinds[0].shape.count(1), reading.name == "perhaps")
@@ -605,7 +603,7 @@ def _fit(look: Sequence[Any], kind: Allocation, resolved: Resolved) -> str | Non
         return "permuted"
     if _nests(mine, theirs):
         return "viewed"
-    if kind.is_record and mine and merged(mine) == [(1, kind.nbytes)]:
+    if kind.is_record and mine and coalesce(mine) == [(kind.nbytes, 1)]:
         return "viewed"  # all bytes with the padding, in one piece
     return None
 
@@ -614,14 +612,14 @@ def _agreed(resolved: Resolved, kind: Allocation) -> Steps:
     """The steps that K and V have in common, if both lie in one allocation in different orders."""
     cuts = set.intersection(*({p.stride for p in pieces if p.extent > 1 and not p.table} for pieces in resolved.orders))
     edges = [kind.itemsize, *sorted(cut for cut in cuts if cut > kind.itemsize and kind.nbytes % cut == 0), kind.nbytes]
-    return [(low, high // low) for low, high in itertools.pairwise(edges) if high > low]
+    return [(high // low, low) for low, high in itertools.pairwise(edges) if high > low]
 
 
 def _nests(mine: Steps, theirs: Steps) -> bool:
     """True if two nests of axes cover the same bytes, and no axis of one begins inside an axis of the other and ends outside."""
-    if merged(mine) != merged(theirs):
+    if coalesce(mine) != coalesce(theirs):
         return False
-    ours, others = {stride for stride, _ in mine}, {stride for stride, _ in theirs}
+    ours, others = {stride for _, stride in mine}, {stride for _, stride in theirs}
     shared = sorted(ours & others)
     for low, high in zip(shared, [*shared[1:], math.inf], strict=True):
         if any(low < cut < high for cut in ours) and any(low < cut < high for cut in others):
@@ -635,7 +633,7 @@ def _nests(mine: Steps, theirs: Steps) -> bool:
 def _words(arrays: Sequence[Array]) -> str:
     looks = dict.fromkeys((one.shape, one.strides, one.dtype) for one in arrays)
     (shape, strides, dtype), *more = looks
-    dense = span(shape, strides, 1) and merged(steps_of(shape, strides))
+    dense = span(shape, strides, 1) and coalesce(steps_of(shape, strides))
     gaps = "" if not dense or (len(dense) == 1 and list(strides) == sorted(strides, reverse=True)) else f", strides {strides} bytes"
     count = f"{len(arrays):,} arrays" if len(arrays) > 1 else "1 array"
     kinds = f", and {len(more)} other kinds" if more else ""
@@ -664,10 +662,10 @@ def _reason(
         own = [same for same in layouts if same[0].planes]
         found = _candidates(_readings(*raw[:1], True), replace(shape, no=1), own, num_blocks)
         fit = sorted((one for one in found if not one.rank[2]), key=lambda one: one.rank)
-        if said := [name for one in fit[:4] for name in one.candidate.names]:
+        if fitting := [name for one in fit[:4] for name in one.candidate.names]:
             return (
                 f"none takes elements of {arrays[0].dtype}; with no=1, as the planes k and v of a row are K and V, as bytes, "
-                f"{raw[1]}, these fit: {', '.join(said)}"
+                f"{raw[1]}, these fit: {', '.join(fitting)}"
             )
 
     if near := near_shapes(arrays, shape, fits):
@@ -703,9 +701,9 @@ def _with_pitches(
                 found.append((one.rank, one, ", ".join(one.name for one in same), text))
     texts: dict[Any, str] = {}
     for _, one, names, text in sorted(found, key=lambda item: item[0]):
-        said = f"The order of {names} fits{_READING[one.reading.name].format(parts=_parts(one.reading))}, with a pitch."
+        intro = f"The order of {names} fits{_READING[one.reading.name].format(parts=_parts(one.reading))}, with a pitch."
         code = _code(one, "mine.yaml", numpy)
-        texts.setdefault(_address_map(one), f"{said} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
+        texts.setdefault(_address_map(one), f"{intro} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
     return list(texts.values())
 
 
@@ -731,8 +729,8 @@ def _checks(found: Sequence[_Found], arrays: Sequence[Array], shape: BlockShape)
             outcomes: dict[str, list[str]] = {}
             for name, place in places.items():
                 outcomes.setdefault(place, []).append(name)
-            said = ", ".join(f"{AXES[axis]} 1" if axis != "o" else "V" for axis in chosen)
-            yield Check(said, tuple((place, tuple(names)) for place, names in outcomes.items()))
+            label = ", ".join(f"{AXES[axis]} 1" if axis != "o" else "V" for axis in chosen)
+            yield Check(label, tuple((place, tuple(names)) for place, names in outcomes.items()))
 
 
 def _place(one: _Found, at: Mapping[str, int], arrays: Sequence[Array]) -> str:

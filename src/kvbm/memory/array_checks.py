@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from .._arguments import quoted, require_a
 from ..errors import BindError, DTypeError, KvbmError, LayoutError, SpecError
 from ..layout.layout import Layout
+from ..layout.loops import loops_of
 from ..layout.naming import SPELLINGS
-from ..layout.overlap import merge_steps
 from ..layout.resolved import Resolved
 from ..layout.shapes import ITEMSIZE, LIMIT, BlockShape, load_shape
 from ..layout.spec import load
@@ -169,8 +169,8 @@ def of_the_bytes(at: Look) -> None:
     seen, kind = at.seen, at.kind
     if not kind.whole or (seen.shape == kind.shape and _steps_alike(at)):
         return
-    dense_or_not = (merge_steps(kind.shape, kind.strides), [(kind.whole, 1)])
-    if merge_steps(seen.shape, seen.strides) not in dense_or_not:
+    dense_or_not = (loops_of(kind.shape, kind.strides), [(kind.whole, 1)])
+    if loops_of(seen.shape, seen.strides) not in dense_or_not:
         padded = f", or dense, {kind.whole} bytes with the padding" if kind.whole != math.prod(kind.shape) else ""
         raise BindError(
             f"{at.name}: expected bytes of shape {_tuple(kind.shape)} ({' '.join(kind.axes)}) and strides {_tuple(kind.strides)}, "
@@ -388,7 +388,7 @@ def _width(dtype: str) -> int:
 def _reshape(seen: Array, kind: Kind) -> str:
     known = all(isinstance(n, int) for n in (*seen.shape, *seen.strides, *kind.shape))
     count = math.prod(kind.shape) if known else 0
-    runs = merge_steps(seen.shape, seen.strides) if known else []
+    runs = loops_of(seen.shape, seen.strides) if known else []
     # Of an array that is not contiguous, .reshape would make a copy.
     if known and math.prod(seen.shape) == count and runs in ([], [(count, ITEMSIZE.get(seen.dtype, 0))]):
         return f"if its elements are in that order, call .reshape({', '.join(map(str, kind.shape))})"

@@ -68,10 +68,10 @@ class Borrowed:
         # Views of one tensor share its version.  Tensors of inference mode have none.
         bases = {id(base): base for base in map(_base, tensors) if not base.is_inference()}
         bump = _bump(fields) if bases and fields is not None else 0
-        few = len(bases) <= (_TOLD_IN_C if bump else TOLD)
-        told = [base for base in bases.values() if few or base.requires_grad]
+        is_small = len(bases) <= (_TOLD_IN_C if bump else TOLD)
+        bumped = [base for base in bases.values() if is_small or base.requires_grad]
         #: Compared before each copy.
-        self.watch = _core.Watch(weakref.ref(pool), self._arrays, kinds, fields, told, bump, readonly)
+        self.watch = _core.Watch(weakref.ref(pool), self._arrays, kinds, fields, bumped, bump, readonly)
 
     def moved(self) -> int:
         """Index of an array that has other memory than when it was bound, or -1."""

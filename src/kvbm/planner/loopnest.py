@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import MissingKernelError, PlanError
+from ..layout.loops import coalesce
 
 __all__ = [
     "MAX_INNER",
@@ -25,10 +26,11 @@ __all__ = [
     "Kernel",
     "Mode",
     "Part",
-    "coalesce",
     "form_of",
     "kernel_name",
+    "nest",
     "parse_kernel",
+    "widest_word",
 ]
 
 #: Most modes of a kernel, and most parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
@@ -55,16 +57,10 @@ class Mode(NamedTuple):
     dst_table: int = 0
     key: int = 0
 
-    def continues(self, inner: Mode) -> bool:
-        """True if this mode continues where `inner` ends, on both sides and in keys, so that both can be merged."""
-        n = inner.extent
-        return (
-            self.dst == n * inner.dst
-            and self.src == n * inner.src
-            and self.dst_table == n * inner.dst_table
-            and self.src_table == n * inner.src_table
-            and self.key == n * inner.key
-        )
+    def split(self, count: int) -> tuple[Mode, Mode]:
+        """The mode as two, the faster with extent `count`, a divisor of the extent."""
+        extent, *strides = self
+        return self._replace(extent=count), Mode(extent // count, *(stride * count for stride in strides))
 
 
 class Id(NamedTuple):
@@ -97,20 +93,12 @@ class Id(NamedTuple):
         return self.steps if block is None else (block, *self.steps[1:])
 
 
-def coalesce(modes: Iterable[Mode]) -> tuple[Mode, ...]:
-    """Normal form of a loop nest: fastest in the destination first, with as few modes as possible.
+def nest(modes: Iterable[Mode]) -> tuple[Mode, ...]:
+    """Normal form of a loop nest: fastest in the destination first, with as few modes as possible (`coalesce`).
 
-    Extents of one are dropped.  Neighbours are merged if and only if both sides (and both tables) continue.  Equal copies have
-    equal normal forms, for any layouts.
+    Equal copies have equal normal forms, for any layouts.
     """
-    merged: list[Mode] = []
-    for mode in sorted([mode for mode in modes if mode.extent > 1], key=_nesting):
-        if merged and mode.continues(merged[-1]):
-            inner = merged[-1]
-            merged[-1] = inner._replace(extent=inner.extent * mode.extent)
-        else:
-            merged.append(mode)
-    return tuple(merged)
+    return tuple(Mode(*loop) for loop in coalesce(sorted([mode for mode in modes if mode.extent > 1], key=_nesting)))
 
 
 #: Fastest in the destination first: ``dst_table``, ``dst``, ``src_table``, ``src`` of a mode.
@@ -267,7 +255,7 @@ class Part:
         outer: list[Mode] = []
         inner: list[Mode] = []
         size = 1
-        for mode in coalesce(modes):
+        for mode in nest(modes):
             if mode.src_table or mode.dst_table or mode.src >= _STRIDE_LIMIT or mode.dst >= _STRIDE_LIMIT:
                 outer.append(mode)
             else:
@@ -336,21 +324,21 @@ class Part:
         run, loops = self.run_bytes, (*self.inner[1:], *self.outer)
         src_alignment = math.gcd(src_alignment, *self.src_id.steps)
         dst_alignment = math.gcd(dst_alignment, *self.dst_id.steps)
-        src = _power(src_alignment, self.src_offset, *[mode.src for mode in loops])
-        dst = _power(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
+        src = widest_word(src_alignment, self.src_offset, *[mode.src for mode in loops])
+        dst = widest_word(dst_alignment, self.dst_offset, *[mode.dst for mode in loops])
         if (spans := self.spans) and min(src, dst) >= run:
             a, b = spans
             # A 16-byte word of elements of one side becomes a word of the other side: all strides except the contiguous one must be
             # multiples of a word.
-            src_word = _power(
+            src_word = widest_word(
                 src_alignment, self.src_offset, a.extent * run, *[mode.src for mode in loops if mode is not a]
             )
-            dst_word = _power(
+            dst_word = widest_word(
                 dst_alignment, self.dst_offset, b.extent * run, *[mode.dst for mode in loops if mode is not b]
             )
             word = WIDEST if min(src_word, dst_word) == WIDEST else run
             return form_of("tile", len(self.outer), len(self.inner) - 3, run, word)
-        word = min(_power(run), src, dst)
+        word = min(widest_word(run), src, dst)
         return form_of("copy" if len(self.inner) == 1 else "rows", len(self.outer), len(self.inner), 0, word)
 
     def fold(self, src_entry: int | None, dst_entry: int | None) -> Part:
@@ -470,7 +458,7 @@ Arguments = tuple[
 form_of = functools.lru_cache(maxsize=None)(Form)
 
 
-def _power(*values: int) -> int:
+def widest_word(*values: int) -> int:
     """Largest power of two, at most `WIDEST`, that divides all values."""
     common = math.gcd(WIDEST, *values)
     return common & -common

@@ -5,12 +5,13 @@ It is pure: the input is parts of a plan, the alignment of both sides and the ex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import MissingKernelError
-from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name
+from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name, parse_kernel
 from .shared_tiles import Staged, stage
 
 __all__ = ["CellParams", "Kernels", "Launch", "Steps", "engine_arguments", "launches", "lower"]
@@ -73,8 +74,8 @@ class Launch(NamedTuple):
 
     def arguments(self, src: Steps, dst: Steps) -> list[Arguments]:
         """The arguments of the kernel, one per part, for tables that were shortened by `src` and `dst`."""
-        told = [part.fold(src.entry, dst.entry).arguments(form, src.block, dst.block) for part, form in self.work]
-        return [_of_page(one, rows) for one, rows in zip(self.staged, told, strict=True)] if self.staged else told
+        args = [part.fold(src.entry, dst.entry).arguments(form, src.block, dst.block) for part, form in self.work]
+        return [_of_page(one, rows) for one, rows in zip(self.staged, args, strict=True)] if self.staged else args
 
 
 class Steps(NamedTuple):
@@ -204,8 +205,6 @@ class Kernels:
     ----------
     names : frozenset of str
         Names of all built kernels.
-    forms : tuple of Form
-        Forms of the kernels of one part, the leanest first.
     compiles : callable
         Returns True if a kernel that is not built can be compiled at run time.
     on_gpu : bool
@@ -213,9 +212,14 @@ class Kernels:
     """
 
     names: frozenset[str]
-    forms: tuple[Form, ...]
     compiles: Callable[[Kernel], bool]
     on_gpu: bool
+
+    @functools.cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """Forms of the kernels of one part, the leanest first.  Only a plan whose own kernel is not built needs them."""
+        single = (parse_kernel(name)[0] for name in sorted(self.names) if "__" not in name)
+        return tuple(sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind)))
 
     def has(self, kernel: Kernel) -> bool:
         return kernel_name(kernel) in self.names or self.compiles(kernel)
@@ -284,7 +288,7 @@ def _of_page(one: Staged, of_rows: Arguments) -> Arguments:
     offsets, outer, inner, strides, _ = of_rows
     still = [(1, 0, 0)] * (MAX_INNER - 1 - len(inner))
     loops = [*inner, *still, (one.pieces.extent, one.pieces.src, one.pieces.dst)]
-    return offsets, outer, loops, strides, (one.word, one.item, one.apart, one.place, one.held)
+    return offsets, outer, loops, strides, (one.word, one.item, one.distance, one.place, one.held)
 
 
 def engine_arguments(parts: Sequence[Part]) -> list[list[Arguments]]:
@@ -292,5 +296,5 @@ def engine_arguments(parts: Sequence[Part]) -> list[list[Arguments]]:
     fitted = [part.fit("rows") for part in parts]
     if any(len(pieces) > 1 for pieces in fitted):
         return []
-    told = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
-    return [told[first : first + MAX_PARTS] for first in range(0, len(told), MAX_PARTS)]
+    args = [part.arguments(Form("rows", len(part.outer), len(part.inner), 0, 1)) for (part,) in fitted]
+    return [args[first : first + MAX_PARTS] for first in range(0, len(args), MAX_PARTS)]

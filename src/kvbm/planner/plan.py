@@ -16,8 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 from .._arguments import quoted, whole
 from .._shown import Shown
 from ..errors import LayoutError, MissingKernelError, PlanError
-from ..layout.address_map import Access, Step, refine
+from ..layout.address_map import Access, Step
 from ..layout.layout import Layout
+from ..layout.loops import refine
 from ..layout.region import Section, pieces
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
@@ -328,13 +329,11 @@ def plan(
         raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape or its text, or one for each side, got none")
     title = f"{src.name} → {dst.name}"
     shapes = tuple(as_shape(one, f"{title}: shape") for one in _both(shape, f"{title}: shape"))
-    found = [whole(one) for one in _both(num_blocks, f"{title}: num_blocks")]
-    if not all(one is not None and one > 0 for one in found):
+    counts = [whole(one) or 0 for one in _both(num_blocks, f"{title}: num_blocks")]
+    if min(counts) < 1:
         raise PlanError(f"{title}: num_blocks: expected a number from 1 on, or one for each side, got {quoted(num_blocks)}")
-    blocks = (found[0], found[1])
-    windows = None if layers is None else _windows(f"{src.name} → {dst.name}", (shapes[0].nl, shapes[1].nl), layers)
-    # Layouts with the same meaning are equal.  The key includes their names, so that the title has the names of this call.
-    return _plan_cached(src, dst, src.name, dst.name, shapes, blocks, windows)
+    here, there = src.resolve(shapes[0], counts[0]).section, dst.resolve(shapes[1], counts[1]).section
+    return between_layers(here, there, title, layers)
 
 
 def _both(given: Any, what: str) -> tuple[Any, Any]:
@@ -362,24 +361,8 @@ def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range
     return sides[0], sides[1]
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan_cached(
-    src: Layout,
-    dst: Layout,
-    src_name: str,
-    dst_name: str,
-    shapes: tuple[BlockShape, BlockShape],
-    blocks: tuple[int, int],
-    windows: tuple[range, range] | None,
-) -> Plan:
-    here, there = src.resolve(shapes[0], blocks[0]).section, dst.resolve(shapes[1], blocks[1]).section
-    if windows is not None:
-        here, there = here.select("l", windows[0]), there.select("l", windows[1])
-    return between(here, there, f"{src_name} → {dst_name}")
-
-
 def between(src: Section, dst: Section, title: str, keys: Section | None = None) -> Plan:
-    """Plan the copy between two sections.  `plan` creates them from layouts and sizes, and caches its plans.
+    """Plan the copy between two sections.
 
     With `keys` (`kvbm.digest.cells`) the loops are also refined for the keys, and have strides in keys.  Then each axis of
     the sections must be one loop.
@@ -405,26 +388,32 @@ def joined(plans: Sequence[Plan]) -> Plan:
 
 
 def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:
-    """`between` for some layers of the sections."""
+    """`between` for some layers of the sections; plans are cached."""
     if layers is not None:
         ours, theirs = _windows(title, (src.count("l"), dst.count("l")), layers)
         src, dst = src.select("l", ours), dst.select("l", theirs)
+    return _cached(src, dst, title, src.layout.name, dst.layout.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached(src: Section, dst: Section, title: str, *_names: str) -> Plan:
+    """`between`.  Layouts with the same meaning are equal; their names are in the key, so that a plan has those of its call."""
     return between(src, dst, title)
 
 
 def _parts(title: str, src: Section, dst: Section, keys: Section | None = None) -> tuple[Part, ...]:
     """The loop nests of two sections.  Each axis of a section is one loop."""
     planes = _planes(title, src, dst)
-    apart = any(len(side) == 2 for pair in planes for side in pair)
+    separate = any(len(side) == 2 for pair in planes for side in pair)
     of_keys = {access.plane: (access,) for access in keys.accesses} if keys else {}
     parts = []
     for here, there in planes:
-        halves: Sequence[int | None] = range(src.shape.no) if apart else (None,)
-        told = [_half(title, of_keys[here[0].plane], o) if keys else None for o in halves]
+        halves: Sequence[int | None] = range(src.shape.no) if separate else (None,)
+        key_halves = [_half(title, of_keys[here[0].plane], o) if keys else None for o in halves]
         parts.append(
             [
                 _part(title, (src, _half(title, here, o)), (dst, _half(title, there, o)), o, key)
-                for o, key in zip(halves, told, strict=True)
+                for o, key in zip(halves, key_halves, strict=True)
             ]
         )
     joined = [rejoined(halves) for halves in parts]
@@ -501,10 +490,8 @@ def _part(title: str, src: _Side, dst: _Side, half: int | None, key: Access | No
             f"{title}: axis '{' '.join(here.packed)}': {here.pack} elements of {here.dtype} share a byte on one side only, and "
             f"along '{' '.join(there.packed)}' on the other, so a copy would have to split bytes"
         )
-    if key is None:
-        modes = [*_paired(title, here, there), Mode(here.itemsize, 1, 1)]
-    else:
-        modes = [*_in_keys(title, here, there, key), Mode(here.itemsize, 1, 1, key=1)]
+    keys = (key,) if key else ()
+    modes = [*_modes(title, here, there, *keys), Mode(here.itemsize, 1, 1, key=len(keys))]
     label = " ".join(filter(None, (here.plane, "KV"[half] if half is not None else "")))
     ids = Id(here.block[1], here.block[0], here.units), Id(there.block[1], there.block[0], there.units)
     return Part.of(modes, (here.at, there.at), ids, label, half, key.at[0] if key else 0)
@@ -550,47 +537,23 @@ def _fused(title: str, access: Access, axes: tuple[str, ...]) -> Access:
         raise PlanError(f"{title}: {error}; no common refinement") from None
 
 
-def _paired(title: str, src: Access, dst: Access) -> Iterator[Mode]:
-    """Common refinement: one mode per piece that neither side splits further."""
-    ours, theirs = _by_axes(src), _by_axes(dst)
-    for axes, here in ours.items():
-        there = theirs.get(axes)
-        if there is None:
+def _modes(title: str, *sides: Access) -> Iterator[Mode]:
+    """Common refinement of source and destination, and of the keys of a digest if there are some: one mode per loop."""
+    groups = [_by_axes(side) for side in sides]
+    for axes in groups[0]:
+        digits = [group.get(axes, []) for group in groups]
+        if not all(digits):
             raise PlanError(f"{title}: axis '{' '.join(axes)}' has steps on one side only; no common refinement")
-        if len(here) == len(there) == 1:
-            s, d = here[0], there[0]
-            yield Mode(s.extent, s.nbytes, d.nbytes, s.entries, d.entries)
-            continue
-        start = here[0].divisor  # a packed axis starts at `pack`
         try:
-            pieces = list(refine([step.divisor for step in (*here, *there)], here[-1].divisor * here[-1].extent, start))
+            loops = list(refine([[step[1:5] for step in side] for side in digits]))
         except LayoutError:
-            splits = " and ".join(
-                "(" + ",".join(str(s.extent) for s in reversed(steps)) + ")" for steps in (here, there)
-            )
-            raise PlanError(f"{title}: splits {splits} of '{' '.join(axes)}' have no common refinement") from None
-        for divisor, extent in pieces:
-            s, d = (next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in (here, there))
-            si, di = divisor // s.divisor, divisor // d.divisor
-            yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di)
-
-
-def _in_keys(title: str, src: Access, dst: Access, key: Access) -> Iterator[Mode]:
-    """The same for three sides: source, destination and keys."""
-    sides = [_by_axes(access) for access in (src, dst, key)]
-    for axes, own in sides[0].items():
-        steps = [side.get(axes, []) for side in sides]
-        end = own[-1].divisor * own[-1].extent
-        try:
-            pieces = list(refine([step.divisor for side in steps for step in side], end, own[0].divisor))
-            for divisor, extent in pieces:
-                s, d, k = [next(x for x in side if x.divisor <= divisor < x.divisor * x.extent) for side in steps]
-                si, di, ki = (divisor // x.divisor for x in (s, d, k))
-                yield Mode(extent, s.nbytes * si, d.nbytes * di, s.entries * si, d.entries * di, k.nbytes * ki)
-        except (LayoutError, StopIteration):
+            splits = ["(" + ",".join(str(step.extent) for step in reversed(side)) + ")" for side in digits]
             raise PlanError(
-                f"{title}: splits of '{' '.join(axes)}' have no common refinement with a digest's cells"
+                f"{title}: splits {' and '.join(splits[:2])} of '{' '.join(axes)}' have no common refinement"
+                + (" with a digest's cells" if sides[2:] else "")
             ) from None
+        for extent, src, src_table, dst, dst_table, *key in loops:
+            yield Mode(extent, src, dst, src_table, dst_table, *key[:1])
 
 
 def _by_axes(access: Access) -> dict[tuple[str, ...], list[Step]]:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .loopnest import Mode, Part, coalesce
+from .loopnest import WIDEST, Mode, Part, nest, widest_word
 
 __all__ = ["Staged", "stage"]
 
-#: Bytes of a word, and of a sector of memory.  A partly written sector costs a read.
-_WORD, _SECTOR = 16, 32
+#: Bytes of a sector of memory.  A partly written sector costs a read.
+_SECTOR = 32
 
 #: Pages are used if rows need more than `_MANY` times the words of a dense copy, or if more than 1 / `_MOSTLY` of all bytes are
 #: written in rows whose size or step is not a multiple of a sector.
@@ -42,7 +42,7 @@ class Staged(NamedTuple):
         The step from piece to piece.
     word, item : int
         Bytes per access to shared memory, and to global memory.
-    apart : int
+    distance : int
         Distance in bytes between the words of an item in shared memory.
     place, held : int
         Its start in shared memory, and the bytes of the dense segment that starts with it (0: it lies in another part's segment).
@@ -54,7 +54,7 @@ class Staged(NamedTuple):
     pieces: Mode
     word: int
     item: int
-    apart: int
+    distance: int
     place: int
     held: int
     gathers: bool
@@ -91,7 +91,7 @@ def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> b
     total = sum(part.nbytes for part in parts)
     alignments = ((part, (src_alignment, dst_alignment)) for part in parts)
     words = sum(part.nbytes // min(_word(part, side, both[side]) for side in (0, 1)) for part, both in alignments)
-    if words * _WORD > _MANY * total:
+    if words * WIDEST > _MANY * total:
         return True
     cut = sum(part.nbytes for part in parts if any(step % _SECTOR for step in _row(part, 1)))
     return cut * _MOSTLY > total
@@ -99,7 +99,7 @@ def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> b
 
 def _row(part: Part, side: int) -> tuple[int, ...]:
     """Bytes of a dense row on one side, and the steps from row to row."""
-    own = coalesce(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
+    own = nest(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
     return (own[0].extent, *(mode.dst for mode in own[1:])) if own else (part.run_bytes,)
 
 
@@ -112,14 +112,9 @@ def _start(part: Part, side: int) -> tuple[int, int]:
     return (part.dst_table_offset, part.dst_offset) if side else (part.src_table_offset, part.src_offset)
 
 
-def _power(*values: int) -> int:
-    common = math.gcd(_WORD, *values)
-    return common & -common
-
-
 def _word(part: Part, side: int, alignment: int) -> int:
     """The widest word for a part, as far as this side is concerned."""
-    return _power(part.run_bytes, alignment, _start(part, side)[1], *(_step(mode, side) for mode in part.inner[1:]))
+    return widest_word(part.run_bytes, alignment, _start(part, side)[1], *(_step(mode, side) for mode in part.inner[1:]))
 
 
 def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> list[Staged] | None:
@@ -133,8 +128,8 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
         return None
     ids = [step for part in parts for step in (part.dst_id if side else part.src_id).steps]
     steps = [_step(mode, side) for part, pieces in cut for mode in (*part.outer, pieces)]
-    if _power(alignments[side], *ids, *steps) < _WORD or any(
-        start[1] % _WORD or size % _WORD for start, size in segments
+    if widest_word(alignments[side], *ids, *steps) < WIDEST or any(
+        start[1] % WIDEST or size % WIDEST for start, size in segments
     ):
         return None
     made, begin = [], 0
@@ -142,19 +137,19 @@ def _staged(parts: Sequence[Part], side: int, alignments: tuple[int, int]) -> li
     for start, size in segments:
         places[start] = begin
         begin += size
-    led: set[tuple[int, int]] = set()
+    started: set[tuple[int, int]] = set()
     turns: dict[tuple[int, int], tuple[tuple[object, ...], ...]] = {}
     for part, pieces in cut:
         at = _start(part, side)
         first, size = next((s, n) for s, n in segments if s[0] == at[0] and s[1] <= at[1] < s[1] + n)
         if _turns(part, pieces, side) != turns.setdefault(first, _turns(part, pieces, side)):
             return None  # parts that are adjacent in this piece are not adjacent in the next
-        leads = first == at and first not in led
+        leads = first == at and first not in started
         if leads:
-            led.add(first)
+            started.add(first)
         place = places[first] + at[1] - first[1]
         made.append(_items(part, pieces, side, alignments[1 - side], place, size if leads else 0))
-    return made if led == {start for start, _ in segments} else None
+    return made if started == {start for start, _ in segments} else None
 
 
 def _turns(part: Part, pieces: Mode, side: int) -> tuple[tuple[object, ...], ...]:
@@ -173,20 +168,20 @@ def _items(part: Part, pieces: Mode, side: int, alignment: int, place: int, held
     def sizes(run: int, loops: Sequence[Mode]) -> tuple[int, int]:
         """Bytes of an item, and the widest word that divides every step in shared memory."""
         far = [_step(mode, other) for mode in (*loops, pieces, *part.outer) if mode.extent > 1]
-        item = _power(run, alignment, _start(part, other)[1], *far_id.steps, *far)
-        return item, _power(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
+        item = widest_word(run, alignment, _start(part, other)[1], *far_id.steps, *far)
+        return item, widest_word(item, place, *(_step(mode, side) for mode in loops if mode.extent > 1))
 
-    def staged(run: int, loops: Sequence[Mode], word: int, item: int, apart: int) -> Staged:
+    def staged(run: int, loops: Sequence[Mode], word: int, item: int, distance: int) -> Staged:
         inner = (Mode(run, 1, 1), *(mode for mode in loops if mode.extent > 1))
-        return Staged(replace(part, inner=inner), pieces, word, item, apart, place, held, side == 0)
+        return Staged(replace(part, inner=inner), pieces, word, item, distance, place, held, side == 0)
 
     if run in (1, 4) and loops and _step(loops[0], other) == run:
-        count = math.gcd(_WORD // run, loops[0].extent)
-        rest = [Mode(loops[0].extent // count, loops[0].src * count, loops[0].dst * count), *loops[1:]]
+        count = math.gcd(WIDEST // run, loops[0].extent)
+        rest = [loops[0].split(count)[1], *loops[1:]]
         item, word = sizes(run * count, rest)
-        apart = _step(loops[0], side)
-        if count > 1 and item == run * count and word >= run and apart % run == 0:
-            return staged(item, rest, run, item, apart)
+        distance = _step(loops[0], side)
+        if count > 1 and item == run * count and word >= run and distance % run == 0:
+            return staged(item, rest, run, item, distance)
     item, word = sizes(run, loops)
     word = word if word == item else 4 if word >= 4 else 1  # the word sizes that are compiled
     return staged(run, loops, word, item, 4 if word >= 4 else 1)  # words of two bytes are moved as single bytes in shared memory
@@ -203,7 +198,7 @@ def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
     extent = slowest[0].extent if slowest[0] else 1
     row = total // extent
     # The least number of rows that is a whole number of words in every part.
-    least = math.lcm(*(_WORD // math.gcd(_WORD, _step(mode, side)) for mode in slowest if mode))
+    least = math.lcm(*(WIDEST // math.gcd(WIDEST, _step(mode, side)) for mode in slowest if mode))
     fit = [n for n in range(least, extent + 1, least) if extent % n == 0]
     small = [n for n in fit if n * row <= _PIECE]
     count = max(small) if small else min(fit, default=0)
@@ -216,9 +211,9 @@ _STILL = Mode(1, 0, 0)
 
 
 def _cut(part: Part, mode: Mode, count: int) -> tuple[Part, Mode]:
-    inner = [m._replace(extent=count) if m is mode else m for m in part.inner]
-    kept = tuple(m for i, m in enumerate(inner) if m.extent > 1 or i == 0)
-    return replace(part, inner=kept), Mode(mode.extent // count, mode.src * count, mode.dst * count)
+    inside, pieces = mode.split(count)
+    inner = [inside if m is mode else m for m in part.inner]
+    return replace(part, inner=tuple(m for i, m in enumerate(inner) if m.extent > 1 or i == 0)), pieces
 
 
 def _segments(parts: Sequence[Part], side: int) -> list[tuple[tuple[int, int], int]] | None:
@@ -241,7 +236,7 @@ def _segments(parts: Sequence[Part], side: int) -> list[tuple[tuple[int, int], i
 
 def _runs(part: Part, side: int) -> Iterator[tuple[int, int, int]]:
     """Table index, start and size of every dense run of a part."""
-    own = coalesce(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
+    own = nest(Mode(mode.extent, _step(mode, side), _step(mode, side)) for mode in part.inner)
     run, loops = (own[0].extent, own[1:]) if own and own[0].dst == 1 else (1, own)
     entry, start = _start(part, side)
     turns = [0] * len(loops)

@@ -149,16 +149,20 @@ class Pool(FromEngines, Shown):
         arrays: Sequence[Any],
         num_blocks: int | None = None,
         gates: Sequence[Callable[[Any], None]] = ALIKE,
+        resolved: Resolved | None = None,
         addresses: npt.NDArray[np.uint64] | None = None,
     ) -> None:
-        """Bind arrays.  With `addresses` they are kvbm's own and as the layout says: `found` then describes the first."""
+        """Bind arrays.  With `addresses` they are kvbm's own and as `resolved` says: `found` then describes the first."""
         if not found:
             raise BindError(f"{layout.name}: expected at least one array, got none")
         self.layout = layout
         self.shape = shape
         self.arrays: Sequence[Any] = arrays
-        self.num_blocks = _count_blocks(layout, shape, found) if num_blocks is None else _whole(layout, num_blocks)
-        self.resolved: Resolved = layout.resolve(shape, self.num_blocks)
+        if resolved is None:
+            blocks = _count_blocks(layout, shape, found) if num_blocks is None else _whole(layout, num_blocks)
+            resolved = layout.resolve(shape, blocks)
+        self.num_blocks = resolved.num_blocks
+        self.resolved = resolved
         if addresses is None and len(found) != self.resolved.table_size:
             raise BindError(
                 f"{layout.name} ({layout.order_text}): expected {self.resolved.table_size} arrays, one per allocation in table "
@@ -264,7 +268,7 @@ class Pool(FromEngines, Shown):
         first = Array(begin, resolved.first.shape, resolved.first.strides, resolved.first.dtype, place)
         addresses = arrays.offsets.astype(np.uint64)
         addresses += np.uint64(begin)
-        pool._bind(layout, shape, [first], arrays, num_blocks, addresses=addresses)
+        pool._bind(layout, shape, [first], arrays, resolved=resolved, addresses=addresses)
         pool._owned, pool._slab = owned, (begin, begin + nbytes)
         if progress is not None and found[1] != "pinned":
             progress(pool.nbytes, pool.nbytes)
@@ -697,6 +701,8 @@ def _whole(layout: Layout, num_blocks: Any) -> int:
 
 def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:
     """The number of blocks, from the number of arrays or from the extent of the axis ``b``."""
+    if blocks := _plain_count(layout, shape, found):
+        return blocks
     one = layout.resolve(shape, 1)
     if layout.b_in_table:
         blocks, rest = divmod(len(found), one.table_size)
@@ -722,3 +728,26 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks
+
+
+def _plain_count(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:
+    """The number of blocks as the terms of the order alone show it; 0 if that takes the layout at a size, or an error is due."""
+    order = layout.orders[0]
+    if layout.b_in_table:
+        arrays, sizes = 1, {**shape.sizes, "b": 1}
+        for term in order.table:
+            if term.steps or not (term.planes or sizes.keys() >= set(term.axes)):
+                return 0
+            arrays *= len(term.axes) if term.planes else term.extent(sizes)
+        blocks, rest = divmod(len(found), arrays)
+        return 0 if rest else blocks
+    terms = [term for term in order.inner if not term.planes]
+    is_record = bool(layout.planes) and not any(term.planes for term in order.table)
+    if not is_record:
+        own = layout.planes[0].orders if layout.planes else layout.orders
+        if len(own[: shape.no]) > 1 and not any(term.axes == ("o",) for term in order.table):
+            return 0  # K and V have orders of their own in one array
+        terms += own[0].inner if layout.planes else ()
+    axes, rows = [str(term) for term in terms], found[0].shape
+    at = axes.index("b") if "b" in axes else len(rows)
+    return rows[at] if at < len(rows) and (is_record or len(rows) == len(axes)) else 0

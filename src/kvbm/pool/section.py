@@ -53,13 +53,13 @@ class PoolSection:
         *,
         is_whole: bool = False,
         choices: tuple[tuple[str, Any], ...] = (),
-        said: str = "",
+        calls: str = "",
     ) -> None:
         self.pool = pool
         self.of = section
         self.is_whole = is_whole
         self.choices = choices
-        self._said = said  # the calls that created it, for messages
+        self._calls = calls  # the calls that created it, for messages
         self._keys: dict[Model | None, Keys] = {}
 
     @property
@@ -97,8 +97,8 @@ class PoolSection:
         except LayoutError as error:
             raise PlanError(str(error)) from None
         named = [("planes", planes), ("l", l), ("o", o), ("h", h), ("t", t), ("d", d), *others.items()]
-        said = ", ".join(f"{what}={_said(some)}" for what, some in named if some is not None)
-        return PoolSection(self.pool, section, choices=tuple(choices), said=f"{self._said}.section({said})")
+        selected = ", ".join(f"{what}={_short(some)}" for what, some in named if some is not None)
+        return PoolSection(self.pool, section, choices=tuple(choices), calls=f"{self._calls}.section({selected})")
 
     def units(self, tokens: int) -> PoolSection:
         """Units of this section's blocks, as for `Pool.units`."""
@@ -118,7 +118,7 @@ class PoolSection:
                 "use more tokens per unit"
             )
         choices = (*self.choices, ("t", range(section.count("t"))))
-        return PoolSection(self.pool, section, choices=choices, said=f"{self._said}.units({tokens})")
+        return PoolSection(self.pool, section, choices=choices, calls=f"{self._calls}.units({tokens})")
 
     def _names(self, planes: Any) -> list[str]:
         if isinstance(planes, str):
@@ -176,7 +176,7 @@ class PoolSection:
             raise PlanError(f"{self.pool.layout.name}: expected axes among {' '.join(sizes)}, got {quoted(axis)}{hint}")
 
     def __repr__(self) -> str:
-        return f"PoolSection({self.pool.layout.name}{self._said}, num_ids={self.num_ids})"
+        return f"PoolSection({self.pool.layout.name}{self._calls}, num_ids={self.num_ids})"
 
 
 def _coordinates(axis: str, given: Any) -> Coordinates:
@@ -198,6 +198,6 @@ def _coordinates(axis: str, given: Any) -> Coordinates:
     return found
 
 
-def _said(given: Any) -> str:
+def _short(given: Any) -> str:
     text = repr(given)
     return text if len(text) <= 60 else f"{text[:59]}…"

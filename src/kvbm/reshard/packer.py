@@ -16,7 +16,7 @@ from ..compile.prepare import digest_copies, prepare
 from ..digest.cells import Keys, Model, alone, fused, keys_of
 from ..digest.run import fused_copies, pinned
 from ..errors import BindError, LayoutError, PlanError
-from ..layout.overlap import merge_steps
+from ..layout.loops import loops_of
 from ..layout.region import Section
 from ..layout.shapes import ITEMSIZE
 from ..memory.array_info import Array, describe
@@ -360,7 +360,7 @@ class Packer:
     def slot(self, given: Any, size: int, where: object, *, exact: bool = False) -> Array:
         found = given if isinstance(given, Array) else describe(given, str(where))
         nbytes = math.prod(found.shape)
-        if ITEMSIZE.get(found.dtype) != 1 or merge_steps(found.shape, found.strides) not in ([], [(nbytes, 1)]):
+        if ITEMSIZE.get(found.dtype) != 1 or loops_of(found.shape, found.strides) not in ([], [(nbytes, 1)]):
             raise BindError(
                 f"{where}: expected contiguous bytes, got {found.dtype} of shape {found.shape} and strides of {found.strides} bytes"
             )

@@ -37,7 +37,7 @@ def table(made: Resharding, tokens: int | None = None) -> str:
     groups = list(_groups(made, tokens))
     several = any(len(group) > 1 for group, _ in groups)
     rows = [tuple(f"{column} each" if several and column == "bytes" else column for column in _COLUMNS)]
-    rows += [(_ranks(m.src for m in group), _ranks(m.dst for m in group), *said) for group, said in groups]
+    rows += [(_ranks(m.src for m in group), _ranks(m.dst for m in group), *texts) for group, texts in groups]
     cut = len(rows) - 1 if len(rows) - 1 <= _MOST_ROWS else _SHOWN
     left_out = sum(len(group) for group, _ in groups[cut:])
     rows = rows[: cut + 1]
@@ -45,8 +45,8 @@ def table(made: Resharding, tokens: int | None = None) -> str:
     lines = [f"{made.src} → {made.dst}: {_plural(len(made.messages), 'message')}, {units(made)}"]
     for row in rows:
         cells = zip(row, widths, _COLUMNS, strict=True)
-        said = [text.ljust(n) if column in _LEFT else text.rjust(n) for text, n, column in cells]
-        lines.append("  " + "   ".join(said).rstrip())
+        texts = [text.ljust(n) if column in _LEFT else text.rjust(n) for text, n, column in cells]
+        lines.append("  " + "   ".join(texts).rstrip())
     if left_out:
         lines.append(
             f"  … and {_plural(left_out, 'message')} in {_plural(len(groups) - cut, 'row')}; the JSON has all of them"
@@ -75,10 +75,10 @@ def _groups(made: Resharding, tokens: int | None) -> Iterator[tuple[list[Message
     for m in made.messages:
         for meetings in (m.h, m.l):
             if meetings not in names:
-                names[meetings] = _said(meetings)
-        said = names[m.h], names[m.l]
+                names[meetings] = _meeting_text(meetings)
+        texts = names[m.h], names[m.l]
         row: tuple[str, ...] = (
-            *said,
+            *texts,
             f"{m.tokens} of {m.t.tokens}",
             size_text(made.nbytes(m, tokens)),
             f"{row_bytes} B",
@@ -121,7 +121,7 @@ def units(made: Resharding) -> str:
     return f"unit {_plural(unit.tokens, 'token')}: {sides[0]} → {sides[1]}"
 
 
-def _said(meetings: Sequence[Meeting]) -> str:
+def _meeting_text(meetings: Sequence[Meeting]) -> str:
     """Coordinates of the model, and their local coordinates on the destination if these differ."""
     model = Runs.of(sorted(x for meeting in meetings for x in meeting.coordinates("first")))
     local = Runs.of(sorted(x for meeting in meetings for x in meeting.coordinates("dst")))

@@ -32,7 +32,7 @@ import numpy as np
 
 from .._arguments import quoted
 from ..errors import BindError, LayoutError, printable
-from ..layout.overlap import merge_steps
+from ..layout.loops import loops_of
 from ..layout.shapes import ITEMSIZE, PACKED, BlockShape
 from ..system.cache import replacing
 from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
@@ -518,7 +518,7 @@ def _name(index: int) -> str:
 def _entry(allocation: Allocation) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape of an allocation in a header.  Bytes, if it has padding (safetensors has no strides) or its dtype no code."""
     sizes, size = tuple(allocation.shape), allocation.itemsize
-    if (merge_steps(sizes, allocation.strides) or [(1, size)]) != [(allocation.nbytes / size, size)]:
+    if (loops_of(sizes, allocation.strides) or [(1, size)]) != [(allocation.nbytes / size, size)]:
         return "U8", (allocation.nbytes,)
     if allocation.dtype not in _CODES:  # integers of four bits; the metadata has their dtype
         return "U8", sizes

@@ -86,17 +86,17 @@ class Face:
 
     def require_one_format(self, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
         """Raise `DTypeError` if tensors of one plane are of two formats of one byte.  Each may have a dtype of its own."""
-        told = tuple(tensor.dtype for tensor in tensors), tuple(tensor.dtype for tensor in out)
-        if told not in self._alike:
+        dtypes = tuple(tensor.dtype for tensor in tensors), tuple(tensor.dtype for tensor in out)
+        if dtypes not in self._alike:
             found = []
-            for what, side, of in zip(("inputs", "outputs"), (self.src, self.dst), told, strict=True):
+            for what, side, of in zip(("inputs", "outputs"), (self.src, self.dst), dtypes, strict=True):
                 blocks = max(len(of) // side.arrays_a_block, 1) if side.arrays_a_block else 1
                 resolved = side.layout.resolve(self.shape, blocks)
                 found.append(formats_of(resolved, [dtype_name(one) for one in of], f"convert_: {what}"))
             require_one_format("convert_", *found)
             if len(self._alike) >= _MOST_SIZES:
                 self._alike.clear()
-            self._alike.add(told)
+            self._alike.add(dtypes)
 
     def empty(self, kind: tuple[tuple[int, ...], tuple[int, ...], str, int]) -> torch.Tensor:
         """A new tensor of a kind, with the kind's dtype or else that of the inputs."""

@@ -106,11 +106,11 @@ def keep(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
         current = torch.cuda.current_stream(stream.device)
         after(stream, current)
         stream = current
-    told = set()
+    recorded = set()
     for tensor in tensors:
         storage = tensor.untyped_storage().data_ptr()
-        if tensor.is_cuda and storage not in told:
-            told.add(storage)
+        if tensor.is_cuda and storage not in recorded:
+            recorded.add(storage)
             tensor.record_stream(stream)
 
 

@@ -43,8 +43,8 @@ _KINDS: Final[dict[str, range | str]] = {
 _OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
 _OF_GPU: Final[dict[str, range | str]] = {"ipc": "[0-9a-f]{128}", "address": range(1, 1 << 63)}
 
-#: The link of a descriptor that may be opened in another process: only memory files of kvbm match.
-_FILE = re.compile(r"/memfd:kvbm( ring| loans) \(deleted\)")
+#: The link of a descriptor that may be opened in another process: only memory files of kvbm have it.
+_LINK: Final = "/memfd:kvbm {} (deleted)"
 
 
 def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
@@ -235,21 +235,21 @@ class Mapped:
         if known is not None and self._page is not None:
             known.lost = known.lost or "it was dropped"
             self._page.drop(peer)
+        end = time.monotonic() + (self._drop_seconds if seconds is None else seconds)
         self._wire.drop(peer, seconds)
         if known is not None:
-            self._await_loans([peer], seconds)
+            self._await_loans([peer], max(end - time.monotonic(), 0.0))
 
-    def _await_loans(self, peers: list[str], seconds: float | None = None) -> None:
+    def _await_loans(self, peers: list[str], seconds: float) -> None:
         """Wait until these peers have returned their loans or their processes have ended."""
         _core.fence()
-        seconds = self._drop_seconds if seconds is None else seconds
         late = deadline(seconds)
         for peer in peers:
             known = self._peers[peer]
             while known.has_loans() and not known.process.is_over():
                 if late():
                     raise TransferTimeoutError(
-                        f"{peer}: it still writes to what it was lent after {seconds} s: do not use it for something "
+                        f"{peer}: it still writes to what it was lent after {seconds:.3g} s: do not use it for something "
                         "else, and drop again"
                     )
                 time.sleep(0.0002)
@@ -263,7 +263,7 @@ class Mapped:
                 known.lost = known.lost or "this side is closed"
                 self._page.drop(peer)
         self._wire.close()
-        self._await_loans(list(self._peers))
+        self._await_loans(list(self._peers), self._drop_seconds)
         if self._page is not None and any(self._page.count_of(peer) for peer in self._peers):
             raise TransferTimeoutError("this side still writes to what it was lent: close it again once that was given back")
         self._peers = {}
@@ -330,7 +330,7 @@ class _Page:
 
     @classmethod
     def opened(cls, pid: int, number: int, name: str) -> _Page:
-        file = _opened(pid, number, _PAGE_BYTES)
+        file = _opened(pid, number, "loans", _PAGE_BYTES)
         try:
             found = cls(file, name)
         finally:
@@ -401,7 +401,7 @@ class _Lent:
         self.nbytes, self.device = shared["nbytes"], device
         self._close: Callable[[], object] = int
         if device == "cpu":
-            file = _opened(shared["pid"], shared["file"], self.nbytes)
+            file = _opened(shared["pid"], shared["file"], "ring", self.nbytes)
             try:
                 pages = mmap.mmap(file, self.nbytes)
             finally:
@@ -487,14 +487,14 @@ def memory_file(what: str, nbytes: int) -> int:
     return file
 
 
-def _opened(pid: int, number: int, nbytes: int) -> int:
-    """Open a memory file of another process.  Raises `BindError` for any other file."""
-    path = Path(f"/proc/{pid}/fd/{number}")
-    if not _FILE.fullmatch(str(path.readlink())):
+def _opened(pid: int, number: int, what: str, nbytes: int) -> int:
+    """Open a memory file of another process, as `memory_file` made it.  Raises `BindError` for any other file."""
+    path, link = Path(f"/proc/{pid}/fd/{number}"), _LINK.format(what)
+    if str(path.readlink()) != link:
         raise BindError("its card names a file that is no memory of kvbm")
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        is_file = _FILE.fullmatch(str(Path(f"/proc/self/fd/{file}").readlink())) and os.fstat(file).st_size == nbytes
+        is_file = str(Path(f"/proc/self/fd/{file}").readlink()) == link and os.fstat(file).st_size == nbytes
         if not is_file or fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
             raise BindError("its card names a file that is no memory of kvbm of this size")
     except BaseException:

@@ -165,10 +165,11 @@ class _Torch(Ends["_Far"]):
 
     def _end(self, peers: list[_Far], why: str, seconds: float | None = None) -> None:
         seconds = self._drop_seconds if seconds is None else seconds
+        end = time.monotonic() + seconds
         for far in peers:
             far.lose(why)
         for far in peers:
-            if not far.writing.acquire(timeout=seconds):
+            if not far.writing.acquire(timeout=max(end - time.monotonic(), 0.0)):
                 raise TransferTimeoutError(
                     f"{self.name}: a receive from {far.card.name} still runs after {seconds} s; it may still write "
                     "to the memory that the peer was granted: do not reuse this memory, and call drop again"

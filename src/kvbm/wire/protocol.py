@@ -79,14 +79,14 @@ class Slab:
     @classmethod
     def of(cls, array: Any) -> Slab:
         """The memory of a contiguous, writable array of any framework."""
-        from ..layout.overlap import merge_steps
+        from ..layout.loops import loops_of
         from ..layout.shapes import ITEMSIZE
         from ..memory.array_info import describe
 
         found = describe(array, "slab")
         size = ITEMSIZE.get(found.dtype, 0)
         count = math.prod(found.shape)
-        if found.readonly or merge_steps(found.shape, found.strides) not in ([], [(count, size)]):
+        if found.readonly or loops_of(found.shape, found.strides) not in ([], [(count, size)]):
             raise BindError(
                 f"slab: expected a contiguous, writable array, got {found.dtype} of shape {found.shape} and strides of "
                 f"{found.strides} bytes{', read-only' if found.readonly else ''}"
@@ -124,7 +124,9 @@ class Wire(Protocol):
     """Puts, gets and notes between this process and its peers.
 
     Each side registers one slab, sends its card to the other side (kvbm does not do this), and connects.  Only one thread at a
-    time may use a wire.  No call waits for the peer, except `drop` and `close`, and `drop` no longer than its caller says.
+    time may use a wire.  No call waits for a peer, whether it is connected, silent or stopped, except `drop` and `close`: `drop` no
+    longer than its caller says, and `close` no longer than the wire's own limits, which do not grow with the number of peers.
+    `connect` may reach the peer later, by a thread of the wire or in `poll`; a peer that it does not reach is lost.
 
     **Laws.**  The code above wires relies on them; ``tests/wire/test_wire.py`` tests them for every wire.
 
