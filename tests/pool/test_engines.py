@@ -69,6 +69,15 @@ def test_a_wrong_layout_is_seen_by_its_strides(is_: str, named: str) -> None:
         kvbm.Pool.from_vllm([flash_attn(is_)] * NL, f"vllm/flash_attn_{named}")
 
 
+@pytest.mark.parametrize("shape", ["nl=3,no=1,nh=4,nt=8,hd=32,dtype=float32", "nl=3,no=2,nh=4,nt=8,hd=16,dtype=int32"])
+def test_a_shape_that_the_tensors_do_not_have_is_refused(shape: str) -> None:
+    """Also where K and V have orders of their own, and the tensors give only the sizes."""
+    caches = [numbered(NB, NH, NT, 2 * HD) for _ in range(NL)]
+    assert kvbm.Pool.from_vllm(caches, "vllm/cpu_vec", shape=f"nl=3,no=2,nh=4,nt=8,hd={HD},dtype=float32").num_blocks == NB
+    with pytest.raises(BindError, match=re.escape(f"expected tensors of {shape}, as shape= says, got tensors of nl=3,no=2")):
+        kvbm.Pool.from_vllm(caches, "vllm/cpu_vec", shape=shape)
+
+
 def test_vllm_flashinfer_one_tensor_for_all_layers_and_latents() -> None:
     caches = [numbered(NB, 2, NH, NT, HD).permute(0, 1, 3, 2, 4) for _ in range(NL)]
     want = torch.stack([cache[IDS] for cache in caches])  # l b o t h d

@@ -1,6 +1,7 @@
 // prepare.cpp: do kernels that were compiled at run time prepare their launches as built ones do?
 #include <cstdio>
 #include <cstdlib>
+#include "kernel.cuh"
 #include "runtime.cpp"
 namespace kvbm_driver { Driver driver; thread_local const char* last_call = ""; }
 using namespace kvbm;

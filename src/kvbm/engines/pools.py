@@ -130,7 +130,10 @@ class FromEngines:
             text = dims or VLLM_DIMS.get(chosen.name)
             return cls(chosen, shape or _shape_of_planes(chosen, tensors, text, "vLLM"), tensors)  # type: ignore[call-arg]
         if len(chosen.orders) > 1 and (dims or chosen.name in VLLM_DIMS):
-            return cls(chosen, *_flat(chosen, tensors, (dims or VLLM_DIMS[chosen.name]).split(), "vLLM"))  # type: ignore[call-arg]
+            held, flat = _flat(chosen, tensors, (dims or VLLM_DIMS[chosen.name]).split(), "vLLM")
+            if shape not in (None, held):
+                raise BindError(f"vLLM: {chosen.name}: expected tensors of {shape}, as shape= says, got tensors of {held}")
+            return cls(chosen, held, flat)  # type: ignore[call-arg]
         own = " ".join(_inner(chosen))
         usual = VLLM_DIMS.get(chosen.name, own)
         whole = bool(tensors) and len(tensors[0].shape) == len(own.split()) != len(usual.split())

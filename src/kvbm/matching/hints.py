@@ -59,6 +59,8 @@ def vllm_call(names: Sequence[str], resolved: Resolved, array: Array, *, joined:
     """
     if resolved.parts or len(resolved.kinds) > 1:
         return ""
+    if len(resolved.layout.orders) > 1 and resolved.shape.no == 1:  # from_vllm reads the tensor as K and V
+        return ""
     for name in names:
         dims = ["l"] * joined + VLLM_DIMS.get(name, "").split()
         if name in VLLM_DIMS and len(dims) == len(array.shape) and _has_dims(array, dims, resolved):

@@ -7,6 +7,7 @@ that distinguish its members.  kvbm does not choose one.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 import re
@@ -19,7 +20,7 @@ import numpy as np
 from .._arguments import quoted
 from ..errors import BindError, LayoutError, SpecError
 from ..layout import spec
-from ..layout.address_map import normal
+from ..layout.address_map import Access, Step, normal
 from ..layout.layout import Layout
 from ..layout.loops import coalesce
 from ..layout.naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
@@ -290,8 +291,9 @@ def match_described(
     found.sort(key=lambda one: (engine is not None and not one.candidate.names[0].startswith(own), one.rank))
     alike: dict[Any, list[Candidate]] = {}
     named = [one.candidate._replace(code=_code(one, one.candidate.names[0], numpy)) for one in found]
+    table_axes = set[str]().union(*map(_table_axes, found))
     for each, candidate in zip(found, named, strict=True):
-        alike.setdefault(_address_map(each), []).append(candidate)
+        alike.setdefault(_address_map(each, table_axes), []).append(candidate)
     checks = _checks(found, arrays, sizes) if len(found) > 1 else ()
     reason = "" if found else _reason(arrays, sizes, layouts, readings, num_blocks, numpy)
     return Match(sizes, _words(arrays), tuple(named), tuple(checks), reason, tuple(map(tuple, alike.values())))
@@ -378,49 +380,73 @@ def _candidates(
             yield best
 
 
-def _address_map(one: _Found) -> Any:
-    """What is equal for two layouts that put every element at the same address, however the arrays are bound."""
-    arrays, resolved = one.reading.arrays, one.resolved
+def _addresses(arrays: Sequence[Array]) -> Any:
+    """The address of each array: int64, or Python's integers if they are larger."""
+    if not isinstance(arrays, _Parts):
+        return np.array([one.address for one in arrays])
+    addresses: Any = np.array(arrays.whole.address)
+    for extent, stride in zip(arrays.whole.shape[: arrays.axes], arrays.whole.strides, strict=False):
+        addresses = np.add.outer(addresses, np.arange(extent) * stride)
+    return addresses.reshape(-1)
 
-    def step(nbytes: int, entries: int, extent: int) -> tuple[int, int]:
-        """The bytes of a step, if the allocations that it visits are evenly apart."""
-        apart = arrays[entries].address - arrays[0].address if extent > 1 else 0
-        even = all(arrays[i * entries].address - arrays[0].address == i * apart for i in range(extent))
-        return (nbytes + apart, 0) if even else (nbytes, entries)
 
-    maps = []
-    for access in resolved.accesses:
-        digits = []
-        for digit in access.steps:
-            nbytes, entries = step(digit.nbytes, digit.entries, digit.extent)
-            digits.append(digit._replace(nbytes=nbytes, entries=entries))
-        nbytes, entry = access.at
-        block = step(*access.block, one.candidate.num_blocks)
-        start = arrays[entry].address + nbytes
-        maps.append((access.plane, access.half, access.dtype, access.packed, start, block, normal(digits)))
-    return tuple(maps), one.candidate.num_blocks, bool(resolved.parts)
+def _table_axes(one: _Found) -> set[str]:
+    """The axes along which a layout goes from one allocation to another."""
+    accesses = one.resolved.accesses
+    return {axis for access in accesses for step in _steps(access, 1) if step.entries for axis in step.axes}
+
+
+def _steps(access: Access, num_blocks: int) -> list[Step]:
+    """The steps of all digits, those of the block's id among them."""
+    return [*access.steps, Step(("b",), 1, num_blocks, *access.block)]
+
+
+def _address_map(one: _Found, table_axes: set[str]) -> Any:
+    """What is equal for two layouts that put every element at the same address, however the arrays are bound.
+
+    Allocations may be anywhere, so addresses are not linear in the `table_axes` of all layouts that are compared.  Their addresses
+    are listed, one for each index along these axes.
+    """
+    allocations, maps = _addresses(one.reading.arrays), []
+    for access in one.resolved.accesses:
+        nbytes: Any
+        entry: Any
+        (nbytes, entry), listed, linear = access.at, dict[tuple[str, ...], int](), []
+        for step in sorted(_steps(access, one.candidate.num_blocks), key=lambda step: (step.axes, -step.divisor)):
+            if table_axes.isdisjoint(step.axes):
+                linear.append(step)
+                continue
+            index = np.arange(step.extent)
+            nbytes = np.add.outer(nbytes, index * step.nbytes)
+            entry = np.add.outer(entry, index * step.entries)
+            listed[step.axes] = listed.get(step.axes, 1) * step.extent
+        addresses = allocations[entry] + nbytes
+        digest = hashlib.sha256(str(addresses.tolist()).encode() if addresses.dtype == object else addresses.tobytes()).digest()
+        maps.append((access.plane, access.half, access.dtype, access.packed, digest, tuple(listed.items()), normal(linear)))
+    return tuple(maps), one.candidate.num_blocks, bool(one.resolved.parts)
 
 
 def _cast(arrays: Sequence[Array], dtype: str, numpy: bool) -> tuple[list[Array], str] | None:
     """The same memory as arrays of another dtype, and the Python that makes each; None if there is no such view."""
     size, wanted = _itemsize(arrays[0].dtype), ITEMSIZE[dtype]
-    axes = len(arrays[0].shape)
-    if size == wanted or not axes or not _positive(arrays):
+    if size == wanted or not _positive(arrays) or any(one.dtype != arrays[0].dtype or not one.shape for one in arrays):
         return None
-    if any(one.dtype != arrays[0].dtype or len(one.shape) != axes for one in arrays):
-        return None
-    order = list(range(axes))
-    if arrays[0].strides[-1] != size:  # the axis of neighbours must be the last one
-        order.sort(key=lambda axis: (arrays[0].shape[axis] > 1, -arrays[0].strides[axis]))
-    made = []
+    orders, made = set[tuple[int, ...]](), []
     for one in arrays:
+        order = list(range(len(one.shape)))
+        if one.strides[-1] != size:  # the axis of neighbours must be the last one
+            order.sort(key=lambda axis: (one.shape[axis] > 1, -one.strides[axis]))
+        orders.add(() if order == sorted(order) else tuple(order))
         shape, strides = [one.shape[axis] for axis in order], [one.strides[axis] for axis in order]
         whole = [shape[-1] * size, one.address, *(s for n, s in zip(shape[:-1], strides, strict=False) if n > 1)]
         if strides[-1] != size or any(n % wanted for n in whole):
             return None
         shape[-1], strides[-1] = shape[-1] * size // wanted, wanted
         made.append(one._replace(shape=tuple(shape), strides=tuple(strides), dtype=dtype))
-    turned = "" if order == list(range(axes)) else f".transpose({order})" if numpy else f".permute({order})"
+    if len(orders) > 1:  # the Python is the same for all arrays
+        return None
+    [axes] = orders
+    turned = "" if not axes else f".transpose({list(axes)})" if numpy else f".permute({list(axes)})"
     return made, f'{turned}.view("{numpy_name(dtype)}")' if numpy else f"{turned}.view(torch.{dtype})"
 
 
@@ -683,7 +709,7 @@ def _with_pitches(
     shape: BlockShape, layouts: Sequence[Sequence[Layout]], readings: Sequence[_Reading], num_blocks: int | None, numpy: bool
 ) -> list[str]:
     """Layouts whose order fits the arrays, with the pitch that they need, as YAML: one per set of equal addresses."""
-    found = list[tuple[tuple[int, ...], _Found, str, str]]()
+    found = list[tuple[_Found, str, str]]()
     for same, reading in itertools.product(layouts, readings):
         layout, array = same[0], reading.arrays[0]
         if layout.planes or layout.pitch or len(layout.orders) > 1:
@@ -698,12 +724,13 @@ def _with_pitches(
             except (LayoutError, SpecError):
                 continue
             if one := _fit_layout([mine], shape, reading, blocks):
-                found.append((one.rank, one, ", ".join(one.name for one in same), text))
+                found.append((one, ", ".join(one.name for one in same), text))
     texts: dict[Any, str] = {}
-    for _, one, names, text in sorted(found, key=lambda item: item[0]):
+    table_axes = set[str]().union(*(_table_axes(one) for one, *_ in found))
+    for one, names, text in sorted(found, key=lambda item: item[0].rank):
         intro = f"The order of {names} fits{_READING[one.reading.name].format(parts=_parts(one.reading))}, with a pitch."
         code = _code(one, "mine.yaml", numpy)
-        texts.setdefault(_address_map(one), f"{intro} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
+        texts.setdefault(_address_map(one, table_axes), f"{intro} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
     return list(texts.values())
 
 
