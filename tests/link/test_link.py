@@ -1556,10 +1556,8 @@ def test_an_endpoint_whose_wire_drops_a_peer_is_not_released(monkeypatch: pytest
 
         monkeypatch.setattr(end.wire, "drop", slow)
         monkeypatch.setattr(end.ring, "close", lambda: (released.append(end._thread.is_alive()), release()))
-        with monkeypatch.context() as patch:
-            patch.setattr(endpoints, "_CLOSING", 0.2)
-            with pytest.raises(TransferTimeoutError, match="close it again"):
-                end.close()
+        with pytest.raises(TransferTimeoutError, match="close it again"):
+            end.close(timeout=0.2)
         assert is_dropping.is_set() and not released
         go_on.set()
         until(lambda: not end._thread.is_alive(), "its thread has ended")

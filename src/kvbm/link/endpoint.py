@@ -76,9 +76,6 @@ _DROPS = (1e-3, 1.0)
 #: Seconds within which the thread answers a call of another thread, if that gives no limit.
 _ANSWERS = 30.0
 
-#: Seconds that `close` waits for transfers to end, and for peers to be dropped.
-_CLOSING = 6.0
-
 
 class Endpoint:
     """One rank of an engine.  It sends and receives sequences.
@@ -562,20 +559,26 @@ class Endpoint:
                 self._by_peer.update(dict.fromkeys(link.peers))
         return busy
 
-    def close(self) -> None:
+    def close(self, *, timeout: float = 6.0) -> None:
         """End all links, and release the ring.
 
         It may be called again.  After an error it must be called again.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds that transfers and peers that are dropped may take to end.  The thread gets as many again to end.
 
         Raises
         ------
         TransferTimeoutError
             The ring was not released, because a peer may still write to it, or the wire still waits for a peer.
         """
+        limit = seconds("timeout", timeout)
         with self._closing:
             if self._is_released:
                 return
-            end = time.monotonic() + _CLOSING
+            end = time.monotonic() + limit
             links = [] if self._broken or self._is_closed else list(self._links)
             for link in links:
                 with contextlib.suppress(TransferTimeoutError):  # the thread is asked below whether it has ended
@@ -590,7 +593,7 @@ class Endpoint:
             self._is_closed = True
             self._wake.set()
             if threading.current_thread() is not self._thread:
-                self._thread.join(_CLOSING)
+                self._thread.join(limit)
                 if self._thread.is_alive():
                     raise TransferTimeoutError(
                         f"endpoint {self.engine}: its wire waits for a peer that is being dropped; the ring is not released: "
