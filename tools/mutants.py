@@ -39,6 +39,12 @@ MUTANTS = (
         "if False:",
         "link/test_secret.py",
     ),
+    Mutant("link/chunk.py", "if found != self.digest:", "if False:", "link/test_chunk.py link/test_chunks.py"),
+    Mutant("link/ring.py", "len(free) <= max(without, 1)", "len(free) <= 0", "link/test_link.py"),
+    Mutant("layout/overlap.py", "first = max(-behind, ", "first = max(0, ", "layout/test_overlap.py"),
+    Mutant("memory/array_checks.py", "if kind.whole or _steps_alike(at):", "if True:", "memory pool"),
+    Mutant("store/digests.py", "if any(told) or torn[row]:", "if torn[row]:", "store/test_store.py"),
+    Mutant("matching/match.py", "addresses = allocations[entry] + nbytes", "addresses = allocations[entry]", "matching"),
 )
 
 

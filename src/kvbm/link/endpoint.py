@@ -567,7 +567,8 @@ class Endpoint:
         Parameters
         ----------
         timeout : float
-            Seconds that transfers and peers that are dropped may take to end.  The thread gets as many again to end.
+            Seconds that transfers and peers that are dropped may take to end.  The thread gets as many again, and the wire takes at
+            most its own limit.
 
         Raises
         ------
