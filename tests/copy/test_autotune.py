@@ -20,7 +20,7 @@ from test_cost_model import DRIVER, GPU, KIB, MIB, PLAIN
 
 import kvbm
 from kvbm.cli import app, doctor
-from kvbm.copy import autotune, cost_model
+from kvbm.copy import autotune, cost_model, tables
 from kvbm.copy.cost_model import Row, Way
 from kvbm.planner import plan
 from processes import FakeDriver
@@ -37,13 +37,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr("kvbm.system.machine.gpu_and_driver", lambda _: (GPU, DRIVER))
         monkeypatch.setattr(autotune, "measure", Measured(kvbm.KvbmError("this test did not ask for it")))
-    autotune.reload()
+    tables.reload()
     yield
-    autotune.reload()
+    tables.reload()
 
 
 def limits(direction: str, ways: dict[str, Way] = ALL, block: int = 2 * MIB) -> cost_model.Choice:
-    return autotune.limits(direction, 0, ways, block, cost_model.CHUNK_BYTES, kvbm.Transfer)
+    autotune.ensure(direction, 0)
+    return tables.limits(direction, 0, ways, block, cost_model.CHUNK_BYTES)
 
 
 # ---- without a table -----------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def test_a_table_is_read_where_measuring_is_forbidden(monkeypatch: pytest.Monkey
 def test_one_gpu_alone_is_never_measured() -> None:
     assert limits("d2d") == (((0, "direct"),), "one kernel on one GPU is the fastest way there")
     cost_model.save(PLAIN)  # which does not know d2d
-    autotune.reload()
+    tables.reload()
     assert limits("d2d").limits == ((0, "direct"),)
     assert autotune.measure.asked == []  # type: ignore[attr-defined]
 
@@ -93,9 +94,8 @@ class Measured:
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.asked = error, []  # type: ignore[var-annotated]
 
-    def __call__(self, device: int, mover: Any, *, directions: Any, peers: Any) -> cost_model.Table:
+    def __call__(self, device: int, *, directions: Any, peers: Any) -> cost_model.Table:
         assert bool(peers) == (directions == ("p2p",)), "no context on a GPU that this process does not use"
-        assert mover is kvbm.Transfer
         self.asked.append((device, *directions))
         time.sleep(0.05)
         if self.error:
@@ -118,13 +118,13 @@ def test_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert len(answers) == 8 and {str(found) for found, _ in answers} == {"((0, 'engine'),)"}
     assert measured.asked == [(0, "d2h", "h2d", "d2d")]
     assert "KVBM_TUNE=0" in caplog.text and str(cost_model.path(GPU, DRIVER)) in caplog.text
-    autotune.reload()  # as another process
+    tables.reload()  # as another process
     for direction in ("h2d", "d2h", "d2d"):
         assert "2026-01-31" in limits(direction)[1]
     assert len(measured.asked) == 1
     limits("p2p")
     assert measured.asked[1:] == [(0, "p2p")], "only what is missing"
-    autotune.reload()
+    tables.reload()
     assert cost_model.load(GPU, DRIVER).directions == cost_model.DIRECTIONS  # type: ignore[union-attr]
 
 
@@ -138,7 +138,7 @@ def test_measuring_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert len(measured.asked) == 1, "not at every transfer"
     assert len(caplog.records) == 1
     assert not cost_model.path(GPU, DRIVER).exists()
-    autotune.reload()
+    tables.reload()
     limits("d2h")
     assert len(measured.asked) == 2
 
@@ -225,10 +225,10 @@ def test_measure_on_a_gpu(tmp_path: Path) -> None:
 
     torch.cuda.init()
     device = torch.cuda.current_device()
-    autotune.measure(0, kvbm.Transfer, directions=("d2d",))  # contexts and kernels are loaded
+    autotune.measure(0, directions=("d2d",))  # contexts and kernels are loaded
     free = torch.cuda.mem_get_info(0)[0]
     begin = time.perf_counter()
-    made = autotune.measure(0, kvbm.Transfer)
+    made = autotune.measure(0)
     assert time.perf_counter() - begin < 10
     assert torch.cuda.current_device() == device
     if "PYTEST_XDIST_WORKER" not in os.environ:  # other processes use the GPU's memory too
@@ -258,7 +258,7 @@ def test_measure_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_capture_elsewhere_stays_whole() -> None:
-    """`limits` does not measure on a thread that captures; `measure` never ends a capture, even if called."""
+    """`ensure` does not measure on a thread that captures; `measure` never ends a capture, even if called."""
     import torch
 
     x = torch.zeros(1000, device="cuda")
@@ -266,7 +266,7 @@ def test_a_capture_elsewhere_stays_whole() -> None:
     with torch.cuda.graph(graph):
         x += 1
         assert "capture" in limits("d2h")[1]
-        made = autotune.measure(0, kvbm.Transfer, directions=("d2h",))
+        made = autotune.measure(0, directions=("d2h",))
         x += 1
     graph.replay()
     torch.cuda.synchronize()
@@ -283,8 +283,7 @@ def call(*args: str) -> Any:
 def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def measure(device: int, mover: Any, progress: Callable[[int, int], object]) -> cost_model.Table:
-        assert mover is kvbm.Transfer
+    def measure(device: int, progress: Callable[[int, int], object]) -> cost_model.Table:
         calls.append(device)
         progress(1, 2)
         return PLAIN

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import kvbm
-from kvbm.copy import autotune, cost_model
+from kvbm.copy import cost_model, tables
 from kvbm.integrations.vllm import models, serving
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
@@ -36,7 +36,7 @@ def strategies(name: str, order: str, tp: int, host_layout: str, is_measured: bo
     os.environ["KVBM_TUNE"] = "0"
     measured = table() if is_measured else None
     if measured is not None:
-        autotune._find = lambda *_: (measured, "")
+        tables._find = lambda *_: (measured, "")
     serving._table, serving._NUM_BLOCKS = lambda _: measured, BLOCKS
     engine = serving.Engine(models.read(str(MODELS / f"{name}.json")), tp=tp, order=order)
     said = {count: serving._copies(engine, host_layout, count, 0) for count in (1, 2, 4, 8)}

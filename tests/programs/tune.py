@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import kvbm
-from kvbm.copy import autotune, cost_model
+from kvbm.copy import autotune, cost_model, tables
 from kvbm.system import machine
 from programs.fake_gpu import count, shape
 
@@ -33,7 +33,7 @@ autotune._clock = clock
 
 def measure_and_auto() -> None:
     steps: list[tuple[int, int]] = []
-    made = autotune.measure(0, kvbm.Transfer, lambda done, of: steps.append((done, of)), directions=("d2h", "d2d"))
+    made = autotune.measure(0, lambda done, of: steps.append((done, of)), directions=("d2h", "d2d"))
     assert count("registered") == 0 and count("launches") and count("batches")
     assert steps == [(i + 1, len(steps)) for i in range(len(steps))]
     for direction, names in (("d2h", {"direct", "staged", "engine"}), ("d2d", {"direct", "engine"})):
@@ -56,7 +56,7 @@ def measure_and_auto() -> None:
                 ),
             )
         )
-        autotune.reload()
+        tables.reload()
         with (
             kvbm.Pool.allocate(layouts[0], shape, 40, "cuda:0") as src,
             kvbm.Pool.allocate(layouts[1], shape, 40, "pinned") as dst,
@@ -75,6 +75,7 @@ def measure_and_auto() -> None:
 
 def no_memory_to_measure_with() -> None:
     ways = {"direct": cost_model.Way(4096), "staged": cost_model.Way(5 << 20)}
-    found, why = autotune.limits("d2h", 0, ways, 5 << 20, 32 << 20, kvbm.Transfer)
+    autotune.ensure("d2h", 0)
+    found, why = tables.limits("d2h", 0, ways, 5 << 20, 32 << 20)
     assert found == ((3, "direct"), (4, "staged")) and "measuring failed" in why and "CUDA_ERROR_" in why, why
     assert count("registered") == 0 and not list(Path(os.environ["KVBM_CACHE_DIR"]).glob("*"))

@@ -13,7 +13,7 @@ import pytest
 
 import kvbm
 from kvbm.compile import nvrtc
-from kvbm.copy import autotune
+from kvbm.copy import tables
 from kvbm.copy.cost_model import Way
 from kvbm.errors import escaping, printable
 
@@ -112,11 +112,11 @@ def test_a_failed_choice_keeps_no_memory_of_its_callers(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("of the table")
 
-    monkeypatch.setattr(autotune, "_find", fail)
+    monkeypatch.setattr(tables, "_find", fail)
 
     def copy() -> weakref.ref[_Memory]:
         memory = _Memory()
-        autotune.limits("d2d", 0, {"direct": Way(1)}, 1, 1, None)  # type: ignore[arg-type]
+        tables.limits("d2d", 0, {"direct": Way(1)}, 1, 1)
         return weakref.ref(memory)
 
     with caplog.at_level(logging.WARNING):

@@ -16,7 +16,7 @@ import pytest
 import kvbm
 from kvbm import store
 from kvbm.compile import nvrtc
-from kvbm.copy import autotune
+from kvbm.copy import tables
 from kvbm.errors import BuildError
 from kvbm.layout import spec
 from kvbm.system.locks import Lock
@@ -74,7 +74,7 @@ def of_the_compiler() -> tuple[Lock, Callable[[], object]]:
 
 
 def of_the_tables() -> tuple[Lock, Callable[[], object]]:
-    return autotune._lock, autotune.reload
+    return tables.lock, tables.reload
 
 
 def of_the_operators() -> tuple[Lock, Callable[[], object]]:

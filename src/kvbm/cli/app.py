@@ -446,8 +446,7 @@ def tune(device: int, show: bool, as_json: bool) -> None:
 
     Takes some seconds and needs 256 MiB of GPU memory. The first such transfer measures it, too, if there is no table yet.
     """
-    from ..copy import autotune, cost_model
-    from ..copy.transfer import Transfer
+    from ..copy import autotune, cost_model, tables
     from ..system import machine
 
     gpu, driver = machine.gpu_and_driver(device)
@@ -458,9 +457,9 @@ def tune(device: int, show: bool, as_json: bool) -> None:
             sys.exit(1)
     else:
         with progress(f"measuring on cuda:{device}") as update:
-            table = autotune.measure(device, Transfer, lambda done, total: update(completed=done, total=total))
+            table = autotune.measure(device, lambda done, total: update(completed=done, total=total))
         path = cost_model.save(table)
-        autotune.reload()
+        tables.reload()
     rows = _choices(table)
     if as_json:
         print_json({"machine": table.title, "kvbm": table.kvbm, "path": str(path), "rows": rows})

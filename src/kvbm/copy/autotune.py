@@ -1,7 +1,4 @@
-"""Measures the copy strategies once per machine for ``strategy="auto"``: fills and queries the table of `kvbm.copy.cost_model`.
-
-The class to measure is an argument: it copies between two pools as `kvbm.Transfer` does.
-"""
+"""Measures the copy strategies once per machine for ``strategy="auto"``, and fills the tables of `kvbm.copy.tables`."""
 
 from __future__ import annotations
 
@@ -13,134 +10,63 @@ import statistics
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ..errors import escaping
+from ..pool.pool import Pool
 from ..system import machine
-from ..system.locks import Lock
-from . import cost_model
-from .cost_model import BUILT_IN, DIRECTIONS, STRATEGIES, Choice, Row, Table, Way, reason
+from . import cost_model, tables
+from .cost_model import DIRECTIONS, STRATEGIES, Row, Table, reason
+from .executor import Executor, part_of
 
-__all__ = ["limits", "measure", "reload"]
+__all__ = ["ensure", "measure"]
 
 _log = escaping(logging.getLogger(__name__))
 
 Progress: TypeAlias = Callable[[int, int], object]
 
-#: ``Mover(src_pool, dst_pool, strategy=…)``: a context manager with a method ``copy(src_ids, dst_ids, stream=…)``.
-Mover: TypeAlias = Callable[..., Any]
+#: ``(src_ids, dst_ids, stream)`` → enqueues a copy.
+Copying: TypeAlias = Callable[[Any, Any, Any], object]
 
+def ensure(direction: str, device: int) -> None:
+    """Measure a direction if this machine has no table with it: once per machine, about 2 s.
 
-def limits(
-    direction: str, device: int, ways: Mapping[str, Way], block_bytes: int, chunk_bytes: int, mover: Mover
-) -> Choice:
-    """The fastest strategy per range of pair counts on this machine, and the reason.
-
-    Parameters
-    ----------
-    direction : {"d2h", "h2d", "d2d", "p2p"}
-    device : int
-        CUDA device ordinal of the GPU that runs the kernels.
-    ways : mapping of str to Way
-        The possible strategies.  Their contiguous bytes are, for ``direct``, those on both sides; for ``staged``, those in the
-        pieces that the copy engine moves; for ``engine``, those in the merged runs.
-    block_bytes : int
-        Bytes per pair of blocks.
-    chunk_bytes : int
-        Bytes of a slot of the ring.
-    mover : callable
-        The class that is measured if there is no table.
-
-    Notes
-    -----
-    A defective table never raises an error.  If there is no table, this function measures (once per machine, about 2 s), except
-    with ``KVBM_TUNE=0`` or for copies on one GPU.  If it cannot measure, it uses costs that were measured on another machine.
+    It never raises an error.  It does nothing with ``KVBM_TUNE=0``, for copies on one GPU or on the host, while a stream capture is
+    going on, and after a failure.  `tables.limits` says why.
     """
+    if direction not in DIRECTIONS or direction == "d2d" or os.environ.get("KVBM_TUNE") == "0":
+        return
     try:
-        table, why = _find(direction, device, mover)
-        if table is not None:
-            found = table.choose(direction, ways, block_bytes, chunk_bytes)
-            if found is not None:
-                return Choice(found.limits, f"measured on this machine ({table.title}): {found.why}")
-            why = f"the table of {table.date} has no row for {direction}"
-    except Exception as error:  # a defective cache file must not stop a server
-        why = reason(error)
-        text = traceback.format_exc()  # not the error: who keeps the record would keep the pools
-        _log.warning("kvbm: the table of copy speeds cannot be used, the built-in rule is (%s)\n%s", why, text)
-    if direction == "d2d":
-        why = "one kernel on one GPU is the fastest way there"
-    elif "direct" not in ways:
-        why = f"the GPUs do not reach each other's memory; the built-in rule, because {why}"
-    else:
-        why = f"the built-in rule, because {why}"
-    built_in = cost_model.choose(BUILT_IN, direction, ways, block_bytes, chunk_bytes)
-    if built_in is None:
-        return Choice(((0, next(name for name in STRATEGIES if name in ways)),), why)
-    return Choice(built_in.limits, why)
+        with tables.lock:
+            found = tables.known(device)
+            if not found.has(direction) and direction not in found.failed:
+                _measure_into(found, direction, device)
+    except Exception:  # `tables.limits` meets it again, and logs it
+        return
 
 
-# ---- tables that this process has read -----------------------------------------------------------------------------
+def _measure_into(found: tables.Known, direction: str, device: int) -> None:
+    if _is_capturing():
+        found.waiting[direction] = "a stream capture was going on, during which nothing is measured; `kvbm tune` does it beforehand"
+        return
+    try:
+        found.table = _measure_now(direction, device, found.table)
+    except Exception as error:
+        found.failed[direction] = f"measuring failed: {reason(error)}"
+        _log.warning("kvbm: measuring copies on cuda:%d failed, the built-in rule is used: %s", device, reason(error))
+        return
+    if not found.has(direction):
+        found.failed[direction] = f"{direction} could not be measured"
 
 
-@dataclass
-class _Known:
-    """The table of a GPU, if there is one, and the reasons why directions are missing in it."""
-
-    table: Table | None
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-_known: dict[int, _Known] = {}
-_lock = Lock()
-
-
-def reload() -> None:
-    """Forget all tables and failed measurements of this process.  The next `limits` reads or measures again."""
-    with _lock:
-        _known.clear()
-
-
-def _find(direction: str, device: int, mover: Mover) -> tuple[Table | None, str]:
-    """The table with this direction, measured now if necessary; or None, and the reason."""
-    with _lock:
-        known = _known.get(device)
-        if known is None:
-            known = _known[device] = _Known(cost_model.load(*machine.gpu_and_driver(device)))
-        table = known.table
-        if direction == "d2d" or (table is not None and direction in table.directions):
-            return table, ""
-        if os.environ.get("KVBM_TUNE") == "0":
-            return None, f"{direction} was never measured here and KVBM_TUNE=0 forbids to; `kvbm tune` does it"
-        if direction in known.failed:
-            return None, known.failed[direction]
-        if _is_capturing():
-            return (
-                None,
-                "a stream capture was going on, during which nothing is measured; `kvbm tune` does it beforehand",
-            )
-        try:
-            known.table = table = _measure_now(direction, device, table, mover)
-        except Exception as error:
-            known.failed[direction] = f"measuring failed: {reason(error)}"
-            _log.warning(
-                "kvbm: measuring copies on cuda:%d failed, the built-in rule is used: %s", device, reason(error)
-            )
-            return None, known.failed[direction]
-        if direction not in table.directions:
-            known.failed[direction] = f"{direction} could not be measured"
-            return None, known.failed[direction]
-        return table, ""
-
-
-def _measure_now(direction: str, device: int, table: Table | None, mover: Mover) -> Table:
+def _measure_now(direction: str, device: int, table: Table | None) -> Table:
     gpu, _ = machine.gpu_and_driver(device)
     _log.info("kvbm: measuring copies on cuda:%d (%s), once a machine, some 2 s; KVBM_TUNE=0 forbids it", device, gpu)
     # Measure only the requested direction, and only GPUs that this process uses: a context costs memory on each further GPU.
     wanted = ("p2p",) if direction == "p2p" else ("d2h", "h2d", "d2d")
-    made = measure(device, mover, directions=wanted, peers=_used_peers(device) if direction == "p2p" else ())
+    made = measure(device, directions=wanted, peers=_used_peers(device) if direction == "p2p" else ())
     if table is not None:
         made = replace(made, rows=(*(row for row in table.rows if row.direction not in wanted), *made.rows))
     try:
@@ -206,7 +132,6 @@ class _StoppedError(Exception):
 
 def measure(
     device: int,
-    mover: Mover,
     progress: Progress | None = None,
     *,
     directions: Sequence[str] = DIRECTIONS,
@@ -218,8 +143,6 @@ def measure(
     ----------
     device : int
         CUDA device ordinal.
-    mover : callable
-        `kvbm.Transfer`.
     progress : callable, optional
         Called as ``progress(done, total)`` after every step, on another thread.
     directions : sequence of str
@@ -267,7 +190,7 @@ def measure(
                 row
                 for direction, peer in jobs
                 for row in _measured(
-                    direction, device, peer, mover, clock, _SECONDS / (len(others) if direction == "p2p" else 1), step
+                    direction, device, peer, clock, _SECONDS / (len(others) if direction == "p2p" else 1), step
                 )
             ]
 
@@ -329,12 +252,11 @@ def _used_peers(device: int) -> list[int]:
 
 
 def _measured(
-    direction: str, device: int, peer: int, mover: Mover, clock: Any, seconds: float, step: Callable[[], None]
+    direction: str, device: int, peer: int, clock: Any, seconds: float, step: Callable[[], None]
 ) -> Iterator[Row]:
     import numpy as np
 
     from .. import _core
-    from ..pool.pool import Pool
 
     names: tuple[str, ...] = ("direct", "engine") if direction == "d2d" else STRATEGIES
     if direction == "p2p" and not _core.enable_peer(device, peer):
@@ -351,7 +273,7 @@ def _measured(
             near = stack.enter_context(Pool.allocate(near_layout, shape, blocks, f"cuda:{device}"))
             far = stack.enter_context(Pool.allocate(far_layout, shape, blocks, place))
             ends = (far, near) if direction == "h2d" else (near, far)
-            moves = {name: stack.enter_context(mover(*ends, strategy=name)) for name in names}
+            moves = {name: stack.enter_context(_copying(*ends, name)) for name in names}
             for total in totals:
                 # Adjacent blocks are never adjacent on the other side: the engine would merge them.
                 src = random.permutation(blocks)[: total // block]
@@ -369,7 +291,19 @@ def _measured(
                 step()
 
 
-def _sampled(moves: Mapping[str, Any], ids: Any, clock: Any, seconds: float) -> dict[str, float]:
+@contextlib.contextmanager
+def _copying(src: Pool, dst: Pool, strategy: str) -> Iterator[Copying]:
+    """A function that copies blocks between two own pools by one strategy."""
+    executor = Executor(part_of(src, "source"), part_of(dst, "destination"), strategy, None, None, keeps=True)
+    executor.begin()
+    route = executor.found(None)
+    try:
+        yield lambda src_ids, dst_ids, stream: route.copy(src_ids, dst_ids, stream, None, src.watch, dst.watch)
+    finally:
+        executor.close()
+
+
+def _sampled(moves: Mapping[str, Copying], ids: Any, clock: Any, seconds: float) -> dict[str, float]:
     """The median seconds of each strategy.  The strategies take turns, so a drift affects all of them."""
     begin = time.perf_counter()
     samples: dict[str, list[float]] = {name: [] for name in moves}
@@ -383,9 +317,10 @@ def _sampled(moves: Mapping[str, Any], ids: Any, clock: Any, seconds: float) -> 
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def _seconds(move: Any, ids: Any, clock: Any) -> float:
+def _seconds(move: Copying, ids: Any, clock: Any) -> float:
     """Time on the stream, after a short delay.  The time to submit the copy is hidden, as it is beside a running model."""
-    found: float = clock.time(lambda stream: move.copy(*ids, stream=stream), iters=1, warmup=0).median
+    src, dst = ids
+    found: float = clock.time(lambda stream: move(src, dst, stream), iters=1, warmup=0).median
     return found
 
 

@@ -26,7 +26,7 @@ from ..planner.plan import Plan, between_layers, size_text
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from ..system.locks import Lock
-from . import autotune, cost_model
+from . import cost_model, tables
 from .cost_model import CHUNK_BYTES, STRATEGIES, Way
 from .diff import where_different
 
@@ -130,10 +130,8 @@ class Executor:
         chunk_bytes: int | None,
         *,
         keeps: bool,
-        transfer: type[Any],
         model: Model | None = None,
     ) -> None:
-        self.transfer = transfer  # used to measure the strategies, if this machine was not measured yet
         src, dst = src_part.pool, dst_part.pool
         self.whole = src_part.is_whole and dst_part.is_whole
         if self.whole:
@@ -170,10 +168,22 @@ class Executor:
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Both tables are on the device that runs the kernels.
         self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
+
+    def begin(self) -> None:
+        """Plan the copy of all layers.  It looks up measured speeds, so whoever wants them measured does so before."""
         if not self.whole or self.src.shape.nl == self.dst.shape.nl:
             self.routes[None] = self._route(None)
-        elif strategy != "auto" or chunk_bytes is not None:
+        elif self.strategy != "auto" or self.chunk_bytes is not None:
             _check_strategy(self)
+
+    def close(self) -> None:
+        """Release the ring.  Waits for the copies that use it."""
+        with self.lock:
+            self.closed = True
+            self.routes.clear()
+            ring, self.ring = self.ring, None
+        if ring is not None:
+            ring.close()
 
     @property
     def direction(self) -> str:
@@ -367,7 +377,7 @@ class Executor:
         if len(ways) > 1 and "engine" in ways and ways["engine"].run_bytes < cost_model.ENGINE_RUN:
             del ways["engine"]
         chunk_bytes = self.chunk_bytes or CHUNK_BYTES
-        return autotune.limits(self.direction, self.device, ways, block_bytes, chunk_bytes, self.transfer)
+        return tables.limits(self.direction, self.device, ways, block_bytes, chunk_bytes)
 
     def _take_ring(self) -> _core.Ring:
         """The ring that all ranges of layers share.  The block of a range is never larger than the whole block."""

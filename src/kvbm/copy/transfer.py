@@ -11,7 +11,8 @@ from ..digest.cells import Model
 from ..errors import BindError
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
-from .executor import Executor, Layers, part_of, require_usable
+from . import autotune
+from .executor import CHOICES, Executor, Layers, part_of, require_usable
 
 __all__ = ["Strategy", "Transfer", "convert"]
 
@@ -80,7 +81,7 @@ class Transfer:
         model: Model | None = None,
     ) -> None:
         src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
-        self._executor = Executor(src, dst, strategy, max_sms, chunk_bytes, keeps=True, transfer=Transfer, model=model)
+        self._executor = _begun(Executor(src, dst, strategy, max_sms, chunk_bytes, keeps=True, model=model))
         self._verifies = verify if type(verify) is bool else flag("verify", verify)  # type: ignore[redundant-expr]
         self._src, self._dst = src.pool.watch, dst.pool.watch
         whole = self._executor.routes.get(None)
@@ -176,13 +177,7 @@ class Transfer:
 
         If another thread is enqueueing a copy at this moment, that copy is completed, and the ring is released after it.
         """
-        executor = self._executor
-        with executor.lock:
-            executor.closed = True
-            executor.routes.clear()
-            ring, executor.ring = executor.ring, None
-        if ring is not None:
-            ring.close()
+        self._executor.close()
 
     def __enter__(self) -> Transfer:
         return self
@@ -200,6 +195,14 @@ _executors: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, dict
 )
 
 
+def _begun(executor: Executor) -> Executor:
+    """The executor with its plan.  The strategies are measured before, if it has a choice and this machine was not measured yet."""
+    if executor.strategy in CHOICES:
+        autotune.ensure(executor.direction, executor.device)
+    executor.begin()
+    return executor
+
+
 def _bind(src: Pool | PoolSection, dst: Pool | PoolSection) -> Executor:
     ours, theirs = (given if isinstance(given, Pool) else given.pool for given in (src, dst))
     targets = _executors.setdefault(ours, weakref.WeakKeyDictionary())
@@ -208,10 +211,8 @@ def _bind(src: Pool | PoolSection, dst: Pool | PoolSection) -> Executor:
     key = None if src is ours and dst is theirs else (part_of(src, "source").of, part_of(dst, "destination").of)
     executor = parts.get(key)
     if executor is None:
-        made = Executor(
-            part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False, transfer=Transfer
-        )
-        executor = parts.setdefault(key, made)
+        made = Executor(part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False)
+        executor = parts.setdefault(key, _begun(made))
     return executor
 
 
