@@ -545,9 +545,19 @@ def test_what_is_printed_for_tensors_of_torch_binds_the_same() -> None:
     assert count > 5
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 25 s
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_printed_binds_and_reads_right_for_every_layout(form: str) -> None:
+    """Each layout with one of the shapes; over the forms, with all of them."""
+    first, count = list(FORMS).index(form), 0
+    for number, name in enumerate(kvbm.layouts()):
+        count += hold([name], (LAW_SHAPES[(first + number) % len(LAW_SHAPES)],), [form])
+    assert count > 100
+
+
+@pytest.mark.full  # 150 s a form
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_printed_binds_and_reads_right_for_every_layout_and_shape(form: str) -> None:
     assert hold(list(kvbm.layouts()), LAW_SHAPES, [form]) > 100
 
 
