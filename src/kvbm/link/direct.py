@@ -263,21 +263,32 @@ class Lender:
 
     def __init__(self, packer: Packer) -> None:
         self._packer = packer
-        self._routes: dict[tuple[Message, bool], tuple[_core.Route, int]] = {}
+        self._routes: dict[tuple[Message, bool], tuple[_core.Route, int, int]] = {}
+
+    def entries(self, span: Span) -> int:
+        """Entries of the span's table up to its last token."""
+        rank = self._packer.ends(self._packer.fitting(0)[0])[0]
+        return -(-rank.extent(span)[1] // rank.nt)
 
     def digest(self, peer: int, span: Span, origin: int, layers: range, order: Mapping[str, Any]) -> Pass:
         """Begin to digest what a peer reads of a sequence.  When it is done, the blocks are complete."""
         packer, found = self._packer, Pass()
         packer.require_usable()
         for message, single, at, ids in _listed(packer, peer, span, origin, layers):
-            route = self._routes.get((message, single))
-            if route is None:
-                section = packer.part(message, single)
-                made = _digesting(section, packer.table, packer, message, single)
-                route = self._routes[message, single] = made, section.num_ids
-            first = packer.keys(message, single)[0]
-            _digest(route[0], packer, route[1], ids, at + first, found, order, packer)
+            if (ids < 0).any():
+                raise BindError(
+                    f"{packer.ends(message)[0].name}: table: an entry without a block among the tokens {span.tokens}: expected "
+                    "blocks for all that is sent; send the tokens that have them"
+                )
+            route, num_ids, first = self._routes.get((message, single)) or self._made(message, single)
+            _digest(route, packer, num_ids, ids, at + first, found, order, packer)
         return found
+
+    def _made(self, message: Message, single: bool) -> tuple[_core.Route, int, int]:
+        packer, section = self._packer, self._packer.part(message, single)
+        made = _digesting(section, packer.table, packer, message, single), section.num_ids, packer.keys(message, single)[0]
+        self._routes[message, single] = made
+        return made
 
 
 # ---- the reader ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import itertools
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import quoted, seconds
@@ -79,6 +79,7 @@ class Link:
         self._inflows: dict[tuple[str, int], Incoming] = {}
         self._readers: dict[tuple[str, int], Reader] = {}  # peer and group → how its pool is read
         self._lenders: dict[int, Lender] = {}
+        self._asked: set[tuple[str, int]] = set()  # peers and groups that read this side's pool
         self._paths: dict[tuple[int, str], str] = {}  # rank and group → "direct", or why not
         #: Inflows that have ended, and the answer for each.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
@@ -214,9 +215,10 @@ class Link:
         identity = _identity(group, self.endpoint.groups, key)
         order = self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
-        with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
-            # Prepare while the offer is on its way: mostly it is of everything that is expected.
-            self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
+        if not self._all_direct(packer, identity[0], self._readers):
+            with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
+                # Prepare while the offer is on its way: mostly it is of everything that is expected.
+                self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
         for message in packer.made.messages:
             if message.dst == self.endpoint.rank:
                 held = {x for meeting in message.l for x in meeting.coordinates("first")}
@@ -262,8 +264,14 @@ class Link:
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
-        self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # raises an error if this cannot be sent
+        if not self._all_direct(packer, identity[0], self._asked):
+            self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # raises an error if this cannot be sent
         return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
+
+    def _all_direct(self, packer: Packer, group: int, known: Container[tuple[str, int]]) -> bool:
+        """True if all peers of a packer are in `known`, so that no chunks need to be prepared."""
+        by_rank = {rank: peer for peer, rank in self.peers.items()}
+        return all((by_rank.get(rank, ""), group) in known for rank in packer.peers)
 
     def _is_late(self, handle: Sending | Arrival) -> bool:
         """True if the link was closed meanwhile.  The transfer has then failed."""
@@ -387,8 +395,11 @@ class Link:
             flow = self._flows.get(at)
             self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.wanted(note)
         elif isinstance(note, Ask):
-            flow = self._flows.get(at)
-            self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.asked(note)
+            if (flow := self._flows.get(at)) is None:
+                self.say(peer, Stopped(note.sending, note.arrival, True))
+            else:
+                self._asked.add((peer, flow.offer.group))
+                flow.asked(note)
         elif isinstance(note, Put | Table | Ready):
             if (inflow := self._inflows.get(at)) is not None:
                 _tell(inflow, note)

@@ -28,8 +28,8 @@ class Loan:
 
     def __init__(self, flow: Outflow, lender: Lender, note: Ask) -> None:
         span, self._flow = flow.sending.span, flow
-        self._arrival, self._table = note.arrival, span.table.astype("<i4")
         some = Span(span.table, note.tokens, span.origin)
+        self._arrival, self._table = note.arrival, span.table[: lender.entries(some)].astype("<i4")
         self._pass = lender.digest(flow.rank, some, note.origin, flow.offer.layers, flow.sending.order)
         self.is_told = self.is_returned = False
 

@@ -51,6 +51,8 @@ class Pull(Incoming):
     def table(self, note: Table) -> None:
         if self._is_begun or note.arrival != self.arrival.number:
             return
+        if note.count > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
+            raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks for fewer tokens")
         if self._table is None:
             self._table = np.full(note.count, -2, np.int64)
         if len(self._table) != note.count:
