@@ -321,6 +321,29 @@ def test_a_layout_that_is_written_is_read_as_the_same(name: str) -> None:
     assert parse(write(layout)) == layout
 
 
+def test_memory_of_a_pool_that_is_shared() -> None:
+    """All zero, aligned, writable, and copied as any other; the file goes with the last array."""
+    shape = kvbm.load_shape("llama-3.1-8b,nl=2")
+    before = memory_files("pool")
+    pool = kvbm.Pool.allocate("nhd", shape, 3, "shared")
+    other = kvbm.Pool.allocate("universal", shape, 3)
+    assert pool.device == "cpu" and not pool.pinned and not pool.readonly and pool.alignment == 16
+    assert not any(array.view("uint8").any() for array in pool.arrays)
+    kvbm.convert(pool, other)
+    assert not any(array.view("uint8").any() for array in other.arrays)
+    assert len(memory_files("pool") - before) == 1
+    last = pool.arrays[0]
+    del pool
+    gc.collect()
+    assert len(memory_files("pool") - before) == 1
+    last[...] = 1
+    del last
+    gc.collect()
+    assert not memory_files("pool") - before
+    with pytest.raises(kvbm.NotEnoughMemoryError):
+        kvbm.Pool.allocate("universal", shape, 1 << 40, "shared")
+
+
 def test_a_card_holds_the_pools_of_a_large_model() -> None:
     """160 arrays, each in memory of its own."""
     model = kvbm.load_shape("llama-3.1-70b,nh=1,hd=16,nt=16")

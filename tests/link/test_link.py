@@ -1148,6 +1148,18 @@ def test_the_example_with_mapped_memory(torch: Any, devices: str, kind: str) -> 
     assert done.stdout.count("3 of 3 chunks packed there") == 4, done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["hosts", pytest.param("one GPU", marks=pytest.mark.gpu), pytest.param("GPUs", marks=pytest.mark.gpu)])
+def test_the_example_with_direct_copies(torch: Any, devices: str) -> None:
+    """All ranks of decode copy out of the caches of prefill's ranks; by NIXL's notes between GPUs of other processes."""
+    words = ["--tokens", "300", "--direct"]
+    if devices != "hosts":
+        pytest.importorskip("nixl")
+        words += ["--wire", "nixl", *(two_gpus() if devices == "GPUs" else ["--devices", "cuda:0", "cuda:0"])]
+    done = torchrun(6, EXAMPLES / "run.py", *words)
+    assert done.returncode == 0 and done.stdout.count(", direct\n") == 2, done.stdout + done.stderr
+
+
 PLACES = ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)]
 
 

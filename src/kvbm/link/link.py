@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
@@ -13,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import quoted, seconds
-from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
+from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError, escaping
 from ..memory.array_info import Array
 from ..reshard.messages import Resharding, require_layers
 from ..reshard.packer import Packer
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint
 
 __all__ = ["Link"]
+
+_log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
 
@@ -579,6 +582,7 @@ class Link:
                 except KvbmError as error:
                     said = str(error)
             self._paths[rank, group] = said
+            _log.info("kvbm: %s: rank %d, group %r: %s", self.title, rank, group, said if said == "direct" else f"chunks: {said}")
 
     def lender(self, group: int) -> Lender:
         """What digests the blocks of a group that peers read."""

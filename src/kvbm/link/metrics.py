@@ -21,7 +21,7 @@ __all__ = ["Links"]
 
 #: Key of `Link.stats` → the metric's name, without the suffix ``_total``, and its help text.
 _COUNTERS = {
-    "bytes_sent": ("kvbm_link_sent_bytes", "Bytes of chunks that were sent, trailers included; without what peers copied themselves."),
+    "bytes_sent": ("kvbm_link_sent_bytes", "Bytes of chunks that were sent, trailers included.  Not those that peers copied."),
     "bytes_received": ("kvbm_link_received_bytes", "Bytes that came and were right: of chunks, and of direct copies."),
     "chunks_sent": ("kvbm_link_sent_chunks", "Chunks that were sent; those that were sent again count again."),
     "chunks_received": ("kvbm_link_received_chunks", "Chunks that came and were right."),

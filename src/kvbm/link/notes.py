@@ -294,7 +294,8 @@ class Table:
     @classmethod
     def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Table:
         arrival, first, count = told
-        _require(len(rest) % 4 == 0 and bool(rest) == bool(count) and first + len(rest) // 4 <= count <= MOST_ENTRIES, "a part of a table")
+        _require(len(rest) % 4 == 0 and bool(rest) == bool(count), "a part of a table")
+        _require(first + len(rest) // 4 <= count <= MOST_ENTRIES, "a part of a table")
         return cls(sending, arrival, first, count, rest)
 
 
