@@ -471,6 +471,7 @@ class Known(NamedTuple):
 
 
 _LARGE = 300_000_000
+_DIRECT = ((0, 0.22), (60_000_000, 0.55), (_LARGE, 0.8), (2_000_000_000, 0.93))
 
 ON_CPU = {
     "NIXL": Known(ByNixl, ""),
@@ -490,7 +491,7 @@ ON_GPUS = {
     "wire.nixl": Known(functools.partial(ByWire, "nixl"), "NIXL"),
     "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL", ((_LARGE, 0.9),)),
     "link, mapped": Known(functools.partial(ByLink, "mapped"), "memcpy", ((0, 0.75), (_LARGE, 0.9))),
-    "link, direct": Known(functools.partial(ByLink, "mapped", direct=True), "memcpy", ((0, 0.22), (60_000_000, 0.55), (_LARGE, 0.8))),
+    "link, direct": Known(functools.partial(ByLink, "mapped", direct=True), "memcpy", _DIRECT),
     "as engines do": Known(AsEngines, "NIXL"),
     "NCCL": Known(ByTorch, "memcpy", needs_two=True),
     "wire.torch": Known(functools.partial(ByWire, "torch"), "NCCL", needs_two=True),

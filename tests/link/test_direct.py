@@ -17,6 +17,7 @@ import pytest
 import kvbm
 import reshard_oracle
 from kvbm import BindError, DigestError, Span, TransferError, wire
+from kvbm.errors import NotEnoughMemoryError
 from kvbm.layout.grammar import parse, write
 from kvbm.link import direct, notes, pulls
 from kvbm.memory.shared import file_of, shared_slab
@@ -340,7 +341,7 @@ def test_memory_of_a_pool_that_is_shared() -> None:
     del last
     gc.collect()
     assert not memory_files("pool") - before
-    with pytest.raises(kvbm.NotEnoughMemoryError):
+    with pytest.raises(NotEnoughMemoryError):
         kvbm.Pool.allocate("universal", shape, 1 << 40, "shared")
 
 

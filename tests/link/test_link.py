@@ -1149,7 +1149,7 @@ def test_the_example_with_mapped_memory(torch: Any, devices: str, kind: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["hosts", pytest.param("one GPU", marks=pytest.mark.gpu), pytest.param("GPUs", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("devices", ["hosts", *(pytest.param(text, marks=pytest.mark.gpu) for text in ("one GPU", "GPUs"))])
 def test_the_example_with_direct_copies(torch: Any, devices: str) -> None:
     """All ranks of decode copy out of the caches of prefill's ranks; by NIXL's notes between GPUs of other processes."""
     words = ["--tokens", "300", "--direct"]
