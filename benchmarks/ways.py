@@ -412,14 +412,14 @@ class ByLink(Way):
 
     copies = True
 
-    def __init__(self, kind: str, side: Side) -> None:
+    def __init__(self, kind: str, side: Side, *, direct: bool = False) -> None:
         super().__init__(side)
         told = side.setting
         self.nt = (PREFILL if told.sends else DECODE)[1]
         name = "prefill" if told.sends else "decode"
         place = Placement("tp1", model=told.model, nt=self.nt, name=name)
-        of_wire = carrier(kind, side, name, f"{told.folder}/link")
-        self.end = Endpoint(name, place, 0, side.pool, wire=of_wire, **told.options)
+        of_wire = carrier(kind, side, name, f"{told.folder}/link{direct:d}")
+        self.end = Endpoint(name, place, 0, side.pool, wire=of_wire, direct=direct, **told.options)
         self.number = 0
 
     def card(self) -> Any:
@@ -427,6 +427,7 @@ class ByLink(Way):
 
     def meet(self, card: Any) -> None:
         self.link = self.end.meet([card])
+        self.path = ", ".join(dict.fromkeys(self.link.paths.values()))
 
     def send(self, tokens: int) -> None:
         before = self.link.stats()["chunks_sent"]
@@ -470,12 +471,14 @@ class Known(NamedTuple):
 
 
 _LARGE = 300_000_000
+_DIRECT = ((0, 0.22), (60_000_000, 0.55), (_LARGE, 0.8), (2_000_000_000, 0.93))
 
 ON_CPU = {
     "NIXL": Known(ByNixl, ""),
     "wire.nixl": Known(functools.partial(ByWire, "nixl"), "NIXL", ((0, 0.9),)),
     "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL"),
     "link, mapped": Known(functools.partial(ByLink, "mapped"), "NIXL"),
+    "link, direct": Known(functools.partial(ByLink, "mapped", direct=True), "NIXL"),
     "as engines do": Known(AsEngines, "NIXL"),
     "gloo": Known(ByTorch, ""),
     "wire.torch": Known(functools.partial(ByWire, "torch"), "gloo", ((0, 0.9),)),
@@ -488,6 +491,7 @@ ON_GPUS = {
     "wire.nixl": Known(functools.partial(ByWire, "nixl"), "NIXL"),
     "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL", ((_LARGE, 0.9),)),
     "link, mapped": Known(functools.partial(ByLink, "mapped"), "memcpy", ((0, 0.75), (_LARGE, 0.9))),
+    "link, direct": Known(functools.partial(ByLink, "mapped", direct=True), "memcpy", _DIRECT),
     "as engines do": Known(AsEngines, "NIXL"),
     "NCCL": Known(ByTorch, "memcpy", needs_two=True),
     "wire.torch": Known(functools.partial(ByWire, "torch"), "NCCL", needs_two=True),

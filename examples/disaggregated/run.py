@@ -1,12 +1,12 @@
 """Prefill on four ranks with blocks of 16 tokens, decode on two with blocks of 64: one sequence's cache goes over.
 
-    torchrun --nproc-per-node 6 examples/disaggregated/run.py [--wire torch | nixl] [--mapped] [--devices cuda:0 cuda:1]
-        [--tokens 2000]
+    torchrun --nproc-per-node 6 examples/disaggregated/run.py [--wire torch | nixl] [--mapped | --direct]
+        [--devices cuda:0 cuda:1] [--tokens 2000]
 
 Each process is a rank: 0 to 3 of prefill, 4 and 5 of decode.  Every element tells its layer, K or V, head, token and place, so that
 decode can check what came without prefill's memory.  Without --devices all of it is in host memory.  With the torch wire and GPUs,
 which NCCL connects, prefill and decode need a GPU each.  With --mapped chunks are packed straight into the memory of the receiver,
-by CUDA IPC or memory that the processes share.
+by CUDA IPC or memory that the processes share.  With --direct the receiver copies out of the sender's cache into its own.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wire", choices=("torch", "nixl"), default="torch")
     parser.add_argument("--mapped", action="store_true")
+    parser.add_argument("--direct", action="store_true")
     parser.add_argument("--devices", nargs=2, default=("cpu", "cpu"), metavar=("PREFILL", "DECODE"))
     parser.add_argument("--tokens", type=int, default=2000)
     given = parser.parse_args()
@@ -51,18 +52,22 @@ def main() -> None:
     blocks = -(-given.tokens // mine.nt) + 3
     layout = kvbm.load("vllm/flash_attn_nhd" if sends else "vllm/flash_attn_hnd")
     device = torch.device(given.devices[not sends])
-    arrays = layout.resolve(mine.shape(rank), blocks).allocations
-    cache = [torch.zeros(array.shape, dtype=torch.int16, device=device) for array in arrays]
-    pool = kvbm.Pool(layout, mine.shape(rank), cache)
+    if given.direct and device.type == "cpu":  # memory that processes share
+        pool = kvbm.Pool.allocate(layout, mine.shape(rank), blocks, "shared")
+        cache = [torch.from_numpy(array) for array in pool.arrays]
+    else:
+        arrays = layout.resolve(mine.shape(rank), blocks).allocations
+        cache = [torch.zeros(array.shape, dtype=torch.int16, device=device) for array in arrays]
+        pool = kvbm.Pool(layout, mine.shape(rank), cache)
     table = np.random.default_rng(sends).permutation(blocks)[: -(-given.tokens // mine.nt)]
     heads = range(rank * mine.shape(rank).nh, (rank + 1) * mine.shape(rank).nh)
 
     # An endpoint a rank; cards go by the store, which carries a few KB.
     name, backend = f"{mine.name}/{rank}", "gloo" if device.type == "cpu" else "nccl"
     carrier: wire.Wire = wire.nixl(name) if given.wire == "nixl" else wire.torch(name, store, backend=backend)
-    if given.mapped:
+    if given.mapped or given.direct:
         carrier = wire.mapped(carrier)
-    with reshard.Endpoint(mine.name, mine, rank, pool, wire=carrier, ring_bytes=64 << 20) as me:
+    with reshard.Endpoint(mine.name, mine, rank, pool, wire=carrier, ring_bytes=64 << 20, direct=given.direct) as me:
         store.set(f"card of {number}", me.card())
         others = range(PREFILL, PREFILL + DECODE) if sends else range(PREFILL)
         link = me.meet([store.get(f"card of {other}") for other in others])
@@ -89,7 +94,8 @@ def main() -> None:
                 assert np.array_equal(came, coded(layer, heads, range(given.tokens), model)), f"layer {layer} is wrong"
             size = link.stats()["bytes_received"] / 1e6
             took = f"{size:.0f} MB in {seconds * 1e3:.0f} ms"
-            print(f"decode {rank}: {given.tokens} tokens, {took}, digest {arrival.digest:#018x}", flush=True)
+            how = f", {', '.join(sorted(set(link.paths.values())))}" if given.direct else ""
+            print(f"decode {rank}: {given.tokens} tokens, {took}, digest {arrival.digest:#018x}{how}", flush=True)
         store.set(f"done {number}", b"")
         store.wait([f"done {other}" for other in range(PREFILL + DECODE)])
 

@@ -1057,7 +1057,7 @@ def test_what_is_fetched_of_an_offer_that_was_withdrawn_is_not_unpacked() -> Non
 
 KINDS = [
     pytest.param(kind, marks=pytest.mark.skipif(find_spec(kind.split()[-1]) is None, reason=f"{kind.split()[-1]} is not installed"))
-    for kind in ("torch", "nixl", "mapped torch", "mapped nixl")
+    for kind in ("torch", "nixl", "mapped torch", "mapped nixl", "direct torch", "direct nixl")
 ]
 
 
@@ -1084,6 +1084,8 @@ def test_a_process_is_killed(kind: str, engine: str, tmp_path: Path, place: str)
                     require_right(mine)
                 elif kind.startswith("mapped"):
                     assert link.stats()["chunks_mapped"] == link.stats()["chunks_sent"] > 0, mine.wire.unmapped
+                if kind.startswith("direct"):
+                    assert link.stats()["chunks_sent"] == 0 and link.stats()["pulls"] == (other == "decode"), link.paths
                 threading.Timer(after, process.kill).start()
                 number, error = 1, None
                 while error is None:
@@ -1144,6 +1146,18 @@ def test_the_example_with_mapped_memory(torch: Any, devices: str, kind: str) -> 
     done = torchrun(6, EXAMPLES / "run.py", *words)
     assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr
     assert done.stdout.count("3 of 3 chunks packed there") == 4, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["hosts", *(pytest.param(text, marks=pytest.mark.gpu) for text in ("one GPU", "GPUs"))])
+def test_the_example_with_direct_copies(torch: Any, devices: str) -> None:
+    """All ranks of decode copy out of the caches of prefill's ranks; by NIXL's notes between GPUs of other processes."""
+    words = ["--tokens", "300", "--direct"]
+    if devices != "hosts":
+        pytest.importorskip("nixl")
+        words += ["--wire", "nixl", *(two_gpus() if devices == "GPUs" else ["--devices", "cuda:0", "cuda:0"])]
+    done = torchrun(6, EXAMPLES / "run.py", *words)
+    assert done.returncode == 0 and done.stdout.count(", direct\n") == 2, done.stdout + done.stderr
 
 
 PLACES = ["hosts", pytest.param("GPUs", marks=pytest.mark.gpu)]
@@ -1436,7 +1450,7 @@ def test_a_number_of_an_endpoint_that_is_none_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kvbm-link": 2}, "version 1"),
+        ({"kvbm-link": 1}, "version 2"),
         ({"rank": 1}, "missing"),
         ({"world": 1 << 20}, "world"),
         ({"rank": True}, "'rank' to be of int"),
@@ -1520,6 +1534,10 @@ NOTES = [
     notes.Done(1, 2, 3),
     notes.Stop(1, 2, True, False, "why"),
     notes.Stopped(1, 2, True),
+    notes.Ask(1, 2, 3, range(4, 6), 4),
+    notes.Table(1, 2, 3, 9, b"abcdefgh"),
+    notes.Table(1, 2, 0, 0, b""),
+    notes.Ready(1, 2, 3),
 ]
 
 
@@ -1528,7 +1546,7 @@ def test_notes_are_read_as_written(note: notes.Note) -> None:
     data = notes.write(note)
     assert notes.read(data) == note and len(data) <= wire.NOTE_BYTES
     for end in range(len(data)):
-        if not isinstance(note, notes.Want | notes.Stop):
+        if not isinstance(note, notes.Want | notes.Stop | notes.Table):
             with pytest.raises(BindError, match="note"):
                 notes.read(data[:end])
 

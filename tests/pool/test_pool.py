@@ -76,7 +76,7 @@ def test_allocate(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1", "", "cuda:-1", "cuda:", "pinned:0", "CPU", "cuda:0 "])
 def test_allocate_nowhere(device: str) -> None:
-    with pytest.raises(kvbm.BindError, match=r"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got"):
+    with pytest.raises(kvbm.BindError, match=r"device: expected 'cpu', 'shared', 'pinned', 'cuda' or 'cuda:N', got"):
         kvbm.Pool.allocate(kvbm.load("nhd"), SHAPE, 3, device)
 
 

@@ -18,16 +18,19 @@ BLOCKS, TOKENS = 64, 1000
 
 
 def endpoint(engine: str, kind: str, port: int | str) -> reshard.Endpoint:
-    return on_wire(engine, carrier(kind, engine, port))
+    """`kind` is that of a wire, ``mapped`` before it; ``direct``: mapped, and peers open the pools."""
+    is_direct = kind.startswith("direct ")
+    its = carrier(kind.replace("direct", "mapped"), engine, port)
+    return on_wire(engine, its, "shared" if is_direct else "cpu")
 
 
-def on_wire(engine: str, its: Any, **options: Any) -> reshard.Endpoint:
+def on_wire(engine: str, its: Any, device: str = "cpu", **options: Any) -> reshard.Endpoint:
     """Of one of two engines, each of one rank: prefill in blocks of 16, decode of 64, other layouts."""
     model = kvbm.load_shape(SHAPE)
     is_prefill = engine == "prefill"
     place = reshard.vllm(model, nt=16 if is_prefill else 64, name=engine)
     layout = kvbm.load("vllm/flash_attn_nhd" if is_prefill else "vllm/flash_attn_hnd")
-    pool = Pool.allocate(layout, place.shape(0), 4 * BLOCKS if is_prefill else BLOCKS)
+    pool = Pool.allocate(layout, place.shape(0), 4 * BLOCKS if is_prefill else BLOCKS, device)
     for number, array in enumerate(pool.arrays):
         array[:] = np.random.default_rng(number).integers(0, 1 << 16, array.shape, np.uint16) if is_prefill else 0
     return reshard.Endpoint(engine, place, 0, pool, wire=its, chunk_bytes=1 << 20, ring_bytes=1 << 25, **options)

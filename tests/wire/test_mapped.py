@@ -375,7 +375,7 @@ def connect_damaged(fields: dict[str, Any]) -> None:
 
     It is mapped exactly if its page is the lender's, its file a ring of this size, by any descriptor, and all else is the same.
     """
-    hub, opened, open_file = wire.Hub(), {}, loans._opened
+    hub, opened, open_file = wire.Hub(), {}, loans.open_memory_file
 
     def record(pid: int, number: int, what: str, nbytes: int) -> int:
         file = open_file(pid, number, what, nbytes)
@@ -389,7 +389,7 @@ def connect_damaged(fields: dict[str, Any]) -> None:
         shared = json.loads(card)["mapped"]
         files = {what: os.fstat(shared[name]) for what, name in (("ring", "file"), ("loans", "page"))}
         with contextlib.suppress(BindError), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loans, "_opened", record)
+            patch.setattr(loans, "open_memory_file", record)
             peer = borrower.wire.connect(changed(card, **fields))
             is_right = (
                 opened.keys() == files.keys()

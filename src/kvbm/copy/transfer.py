@@ -197,7 +197,8 @@ _executors: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, dict
 
 def _begun(executor: Executor) -> Executor:
     """The executor with its plan.  The strategies are measured before, if it has a choice and this machine was not measured yet."""
-    if executor.strategy in CHOICES:
+    given: object = executor.strategy
+    if isinstance(given, str) and given in CHOICES:  # `begin` refuses anything else
         autotune.ensure(executor.direction, executor.device)
     executor.begin()
     return executor

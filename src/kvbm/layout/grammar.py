@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -14,7 +14,7 @@ from .naming import ITEMSIZE, SPELLINGS, suggestion
 from .terms import AXES, Expression, Order, Pitch, Plane, Term
 from .yamlfile import YamlFile
 
-__all__ = ["KEYS", "PLANE_KEYS", "parse"]
+__all__ = ["KEYS", "PLANE_KEYS", "parse", "write"]
 
 #: Keys of a layout file.
 KEYS = ("title", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
@@ -50,6 +50,27 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
     reader = _File(file)
     with reader.guarded(text):
         return reader.layout(text, name or Path(file).stem)
+
+
+def write(layout: Layout) -> str:
+    """The text of a layout file that `parse` reads as an equal layout.  Its notes for readers are left out."""
+
+    def orders(given: tuple[Order, ...]) -> Any:
+        return str(given[0]) if len(given) == 1 else dict(zip("kv", map(str, given), strict=True))
+
+    def pitch(given: tuple[tuple[str, Pitch], ...]) -> dict[str, str]:
+        return {term: f"{one.expression.text}{' B' if one.in_bytes else ''}" for term, one in given}
+
+    def plane(given: Plane) -> dict[str, Any]:
+        offset = f"{given.offset.text} B" if given.offset else ""
+        keys = orders(given.orders), given.dtype, offset, pitch(given.pitch), " ".join(given.shared)
+        return {key: value for key, value in zip(PLANE_KEYS, keys, strict=True) if value}
+
+    keys = {
+        "order": orders(layout.orders), "pitch": pitch(layout.pitch), "axes": layout.axes,
+        "planes": {one.name: plane(one) for one in layout.planes},
+    }  # fmt: skip
+    return yaml.safe_dump({key: value for key, value in keys.items() if value}, sort_keys=False, width=1 << 20)
 
 
 class _File(YamlFile):

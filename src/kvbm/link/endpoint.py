@@ -39,6 +39,7 @@ from ..system.machine import sleep_exactly
 from ..wire import Wire
 from ..wire.protocol import require_wire
 from .chunk import MOST, TRAILER
+from .direct import Shared, read_shared, shared
 from .link import Link
 from .model import differences, named
 from .model import read as read_model
@@ -48,7 +49,7 @@ from .secret import Notes, Secret
 
 __all__ = ["Endpoint"]
 
-_VERSION = 1
+_VERSION = 2
 
 #: Most bytes of a card, and most values in it.
 _MOST_CARD, _MOST_VALUES = 80 << 10, 1 << 13
@@ -107,6 +108,9 @@ class Endpoint:
         of peers may stop, and the others have a slot each.  With fewer, the others take turns.  Several peers need two.
     max_sms : int, optional
         Multiprocessors that kernels may use.
+    direct : bool
+        Let peers on this host copy out of the pools, and copy out of theirs, if the wire is `wire.mapped` and the memory can be
+        shared: GPU memory with a CUDA IPC handle, or ``Pool.allocate(…, device="shared")``.  `Link.paths` says what came of it.
     secret_file : path, optional
         A file with a secret that all engines share.  Then only cards that were made with this secret are accepted, and every note
         has a code of it.  The data of chunks have none.
@@ -138,6 +142,7 @@ class Endpoint:
         ring_bytes: int = 256 << 20,
         slots: int | None = None,
         max_sms: int | None = None,
+        direct: bool = True,
         secret_file: str | os.PathLike[str] | Secret | None = None,
     ) -> None:
         require_wire("endpoint: wire", wire)
@@ -181,6 +186,8 @@ class Endpoint:
         self._chunk_bytes = min(chunk_bytes, size - TRAILER)
         self.ring = Ring(device, size, each, each)
         wire.register(self.ring.slab)
+        self._is_direct = flag("direct", direct)
+        self._shared = self._share() if self._is_direct else dict.fromkeys(groups, "direct=False")
         self._card = self._written(wire.card())
         self._links: list[Link] = []
         self._past: dict[str, Counter[str]] = {}  # counters of closed links
@@ -208,6 +215,18 @@ class Endpoint:
         """The card of this rank, which ranks of another engine pass to `meet`: JSON, some KB.  It gives access to the ring."""
         return self._card
 
+    def _share(self) -> dict[str, Shared | str]:
+        """What the card says of each pool; or why peers cannot open it."""
+        found: dict[str, Shared | str] = {}
+        for name, (_, pool) in self.groups.items():
+            try:
+                if not hasattr(self.wire, "open"):
+                    raise BindError("its wire is not wire.mapped")
+                found[name] = shared(pool)
+            except KvbmError as error:
+                found[name] = str(error)
+        return found
+
     def _written(self, of_wire: bytes) -> bytes:
         groups = {
             name: {
@@ -224,6 +243,7 @@ class Endpoint:
             "model": self._model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
             "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
             "nonce": self._nonce.hex(),
+            "shared": {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()},
         }  # fmt: skip
         card = json.dumps(held).encode()
         return card if self.secret is None else self.secret.sign(card)
@@ -396,6 +416,9 @@ class Endpoint:
                     self._codes[peer] = Notes.between(self.secret, *nonces), Notes.between(self.secret, *nonces[::-1])
         self._by_peer.update(dict.fromkeys(link.peers, link))
         self.ring.meet(link.peers)
+        for peer, rank in link.peers.items():
+            [card] = (one for one in cards if one.rank == rank)
+            link.open(peer, {name: card.shared(name) for name in self.groups} if self._is_direct else {})
         self._links.append(link)
         return link
 
@@ -652,7 +675,7 @@ class _Card:
             _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
         kinds = {
             "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,
-            "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str,
+            "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str, "shared": dict,
         }  # fmt: skip
         for key, kind in kinds.items():
             if type(held.get(key)) is not kind:
@@ -680,6 +703,7 @@ class _Card:
         except (binascii.Error, ValueError):
             _refuse("'wire' in base64", repr(held["wire"])[:60])
         self._groups: dict[str, Any] = held["groups"]
+        self._shared: dict[str, Any] = held["shared"]
         self.groups_text = json.dumps(self._groups, sort_keys=True)
 
     def require_names(self, model: Mapping[str, str], groups: Iterable[str], title: str) -> None:
@@ -691,6 +715,11 @@ class _Card:
                 f"{title}: groups: {sorted(groups)!s:.400} here and {quoted(sorted(self._groups), 400)} on the other side; "
                 "expected the same"
             )
+
+    def shared(self, name: str) -> Shared | str:
+        """How the pool of a group is opened; or why it cannot be."""
+        given = self._shared.get(name, "its card says nothing of it")
+        return printable(given, 300) if isinstance(given, str) else read_shared(given)
 
     def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...], dict[str, str]]:
         """Placement, planes, cuts and formats of a group.  Raises `PlanError` for a larger model than this side's own."""

@@ -5,6 +5,7 @@ Only the endpoint's thread runs this code.  `tick` repeats every note that may h
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import itertools
@@ -14,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import BindError, DigestError, KvbmError, TransferError
+from ..errors import BindError, DigestError, KvbmError, PeerLostError, TransferError
 from ..wire import Op
-from .notes import MOST_GRANTS, Done, Grant, Offer, Put, Stop, Stopped, Want
+from .loans import Loan
+from .notes import MOST_GRANTS, Ask, Done, Grant, Offer, Put, Stop, Stopped, Want
 
 if TYPE_CHECKING:
     from ..memory.array_info import Array
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from .handle import Arrival, Sending
     from .link import Link
 
-__all__ = ["Inflow", "Outflow"]
+__all__ = ["TRIES", "Incoming", "Inflow", "Outflow", "Repeat"]
 
 #: Seconds until a note is repeated: the first, doubled each time up to the last.
 AGAIN = (0.1, 1.0)
@@ -37,7 +39,7 @@ TRIES = 2
 WINDOW, MOST_WINDOW, WINDOW_BYTES = 4, 32, 2 << 20
 
 
-class _Repeat:
+class Repeat:
     """The times at which a note is repeated."""
 
     def __init__(self) -> None:
@@ -93,7 +95,8 @@ class Outflow:
         self._packed: dict[int, _Packed] = {}
         self._digests: dict[int, int] = {}
         self._stops = 0
-        self._again = _Repeat()
+        self._loan: Loan | None = None  # the peer copies out of the pool itself
+        self._again = Repeat()
         self._say_offer()
 
     # ---- notes -----------------------------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ class Outflow:
             if self.is_over:
                 self.link.say(self.peer, Stopped(self.number, note.arrival, True))
             return
-        if self.arrival and note.arrival != self.arrival:
+        if self._loan or (self.arrival and note.arrival != self.arrival):
             return  # from an earlier receive, which has sent a stop
         if self._cut is None:
             try:
@@ -127,7 +130,34 @@ class Outflow:
                 self._wanted.append(grant)
         self._last = max([self._last, *listed])
 
+    def asked(self, note: Ask) -> None:
+        """The receiver has opened this side's pool: lend it the blocks."""
+        if self.is_over or self._stop or self._answers:
+            if self.is_over:
+                self.link.say(self.peer, Stopped(self.number, note.arrival, True))
+            return
+        if self._cut or (self.arrival and note.arrival != self.arrival):
+            return
+        if self._loan is None:
+            try:
+                self._require(note)
+                lender = self.link.lender(self.offer.group)
+                self._loan = Loan(self, lender, note)
+            except KvbmError as error:
+                self.fail(error)
+                return
+            self.arrival = note.arrival
+        self._again.reset()
+        self._loan.say()
+
     def _begin(self, note: Want) -> None:
+        self._require(note)
+        self.arrival = note.arrival
+        group, layers = self.offer.group, self.offer.layers
+        self._cut = self.link.cut(self.sending, group, note.tokens, note.origin, layers, sends=True)
+
+    def _require(self, note: Want | Ask) -> None:
+        """Raise `BindError` if the peer has another plan, or wants other tokens."""
         span, link = self.sending.span, self.link
         if note.plan != link.plans(self.offer.group)[0]:
             raise BindError(
@@ -135,8 +165,6 @@ class Outflow:
             )
         if not span.tokens.start <= note.tokens.start < note.tokens.stop <= span.tokens.stop:
             raise BindError(f"{link.title}: {self.peer} wants tokens {note.tokens}, expected some of {span.tokens}")
-        self.arrival = note.arrival
-        self._cut = link.cut(self.sending, self.offer.group, note.tokens, note.origin, self.offer.layers, sends=True)
 
     def stopped(self, note: Stop) -> None:
         """The receiver has stopped."""
@@ -151,17 +179,17 @@ class Outflow:
     def answered(self) -> None:
         """The receiver has confirmed the stop."""
         if self._stop is not None and not self._packed:
-            self.is_over = True
+            self._end()
 
     def finished(self, note: Done) -> None:
         if self.is_over or self.arrival not in (0, note.arrival):  # 0: the receiver never wanted it
             return
-        if not self.uses_no_pool:  # the note cannot belong to chunks that are still being packed: it is repeated
-            return
-        self.is_over = True
+        if not all(_is_done(packed.done) for packed in self._packed.values()) or (self._loan and not self._loan.is_told):
+            return  # the note cannot belong to what is still being packed or digested: it is repeated
         for serial in list(self._packed):
             self._forget(serial)
-        found = sum(self._digests.values()) % (1 << 64)
+        self._end()
+        found = self._loan.digest if self._loan else sum(self._digests.values()) % (1 << 64)
         if found != note.digest:
             self.sending.fail(
                 DigestError(
@@ -186,36 +214,57 @@ class Outflow:
 
     @property
     def uses_no_pool(self) -> bool:
-        """True if no kernel of this flow reads the pool."""
-        return all(_is_done(packed.done) for packed in self._packed.values())
+        """True if no kernel of this flow reads the pool, and it is not lent."""
+        return all(_is_done(packed.done) for packed in self._packed.values()) and (self._loan is None or self._loan.is_over)
+
+    def _end(self) -> None:
+        """Nothing of the peer is under way."""
+        self.is_over = True
+        if self._loan is not None:
+            self._loan.is_returned = True
 
     def tick(self, now: float) -> bool:
         """Advance the flow.  True if something was done."""
         if self._is_lost:
             for serial in [one for one, packed in self._packed.items() if _is_done(packed.done)]:
                 self._forget(serial)
-            self.is_over = not self._packed
+            if not self._packed and (self._loan is None or self._loan.is_digested):
+                self._end()
             return False
         busy = self._pack()
+        if self._loan is not None:
+            busy |= self._loan.go_on()
         for serial, packed in list(self._packed.items()):
             busy |= self._go_on(serial, packed)
+        is_digesting = self._loan is not None and not self._loan.is_digested
+        if is_digesting:
+            return busy
         if (self._stop or self._answers) and not any(one.op or not one.is_told for one in self._packed.values()):
             for serial in list(self._packed):
                 self._forget(serial)
             if self._answers:
                 self.link.say(self.peer, Stopped(self.number, self.arrival, True))
-                self.is_over = True
+                self._end()
             elif self._stop is not None and (not self._is_told or self._again.is_due(now)):
                 self._is_told = True
                 self._stops += 1
                 self.link.say(self.peer, self._stop)
-                self.is_over = self._stops > 8  # a live peer would have answered
+                if self._stops > 8:  # a live peer would have answered
+                    self._give_up()
         elif all(one.is_told for one in self._packed.values()) and self._again.is_due(
             now
         ):  # the answer may have been lost
             self.link.count("notes_again")
             self._say_offer()
         return busy
+
+    def _give_up(self) -> None:
+        """The peer does not answer.  What is lent to it is free when it was dropped, and its loans have ended."""
+        if self._loan is None:
+            self._end()
+        else:
+            why = f"{self.link.title}: {self.peer} does not answer, and may still read the blocks of {self.sending.key!r}"
+            self.link.lose(self.peer, PeerLostError(why, peer=self.peer))
 
     def _say_offer(self) -> None:
         self.link.say(self.peer, replace(self.offer, age=time.monotonic() - self.sending.began))
@@ -337,6 +386,8 @@ class Outflow:
             with contextlib.suppress(Exception):
                 packed.done.synchronize()
             self._give_back(packed)
+        if self._loan is not None:
+            self._loan.release()
 
 
 class _Coming:
@@ -350,32 +401,127 @@ class _Coming:
         self.is_alone = False  # True: unpacked in a separate call, so that other chunks do not fail with it
 
 
-class Inflow:
+class Incoming(abc.ABC):
     """The part of a `receive` from one peer, for one offer.
 
     Attributes
     ----------
     began : float
         Latest possible start of the sending, as the delay of the note is unknown.
+    digests : dict of int to int
+        What has arrived → its digest.
     is_over : bool
-        True if nothing is in transit, and no slot is reserved.
+        True if nothing is in transit, and no slot or loan is held.
     """
+
+    def __init__(self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float) -> None:
+        self.link, self.arrival, self.peer, self.rank, self.offer, self.began = link, arrival, peer, rank, offer, began
+        self.is_over = self.is_done = False
+        self.digests: dict[int, int] = {}
+        self._is_ending = False
+        self._stopping: Stop | None = None
+        self._again = Repeat()
+
+    def fail(self, error: KvbmError) -> None:
+        """Stop receiving: tell the sender.  Slots that it may still write stay reserved until it answers."""
+        if self.is_over or self._stopping is not None:
+            return
+        if self.is_done:
+            self.is_over = True
+            return
+        is_digest, why = isinstance(error, DigestError), str(error)
+        self._stopping = Stop(self.offer.sending, self.arrival.number, is_digest, False, why)
+        self._again.reset()
+        self._say_stop()
+
+    def lost(self) -> None:
+        """The peer was dropped and can no longer write."""
+        self._is_ending = True
+
+    def answered(self) -> None:
+        """The sender has confirmed the stop.  None of its puts is running."""
+        if self._stopping is not None:
+            self._end()
+        elif not self.is_done:  # the sender does not know this request
+            is_left = self.link.leaves(self)
+            self._end()
+            if not is_left:
+                self.arrival.fail(TransferError(f"{self.link.title}: {self.peer} has ended {self.arrival.key!r}"))
+
+    def stopped(self, note: Stop) -> None:
+        """The sender has given up.  None of its puts is running."""
+        self._answer(note)
+        if self.is_over:
+            return
+        is_left = self.link.leaves(self)
+        self._end()
+        kind = DigestError if note.is_digest else TransferError
+        if not is_left:
+            self.arrival.fail(kind(f"{self.link.title}: {self.peer} has stopped sending {self.arrival.key!r}: {note.why}"))
+
+    @property
+    def answer(self) -> Done | None:
+        """The answer to the sender after the flow has ended."""
+        total = sum(self.digests.values()) % (1 << 64)
+        return Done(self.offer.sending, self.arrival.number, total) if self.is_done else None
+
+    def _answer(self, note: Stop) -> None:
+        self.link.say(self.peer, Stopped(note.sending, note.arrival, False))
+
+    def _say_stop(self) -> None:
+        assert self._stopping is not None
+        self.link.say(self.peer, self._stopping)
+
+    def _say_done(self) -> None:
+        if (answer := self.answer) is not None:
+            self.link.say(self.peer, answer)
+
+    def _finish(self) -> None:
+        self.is_done = self.is_over = True
+        self._say_done()
+        self.arrival.ended(self)
+
+    @abc.abstractmethod
+    def offered(self) -> None:
+        """The offer was repeated: a note was lost."""
+
+    @property
+    @abc.abstractmethod
+    def is_untouched(self) -> bool:
+        """True if nothing was written, or is being written."""
+
+    @property
+    @abc.abstractmethod
+    def uses_no_pool(self) -> bool:
+        """True if no kernel of this flow uses a pool."""
+
+    @abc.abstractmethod
+    def tick(self, now: float) -> bool:
+        """Advance the flow.  True if something was done."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """At the end: wait for running kernels."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """Nothing of the sender is under way: free what is held, at once or when what this side does with it has ended."""
+
+
+class Inflow(Incoming):
+    """Chunks that come into slots of this side."""
 
     def __init__(
         self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, cut: Cut
     ) -> None:
-        self.link, self.arrival, self.peer, self.rank, self.offer, self.began = link, arrival, peer, rank, offer, began
-        self.is_over = self.is_done = False
+        super().__init__(link, arrival, peer, rank, offer, began)
         self._cut = cut
         self._chunks = cut.chunks.get(rank, ())
         self._todo = deque(range(len(self._chunks)))
         self._coming: dict[int, _Coming] = {}
         self._tries: Counter[int] = Counter()
-        self.digests: dict[int, int] = {}
-        self._turn, self._is_ending = 0, False
+        self._turn = 0
         self._serials = itertools.count(1)
-        self._stopping: Stop | None = None
-        self._again = _Repeat()
         if not self._chunks:
             self._finish()
 
@@ -403,45 +549,7 @@ class Inflow:
         coming.is_here = True
         self._again.reset()
 
-    def stopped(self, note: Stop) -> None:
-        """The sender has given up.  None of its puts is running."""
-        self.link.say(self.peer, Stopped(note.sending, note.arrival, False))
-        if self.is_over:
-            return
-        is_left = self.link.leaves(self)
-        self._end()
-        kind = DigestError if note.is_digest else TransferError
-        if not is_left:
-            self.arrival.fail(kind(f"{self.link.title}: {self.peer} has stopped sending {self.arrival.key!r}: {note.why}"))
-
-    def answered(self) -> None:
-        """The sender has confirmed the stop.  None of its puts is running."""
-        if self._stopping is not None:
-            self._end()
-        elif not self.is_done:  # the sender does not know this request
-            is_left = self.link.leaves(self)
-            self._end()
-            if not is_left:
-                self.arrival.fail(TransferError(f"{self.link.title}: {self.peer} has ended {self.arrival.key!r}"))
-
     # ---- steps -----------------------------------------------------------------------------------------------------
-
-    def fail(self, error: KvbmError) -> None:
-        """Stop receiving: tell the sender.  Slots that it may still write stay reserved until it answers."""
-        if self.is_over or self._stopping is not None:
-            return
-        if self.is_done:
-            self.is_over = True
-            return
-        self._stopping = Stop(
-            self.offer.sending, self.arrival.number, isinstance(error, DigestError), False, str(error)
-        )
-        self._again.reset()
-        self.link.say(self.peer, self._stopping)
-
-    def lost(self) -> None:
-        """The peer was dropped and can no longer write."""
-        self._is_ending = True
 
     @property
     def is_untouched(self) -> bool:
@@ -578,21 +686,6 @@ class Inflow:
             self.arrival.fail(told)
         else:
             self._todo.appendleft(number)
-
-    def _finish(self) -> None:
-        self.is_done = self.is_over = True
-        self._say_done()
-        self.arrival.ended(self)
-
-    @property
-    def answer(self) -> Done | None:
-        """The answer to the sender after the flow has ended."""
-        total = sum(self.digests.values()) % (1 << 64)
-        return Done(self.offer.sending, self.arrival.number, total) if self.is_done else None
-
-    def _say_done(self) -> None:
-        if (answer := self.answer) is not None:
-            self.link.say(self.peer, answer)
 
     def _quarantine(self) -> None:
         """Keep the slots reserved that the sender may still write."""

@@ -16,7 +16,7 @@ from ..reshard.sequence import Span
 
 if TYPE_CHECKING:
     from .chunks import Cut
-    from .flows import Inflow
+    from .flows import Incoming
     from .link import Link
 
 __all__ = ["Arrival", "Gathering", "Handle", "Sending", "require_call"]
@@ -181,7 +181,7 @@ class Arrival(Handle):
     def is_awaited(self) -> bool:
         return not self.has_failed and not self.has_ended
 
-    def ended(self, flow: Inflow) -> None:
+    def ended(self, flow: Incoming) -> None:
         self.missing[flow.rank] -= set(flow.offer.layers)
         self.digest = (self.digest + sum(flow.digests.values())) % (1 << 64)
         if not any(self.missing.values()):

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
+import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import quoted, seconds
-from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError
+from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError, escaping
 from ..memory.array_info import Array
 from ..reshard.messages import Resharding, require_layers
 from ..reshard.packer import Packer
 from ..reshard.sequence import Span
 from ..wire import Op, Slice
 from .chunks import Cut
-from .flows import Inflow, Outflow
+from .direct import Lender, Reader, Shared, opened
+from .flows import Incoming, Inflow, Outflow
 from .handle import Arrival, Gathering, Handle, Sending, require_call
-from .notes import Done, Note, Offer, Put, Stop, Stopped, Want, write
+from .notes import Ask, Done, Note, Offer, Put, Ready, Stop, Stopped, Table, Want, write
+from .pulls import Pull
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
 
 __all__ = ["Link"]
+
+_log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
 
@@ -73,7 +79,11 @@ class Link:
         self.lost: dict[str, PeerLostError] = {}  # peers that are lost, and why
         self._losing: dict[str, PeerLostError] = {}  # found since the last `tick`
         self._flows: dict[tuple[str, int], Outflow] = {}
-        self._inflows: dict[tuple[str, int], Inflow] = {}
+        self._inflows: dict[tuple[str, int], Incoming] = {}
+        self._readers: dict[tuple[str, int], Reader] = {}  # peer and group → how its pool is read
+        self._lenders: dict[int, Lender] = {}
+        self._asked: set[tuple[str, int]] = set()  # peers and groups that read this side's pool
+        self._paths: dict[tuple[int, str], str] = {}  # rank and group → "direct", or why not
         #: Inflows that have ended, and the answer for each.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
         self._offers: OrderedDict[tuple[str, int], tuple[Offer, float]] = OrderedDict()  # and its latest possible start
@@ -208,9 +218,10 @@ class Link:
         identity = _identity(group, self.endpoint.groups, key)
         order = self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
-        with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
-            # Prepare while the offer is on its way: mostly it is of everything that is expected.
-            self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
+        if not self._all_direct(packer, identity[0], self._readers):
+            with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
+                # Prepare while the offer is on its way: mostly it is of everything that is expected.
+                self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
         for message in packer.made.messages:
             if message.dst == self.endpoint.rank:
                 held = {x for meeting in message.l for x in meeting.coordinates("first")}
@@ -223,9 +234,14 @@ class Link:
         """Counters: chunks and bytes in each direction, repeated and wrong notes, waits for slots, failures, seconds."""
         names = (
             "bytes_sent", "bytes_received", "chunks_sent", "chunks_received", "chunks_wrong", "notes_again", "notes_wrong",
-            "chunks_mapped", "stalls", "sendings", "arrivals", "failed", "seconds",
+            "chunks_mapped", "pulls", "pulls_wrong", "stalls", "sendings", "arrivals", "failed", "seconds",
         )  # fmt: skip
         return {name: self._counts[name] for name in names}
+
+    @property
+    def paths(self) -> dict[tuple[int, str], str]:
+        """How each rank's blocks of each group come here: ``"direct"``, or why they come in chunks."""
+        return dict(self._paths)
 
     def close(self, *, timeout: float = 30.0) -> None:
         """End the running transfers and the connections.
@@ -251,8 +267,14 @@ class Link:
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
-        self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # raises an error if this cannot be sent
+        if not self._all_direct(packer, identity[0], self._asked):
+            self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # raises an error if this cannot be sent
         return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
+
+    def _all_direct(self, packer: Packer, group: int, known: Container[tuple[str, int]]) -> bool:
+        """True if all peers of a packer are in `known`, so that no chunks need to be prepared."""
+        by_rank = {rank: peer for peer, rank in self.peers.items()}
+        return all((by_rank.get(rank, ""), group) in known for rank in packer.peers)
 
     def _is_late(self, handle: Sending | Arrival) -> bool:
         """True if the link was closed meanwhile.  The transfer has then failed."""
@@ -334,14 +356,21 @@ class Link:
                 raise BindError(
                     f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}; expected some of {sorted(missing)}, once"
                 )
-            cut = self.cut(arrival, offer.group, tokens, offer.origin, offer.layers, sends=False)
-            flow = Inflow(self, arrival, peer, rank, offer, began, cut)
+            flow = self._incoming(arrival, peer, rank, offer, began)
         except KvbmError as error:
             arrival.fail(error)
             self._refuse(peer, offer, arrival.number, str(error))
             return
         arrival.flows.append(flow)
         self._inflows[peer, offer.sending] = flow
+
+    def _incoming(self, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float) -> Incoming:
+        """The flow of an offer: a copy out of the peer's pool if this side has opened it, else chunks."""
+        reader = self._readers.get((peer, offer.group))
+        if reader is not None and self._guarded(peer, lambda: self.endpoint.wire.hold(peer)):  # type: ignore[attr-defined]
+            return Pull(self, arrival, peer, rank, offer, began, reader)
+        cut = self.cut(arrival, offer.group, arrival.span.tokens, offer.origin, offer.layers, sends=False)
+        return Inflow(self, arrival, peer, rank, offer, began, cut)
 
     def _refuse(self, peer: str, offer: Offer, arrival: int, why: str) -> None:
         """Refuse an offer.  If the peer repeats the offer, the answer is repeated."""
@@ -368,9 +397,15 @@ class Link:
         elif isinstance(note, Want):
             flow = self._flows.get(at)
             self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.wanted(note)
-        elif isinstance(note, Put):
+        elif isinstance(note, Ask):
+            if (flow := self._flows.get(at)) is None:
+                self.say(peer, Stopped(note.sending, note.arrival, True))
+            else:
+                self._asked.add((peer, flow.offer.group))
+                flow.asked(note)
+        elif isinstance(note, Put | Table | Ready):
             if (inflow := self._inflows.get(at)) is not None:
-                inflow.put(note)
+                _tell(inflow, note)
             elif (answer := self._ended.get(at)) is not None:
                 self.say(peer, answer)
         elif isinstance(note, Done):
@@ -420,7 +455,7 @@ class Link:
         while len(self._offers) > _MOST:
             self._offers.popitem(last=False)  # the peer repeats it
 
-    def leaves(self, flow: Inflow) -> bool:
+    def leaves(self, flow: Incoming) -> bool:
         """Drop an offer that may belong to a failed attempt, if no chunk of it has come.  The arrival waits for the next offer."""
         failed_at, _, _ = self._failed.get(flow.arrival.identity, (-_LATE, 0, ""))
         if flow in flow.arrival.flows and flow.is_untouched and flow.began < failed_at + _LATE:
@@ -476,7 +511,7 @@ class Link:
             if rank in silent:
                 self.say(peer, Stopped(0, 0, False))
 
-    def _all_flows(self) -> list[Outflow | Inflow]:
+    def _all_flows(self) -> list[Outflow | Incoming]:
         return [*self._flows.values(), *self._inflows.values()]
 
     @property
@@ -520,6 +555,45 @@ class Link:
             handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: {why}"))
         for peer in self.peers:
             self._lose(peer, PeerLostError(f"{self.title}: {peer}: {why}", peer=peer))
+
+    def open(self, peer: str, shared: Mapping[str, Shared | str]) -> None:
+        """Open a peer's pools, if that is possible, so that its blocks are copied directly.
+
+        Parameters
+        ----------
+        peer : str
+        shared : mapping
+            Group → what its card says of its pool, or why it cannot be opened.
+        """
+        rank = self.peers[peer]
+        lend = getattr(self.endpoint.wire, "open", None)
+        for number, group in enumerate(sorted(self.endpoint.groups)):
+            made, said = self._plans[False].get(group), shared.get(group, "it shares no pool")
+            if not isinstance(made, Resharding) or all((m.src, m.dst) != (rank, self.endpoint.rank) for m in made.messages):
+                continue
+            if lend is None:
+                said = "this side's wire is not wire.mapped"
+            elif isinstance(said, Shared):
+                try:
+                    name = f"{self.engine} rank {rank}"
+                    far = opened(said, made.src.shape(rank), name, functools.partial(lend, peer))
+                    self._readers[peer, number] = Reader(self._packer(group, sends=False), rank, far)
+                    said = "direct"
+                except KvbmError as error:
+                    said = str(error)
+            self._paths[rank, group] = said
+            _log.info("kvbm: %s: rank %d, group %r: %s", self.title, rank, group, said if said == "direct" else f"chunks: {said}")
+
+    def lender(self, group: int) -> Lender:
+        """What digests the blocks of a group that peers read."""
+        found = self._lenders.get(group)
+        if found is None:
+            found = self._lenders[group] = Lender(self._packer(sorted(self.endpoint.groups)[group], sends=True))
+        return found
+
+    def lose(self, peer: str, error: PeerLostError) -> None:
+        """Give up a peer, at the end of this round."""
+        self._losing.setdefault(peer, error)
 
     # ---- methods for flows -----------------------------------------------------------------------------------------
 
@@ -637,5 +711,16 @@ def _overlap(one: range, other: range) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def _handle_of(flow: Outflow | Inflow) -> Handle:
+def _tell(flow: Incoming, note: Put | Table | Ready) -> None:
+    """Pass a note to a flow, if it is of its kind."""
+    if isinstance(flow, Pull):
+        if isinstance(note, Table):
+            flow.table(note)
+        elif isinstance(note, Ready):
+            flow.ready(note)
+    elif isinstance(flow, Inflow) and isinstance(note, Put):
+        flow.put(note)
+
+
+def _handle_of(flow: Outflow | Incoming) -> Handle:
     return flow.sending if isinstance(flow, Outflow) else flow.arrival

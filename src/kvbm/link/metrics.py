@@ -21,14 +21,16 @@ __all__ = ["Links"]
 
 #: Key of `Link.stats` → the metric's name, without the suffix ``_total``, and its help text.
 _COUNTERS = {
-    "bytes_sent": ("kvbm_link_sent_bytes", "Bytes of chunks that were sent, trailers included."),
-    "bytes_received": ("kvbm_link_received_bytes", "Bytes of chunks that came and were right."),
+    "bytes_sent": ("kvbm_link_sent_bytes", "Bytes of chunks that were sent, trailers included.  Not those that peers copied."),
+    "bytes_received": ("kvbm_link_received_bytes", "Bytes that came and were right: of chunks, and of direct copies."),
     "chunks_sent": ("kvbm_link_sent_chunks", "Chunks that were sent; those that were sent again count again."),
     "chunks_received": ("kvbm_link_received_chunks", "Chunks that came and were right."),
     "chunks_wrong": ("kvbm_link_wrong_chunks", "Chunks that came wrong, and were refused."),
     "notes_again": ("kvbm_link_repeated_notes", "Notes that were said again, as no answer came."),
     "notes_wrong": ("kvbm_link_wrong_notes", "Notes that were none, or said what cannot be."),
     "chunks_mapped": ("kvbm_link_mapped_chunks", "Chunks that were packed straight into memory of a peer on this host."),
+    "pulls": ("kvbm_link_pulls", "Messages that were copied straight out of the pool of a peer on this host."),
+    "pulls_wrong": ("kvbm_link_wrong_pulls", "Such copies whose digest was not the peer's; they were made again."),
     "stalls": ("kvbm_link_stalls", "Rounds in which a chunk waited for a slot of the ring."),
     "sendings": ("kvbm_link_sendings", "Calls of send and offer."),
     "arrivals": ("kvbm_link_arrivals", "Calls of receive and fetch."),

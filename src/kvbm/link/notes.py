@@ -13,7 +13,7 @@ from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
 from .secret import NOTE
 
-__all__ = ["Done", "Grant", "Note", "Offer", "Put", "Stop", "Stopped", "Want", "read", "write"]
+__all__ = ["Ask", "Done", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "read", "write"]
 
 _MAGIC, _VERSION = b"kn", 1
 
@@ -236,14 +236,101 @@ class Stopped:
         return cls(sending, *told)
 
 
-Note = Offer | Want | Put | Done | Stop | Stopped
+@dataclass(frozen=True)
+class Ask:
+    """From the receiver: it has opened the sender's pool, and copies these tokens itself.  It wants the table and the digest."""
 
-_KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, Stop, Stopped)}
+    sending: int
+    arrival: int
+    plan: int
+    tokens: range
+    origin: int
+
+    KIND: ClassVar[int] = 7
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQQQ")
+
+    def fields(self) -> tuple[Any, ...]:
+        return self.arrival, self.plan, self.tokens.start, self.tokens.stop, self.origin
+
+    @classmethod
+    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Ask:
+        arrival, plan, start, stop, origin = told
+        _require(not rest and start < stop < 1 << 48 and origin <= start, "an ask")
+        return cls(sending, arrival, plan, range(start, stop), origin)
+
+
+#: Most blocks of a sequence whose table is told.
+MOST_ENTRIES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Table:
+    """From the sender, to who asks: a part of its block table.
+
+    Attributes
+    ----------
+    sending, arrival : int
+    first, count : int
+        The entry of the table with which the part begins, and the entries of the table.
+    blocks : bytes
+        Block ids, as little-endian 32-bit integers.
+    """
+
+    sending: int
+    arrival: int
+    first: int
+    count: int
+    blocks: bytes
+
+    KIND: ClassVar[int] = 8
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QII")
+
+    def fields(self) -> tuple[Any, ...]:
+        return self.arrival, self.first, self.count
+
+    def tail(self) -> bytes:
+        return self.blocks
+
+    @classmethod
+    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Table:
+        arrival, first, count = told
+        _require(len(rest) % 4 == 0 and bool(rest) == bool(count), "a part of a table")
+        _require(first + len(rest) // 4 <= count <= MOST_ENTRIES, "a part of a table")
+        return cls(sending, arrival, first, count, rest)
+
+
+#: Most blocks of a `Table`.  With a secret it has its code in addition.
+MOST_BLOCKS = (NOTE_BYTES - NOTE - _HEAD.size - Table.LAYOUT.size) // 4
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the sender, to who asks: the blocks are complete, and their cells have this digest."""
+
+    sending: int
+    arrival: int
+    digest: int
+
+    KIND: ClassVar[int] = 9
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQ")
+
+    def fields(self) -> tuple[Any, ...]:
+        return self.arrival, self.digest
+
+    @classmethod
+    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Ready:
+        _require(not rest, "a ready")
+        return cls(sending, *told)
+
+
+Note = Offer | Want | Put | Done | Stop | Stopped | Ask | Table | Ready
+
+_KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, Stop, Stopped, Ask, Table, Ready)}
 
 
 def write(note: Note) -> bytes:
     """Return the note as bytes, at most `NOTE_BYTES`."""
-    tail = note.tail() if isinstance(note, Want | Stop) else b""
+    tail = note.tail() if isinstance(note, Want | Stop | Table) else b""
     return _HEAD.pack(_MAGIC, _VERSION, note.KIND, note.sending) + note.LAYOUT.pack(*note.fields()) + tail
 
 

@@ -15,8 +15,8 @@ from .. import _core
 from ..errors import BindError
 from ..layout.shapes import round_up
 from ..memory.array_info import Array
+from ..system.memory_files import memory_file
 from ..wire import Slab, Slice
-from ..wire._mapped import memory_file
 
 __all__ = ["Ring"]
 

@@ -55,6 +55,7 @@ from ..memory.array_checks import (
 )
 from ..memory.array_info import Array, describe, find_overlap, nest_of
 from ..memory.liveness import Borrowed, has_memory
+from ..memory.shared import shared_slab
 from ..planner.lowering import Steps
 from .section import Axis, PoolSection
 
@@ -205,7 +206,8 @@ class Pool(FromEngines, Shown):
         num_blocks : int
             Number of blocks.
         device : str
-            ``"cpu"``: NumPy arrays.  ``"pinned"``: NumPy arrays in pinned host memory, which every GPU can access and the copy
+            ``"cpu"``: NumPy arrays.  ``"shared"``: NumPy arrays in memory that other processes of this host can open, for direct
+            links.  ``"pinned"``: NumPy arrays in pinned host memory, which every GPU can access and the copy
             engines read at full speed.  ``"cuda"`` or ``"cuda:N"``: objects with ``__cuda_array_interface__``.
         progress : callable, optional
             Called on this thread as ``progress(done_bytes, total_bytes)``, because pinning takes about one second per 30 GB.
@@ -242,9 +244,9 @@ class Pool(FromEngines, Shown):
         """
         layout, shape = as_layout(layout), as_shape(shape)
         num_blocks = _whole(layout, num_blocks)
-        found = re.fullmatch(r"(cpu|pinned|cuda)(?::([0-9]+))?", str(device))
+        found = re.fullmatch(r"(cpu|shared|pinned|cuda)(?::([0-9]+))?", str(device))
         if not found or (found[2] and found[1] != "cuda"):
-            raise BindError(f"device: expected 'cpu', 'pinned', 'cuda' or 'cuda:N', got {quoted(device)}")
+            raise BindError(f"device: expected 'cpu', 'shared', 'pinned', 'cuda' or 'cuda:N', got {quoted(device)}")
         resolved = layout.resolve(shape, num_blocks)
         if progress is not None and not callable(progress):
             raise BindError(f"progress: expected a function of the bytes done and of all bytes, got {quoted(progress)}")
@@ -255,8 +257,8 @@ class Pool(FromEngines, Shown):
         if found[1] == "pinned":
             slab = pinned_slab(resolved, progress)
             owned, begin, arrays = (slab,), slab.address, host_arrays(resolved, np.asarray(slab))
-        elif found[1] == "cpu":
-            memory = new_slab(nbytes, what)
+        elif found[1] in ("cpu", "shared"):
+            memory = (new_slab if found[1] == "cpu" else shared_slab)(nbytes, what)
             begin, arrays = memory.ctypes.data, host_arrays(resolved, memory)
             # close() has nothing to release: the memory is freed with the last array on it.
         else:

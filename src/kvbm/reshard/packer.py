@@ -23,6 +23,7 @@ from ..memory.array_info import Array, describe
 from ..planner.lowering import Steps
 from ..planner.plan import Plan, between
 from ..pool.pool import Pool
+from ..pool.section import PoolSection
 from .local import require_pool
 from .messages import Message, Resharding, require_made
 from .sequence import Ids, Parts, Rank, Span, split
@@ -231,15 +232,19 @@ class Packer:
         few = self.max_sms > 0
         return prepare(made, src, dst, few=few, device=self.device, src_steps=src_steps, dst_steps=dst_steps)
 
-    def _parts(self, message: Message, single: bool) -> tuple[Section, Section]:
-        """A message's section of the pool's units or tokens, and the section of the packed slot."""
+    def part(self, message: Message, single: bool) -> PoolSection:
+        """A message's section of the pool's units or tokens."""
         unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
         assert unit.meeting is not None
-        part = self.pool.units(unit.src_slots if self.sends else unit.dst_slots).section(
+        return self.pool.units(unit.src_slots if self.sends else unit.dst_slots).section(
             l=[x for meeting in message.l for x in meeting.coordinates(name)],
             h=[x for meeting in message.h for x in meeting.coordinates(name)],
             t=list(unit.meeting.coordinates(name)),
         )
+
+    def _parts(self, message: Message, single: bool) -> tuple[Section, Section]:
+        """A message's section of the pool's units or tokens, and the section of the packed slot."""
+        part = self.part(message, single)
         return part.of, self._wire(part.of)
 
     def lane(self, message: Message, *, single: bool) -> Lane:
@@ -280,7 +285,7 @@ class Packer:
 
     def _lane(self, message: Message, single: bool) -> Lane:
         part, slot = self._parts(message, single)
-        first, keys = self._keys(message, single)
+        first, keys = self.keys(message, single)
         nbytes = slot.accesses[0].block[0]
         slot = replace(slot, accesses=tuple(replace(access, block=(_ALIGNMENT, 0)) for access in slot.accesses))
         ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
@@ -295,7 +300,7 @@ class Packer:
             _core.warm(kernel, self.device)
         return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
 
-    def _keys(self, message: Message, single: bool) -> tuple[int, Keys]:
+    def keys(self, message: Message, single: bool) -> tuple[int, Keys]:
         """The keys of a unit's cells, at the model's coordinates, and the position in a unit from which they count."""
         unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
         assert unit.meeting is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import json
@@ -17,9 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from .. import _core
 from .._arguments import is_real, quoted, require_a
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from ..system.memory_files import memory_file, open_memory_file
 from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
 
 __all__ = ["Mapped", "mapped"]
@@ -42,9 +44,6 @@ _KINDS: Final[dict[str, range | str]] = {
 }  # fmt: skip
 _OF_HOST: Final[dict[str, range | str]] = {"file": _NUMBER}
 _OF_GPU: Final[dict[str, range | str]] = {"ipc": "[0-9a-f]{128}", "address": range(1, 1 << 63)}
-
-#: The link of a descriptor that may be opened in another process: only memory files of kvbm have it.
-_LINK: Final = "/memfd:kvbm {} (deleted)"
 
 
 def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
@@ -168,7 +167,7 @@ class Mapped:
                 raise BindError("its process has ended")
             self._page.add(peer)  # from now on the peer may borrow: this side can read its loans
             failing.pop_all()
-        return _Peer(process, page, slab, _key(self._name()))
+        return _Peer(process, page, slab, _key(self._name()), shared)
 
     # ---- loans -------------------------------------------------------------------------------------------------------
 
@@ -181,20 +180,65 @@ class Mapped:
             The peer has ended the connection.
         """
         known = self._peers.get(peer)
-        if known is None or self._page is None:
+        if known is None:
             return None
-        self._require(peer)
         inside(remote, known.slab.nbytes, f"{peer}: remote")
+        if not self.hold(peer):
+            return None
+        return Slab(known.slab.address + remote.offset, remote.nbytes, known.slab.device, known)
+
+    def hold(self, peer: str) -> bool:
+        """Begin a loan of a peer's memory: until `give_back` it waits with its reuse.  False if this side cannot borrow from it.
+
+        Raises
+        ------
+        PeerLostError
+            The peer has ended the connection.
+        """
+        known = self._peers.get(peer)
+        if known is None or self._page is None:
+            return False
+        self._require(peer)
         at = known.page.find(known.key)
         if at is None:
-            return None  # the peer has not connected yet, or cannot read this side's loans
+            return False  # the peer has not connected yet, or cannot read this side's loans
         self._page.loans(peer, 1)
         _core.fence()
         if known.page.is_dropped(at):
             self._page.loans(peer, -1)
             known.lost = "it has ended the connection"
             self._require(peer)
-        return Slab(known.slab.address + remote.offset, remote.nbytes, known.slab.device, known)
+        return True
+
+    def open(self, peer: str, handle: str, nbytes: int, address: int) -> Slab:
+        """Open memory that a mapped peer shares, to read it.  It stays open until the peer is dropped and its loans have ended.
+
+        Parameters
+        ----------
+        peer : str
+        handle : str
+            The number of a memory file of the peer's process, or the digits of a CUDA IPC handle.
+        nbytes, address : int
+            Bytes of the memory, and where it begins in the peer's process.
+
+        Raises
+        ------
+        BindError
+            The peer is not mapped, or the memory cannot be opened.
+        """
+        self._require(peer)
+        if (known := self._peers.get(peer)) is None:
+            raise BindError(self.unmapped.get(peer, "it is not connected"))
+        assert self._slab is not None
+        shared = {**known.shared, "nbytes": nbytes, "address": address, "file": handle, "ipc": handle}
+        if not re.fullmatch(r"\d{1,9}" if self._slab.device == "cpu" else "[0-9a-f]{128}", handle, re.ASCII):
+            raise BindError(f"card: handle: expected a descriptor or a CUDA IPC handle, got {quoted(handle, 60)}")
+        try:
+            memory = _Lent(shared, self._slab.device, "pool")
+        except (OSError, ValueError) as error:
+            raise BindError(f"its memory cannot be opened: {error}") from None
+        known.opened.append(memory)
+        return Slab(memory.address, nbytes, memory.device, memory)
 
     def give_back(self, peer: str) -> None:
         """End a loan.  This process no longer writes to the slice."""
@@ -202,7 +246,7 @@ class Mapped:
         _core.fence()
         known = self._peers[peer]
         if not self._page.loans(peer, -1) and known.lost:
-            known.slab.close()  # the drop did not close it, because a loan was open
+            known.close_memory()  # the drop did not close it, because a loan was open
 
     def _require(self, peer: str) -> None:
         require_a(str, "peer", peer, "a peer's name, as connect() returned it")
@@ -254,7 +298,7 @@ class Mapped:
                     )
                 time.sleep(0.0002)
             if self._page is not None and not self._page.count_of(peer):
-                known.slab.close()
+                known.close_memory()
             known.close()  # its page and process are no longer read
 
     def close(self) -> None:
@@ -275,8 +319,9 @@ class Mapped:
 class _Peer:
     """A peer on this host."""
 
-    def __init__(self, process: _Process, page: _Page, slab: _Lent, key: bytes) -> None:
-        self.process, self.page, self.slab, self.key = process, page, slab, key
+    def __init__(self, process: _Process, page: _Page, slab: _Lent, key: bytes, shared: dict[str, Any]) -> None:
+        self.process, self.page, self.slab, self.key, self.shared = process, page, slab, key, shared
+        self.opened: list[_Lent] = []  # further memory of the peer
         self.lost = ""
 
         self.is_closed = False
@@ -285,6 +330,12 @@ class _Peer:
         """True if the peer has borrowed slices of this end's slab."""
         at = None if self.is_closed else self.page.find(self.key)
         return at is not None and self.page.count(at) > 0
+
+    def close_memory(self) -> None:
+        """Unmap its slab and pools.  No loan may be open."""
+        for memory in (self.slab, *self.opened):
+            memory.close()
+        self.opened = []
 
     def close(self) -> None:
         if not self.is_closed:
@@ -330,7 +381,7 @@ class _Page:
 
     @classmethod
     def opened(cls, pid: int, number: int, name: str) -> _Page:
-        file = _opened(pid, number, "loans", _PAGE_BYTES)
+        file = open_memory_file(pid, number, "loans", _PAGE_BYTES)
         try:
             found = cls(file, name)
         finally:
@@ -395,19 +446,19 @@ class _Page:
 
 
 class _Lent:
-    """A peer's slab, as memory of this process."""
+    """A peer's slab, or its pool's memory, as memory of this process.  That of a pool is read-only on the CPU."""
 
-    def __init__(self, shared: dict[str, Any], device: str) -> None:
-        self.nbytes, self.device = shared["nbytes"], device
+    def __init__(self, shared: dict[str, Any], device: str, what: str = "ring") -> None:
+        self.nbytes, self.device, self.is_open = shared["nbytes"], device, True
         self._close: Callable[[], object] = int
         if device == "cpu":
-            file = _opened(shared["pid"], shared["file"], "ring", self.nbytes)
+            file = open_memory_file(shared["pid"], shared["file"], what, self.nbytes)
             try:
-                pages = mmap.mmap(file, self.nbytes)
+                pages = mmap.mmap(file, self.nbytes, access=mmap.ACCESS_WRITE if what == "ring" else mmap.ACCESS_READ)
             finally:
                 os.close(file)
-            self._pages = (ctypes.c_uint8 * self.nbytes).from_buffer(pages)
-            self.address = ctypes.addressof(self._pages)
+            self.buffer = np.frombuffer(pages, np.uint8)
+            self.address = int(self.buffer.ctypes.data)
             return
         own, far = (int(name.partition(":")[2]) for name in (device, shared["device"]))
         if _is_own(shared["pid"]):  # CUDA refuses to open an IPC handle in the process that made it
@@ -419,7 +470,7 @@ class _Lent:
         self._close = functools.partial(_core.ipc_close, own, self.address)
 
     def close(self) -> None:
-        self._pages = None
+        self.buffer, self.is_open = None, False  # type: ignore[assignment]
         close, self._close = self._close, int
         with contextlib.suppress(KvbmError):
             close()
@@ -473,34 +524,6 @@ def _started(pid: int) -> int:
 
 def _is_own(pid: int) -> bool:
     return pid == os.getpid()
-
-
-def memory_file(what: str, nbytes: int) -> int:
-    """Create a memory file that peers on this host can map; return its descriptor.  Its size is sealed, so mappings stay valid."""
-    file = os.memfd_create(f"kvbm {what}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(file, nbytes)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-def _opened(pid: int, number: int, what: str, nbytes: int) -> int:
-    """Open a memory file of another process, as `memory_file` made it.  Raises `BindError` for any other file."""
-    path, link = Path(f"/proc/{pid}/fd/{number}"), _LINK.format(what)
-    if str(path.readlink()) != link:
-        raise BindError("its card names a file that is no memory of kvbm")
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        is_file = str(Path(f"/proc/self/fd/{file}").readlink()) == link and os.fstat(file).st_size == nbytes
-        if not is_file or fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
-            raise BindError("its card names a file that is no memory of kvbm of this size")
-    except BaseException:
-        os.close(file)
-        raise
-    return file
 
 
 def _handle(slab: Slab) -> bytes:

@@ -212,7 +212,7 @@ class _Worker:
         options = {name: value for name, value in given.items() if value is not None}
         self._endpoint = Endpoint(
             str(self._transfer.engine_id), self._caches.groups, rank,
-            wire=wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}"),  # a new name after a restart
+            wire=wire.mapped(wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}")),  # a new name after a restart
             model=model_of(self._config, self._extra("model", None)), secret_file=self._extra("secret_file", None), **options,
         )  # fmt: skip
         self._links = Links(self._endpoint)

@@ -1,0 +1,422 @@
+"""Direct links: a rank copies out of a peer's pool, which it has opened, into its own, without chunks.
+
+Only for peers on one host.  The owner lends its blocks and digests them.  The reader copies and compares.  Nobody writes to the
+memory of another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from .._arguments import quoted
+from ..compile.prepare import digest_copies, prepare
+from ..digest.cells import alone, fused
+from ..digest.run import fused_copies, pinned
+from ..errors import BindError, CudaError
+from ..layout.grammar import parse, write
+from ..layout.shapes import BlockShape
+from ..memory.allocation import find_ranges
+from ..memory.shared import file_of, opened_arrays
+from ..planner.plan import between
+from ..pool.pool import Pool
+from ..pool.section import PoolSection
+from ..reshard.messages import Message
+from ..reshard.packer import Packer
+from ..reshard.sequence import Ids, Span
+from ..reshard.strips import ONE_TOKEN
+from ..wire import Slab
+
+__all__ = ["Lender", "Pass", "Piece", "Reader", "Shared", "opened", "read_shared", "shared"]
+
+#: Most arrays of a pool that is lent: their places are part of a card.
+_MOST_ARRAYS = 1024
+
+#: Most bytes of a layout's text in a card.
+_MOST_TEXT = 8 << 10
+
+#: Most ids of a launch that only digests.
+_MOST_IDS = (1 << 31) - 1
+
+#: Bytes that a call copies on the CPU, where it returns when they are copied: other transfers wait meanwhile.
+_PIECE_BYTES = 4 << 20
+
+
+# ---- what a card says of a pool ------------------------------------------------------------------------------------
+
+
+class Shared(NamedTuple):
+    """How a peer opens a pool.
+
+    Attributes
+    ----------
+    layout : str
+        The text of the layout.
+    num_blocks : int
+        Blocks of the pool.
+    pieces : tuple of (str, int, int)
+        Memory: the number of its memory file, or the digits of its CUDA IPC handle; its bytes; its address in the owner.
+    places : tuple of (int, int)
+        For each allocation of the layout's table: its piece, and its first byte there.
+    """
+
+    layout: str
+    num_blocks: int
+    pieces: tuple[tuple[str, int, int], ...]
+    places: tuple[tuple[int, int], ...]
+
+
+def shared(pool: Pool) -> Shared:
+    """How peers on this host open a pool.
+
+    Raises
+    ------
+    BindError
+        They cannot: the message says why.
+    """
+    if pool.addresses.size > _MOST_ARRAYS:
+        raise BindError(f"it has {pool.addresses.size} arrays, and at most {_MOST_ARRAYS} are lent")
+    if any(step.opaque for access in pool.resolved.accesses for step in access.steps):
+        raise BindError("its layout promises no order of some axes")
+    text = write(pool.layout)
+    if len(text) > _MOST_TEXT:
+        raise BindError(f"its layout's text has {len(text)} characters, and at most {_MOST_TEXT} are told")
+    if pool.device == "cpu":
+        files = [file_of(int(begin), int(end)) for begin, end in pool.spans]
+        pieces = {begin: (str(file), end - begin, begin) for file, begin, end in files}
+    else:
+        device = int(pool.device.partition(":")[2])
+        ranges = find_ranges(pool.spans.tolist(), (), functools.partial(_core.memory_range, pinned=False))
+        if ranges is None:
+            raise BindError("the driver does not know its memory")
+        try:
+            pieces = {begin: (_core.ipc_handle(device, begin).hex(), end - begin, begin) for begin, end in ranges}
+        except CudaError as error:
+            raise BindError(f"its memory has no CUDA IPC handle, as that of expandable segments and sleep mode: {error}") from None
+    begins = np.array(sorted(pieces), np.uint64)
+    at = np.searchsorted(begins, pool.addresses, side="right") - 1
+    places = zip(at.tolist(), (pool.addresses - begins[at]).tolist(), strict=True)
+    return Shared(text, pool.num_blocks, tuple(pieces[int(begin)] for begin in begins), tuple(places))
+
+
+def read_shared(given: Any) -> Shared:
+    """Check what a card says.  Raises `BindError` if it is malformed."""
+    kinds = {"layout": str, "num_blocks": int, "pieces": list, "places": list}
+    if not isinstance(given, dict) or any(type(given.get(key)) is not kind for key, kind in kinds.items()):
+        raise BindError(f"card: expected a shared pool with {', '.join(kinds)}, got {quoted(given, 60)}")
+    pieces, places = given["pieces"], given["places"]
+    if len(given["layout"]) > _MOST_TEXT or not 0 < given["num_blocks"] < 1 << 31:
+        raise BindError("card: expected a shared pool with a layout and blocks")
+    for piece in pieces:
+        if not isinstance(piece, list) or [type(one) for one in piece] != [str, int, int] or not all(
+            0 < one < 1 << 63 for one in piece[1:]
+        ):
+            raise BindError(f"card: expected handle, bytes and address of shared memory, got {quoted(piece, 60)}")
+    for place in places:
+        if not isinstance(place, list) or [type(one) for one in place] != [int, int] or not (
+            0 <= place[0] < len(pieces) and 0 <= place[1] < pieces[place[0]][1]
+        ):
+            raise BindError(f"card: expected a piece and a byte of it, got {quoted(place, 60)}")
+    if not 0 < len(places) <= _MOST_ARRAYS:
+        raise BindError(f"card: expected at most {_MOST_ARRAYS} arrays, got {len(places)}")
+    return Shared(given["layout"], given["num_blocks"], tuple(map(tuple, pieces)), tuple(map(tuple, places)))
+
+
+def opened(told: Shared, shape: BlockShape, name: str, lend: Callable[[str, int, int], Slab]) -> Pool:
+    """A peer's pool in this process.  It is read-only.
+
+    Parameters
+    ----------
+    told : Shared
+    shape : BlockShape
+        The block shape that the peer's placement says.
+    name : str
+        Name of the layout in messages.
+    lend : callable
+        Opens a piece by handle, bytes and address.
+    """
+    layout = parse(told.layout, "a peer's card", name)
+    resolved = layout.resolve(shape, told.num_blocks)
+    if len(told.places) != resolved.table_size:
+        raise BindError(f"{name}: expected {resolved.table_size} arrays, its card has {len(told.places)}")
+    for (piece, first), kind in zip(told.places, resolved.kind_of_entry, strict=True):
+        if first + resolved.kinds[kind].extent > told.pieces[piece][1]:
+            raise BindError(f"{name}: its card names bytes behind the end of its memory")
+    slabs = [lend(*piece) for piece in told.pieces]
+    arrays = opened_arrays(resolved, [(slabs[piece], first) for piece, first in told.places])
+    return Pool(layout, shape, arrays, num_blocks=told.num_blocks)
+
+
+# ---- both sides ----------------------------------------------------------------------------------------------------
+
+
+class _Some(NamedTuple):
+    """Units or single tokens of a message."""
+
+    message: Message
+    single: bool
+    at: Ids
+    ids: Ids
+
+
+def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Some]:
+    """What a rank exchanges with a peer, of some tokens and layers."""
+    for message, listed in packer.listed(span, origin).items():
+        some = message.of_layers(layers)
+        if packer.peer(message) == peer and some is not None:
+            for single in (False, True):
+                if listed.at[single].size:
+                    yield _Some(some, single, listed.at[single], listed.ids[single])
+
+
+class _Digests:
+    """Memory for digests of kernels.  It is used again when nothing is under way."""
+
+    def __init__(self, count: int, on_gpu: bool) -> None:
+        self._on_gpu, self.is_enqueued = on_gpu, True
+        self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
+        self.count = count
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    def total(self) -> int:
+        """The sum, after the kernels are done."""
+        return int(self.memory[: self.count].sum(dtype=np.uint64))
+
+    def __del__(self) -> None:
+        if self._on_gpu and self.is_enqueued and pinned is not None:  # None: the interpreter is shutting down
+            pinned.give(self.memory)
+
+
+class Pass:
+    """Launches under way, and the sum of their digests."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[_core.Done | None, _Digests]] = []
+        self.total = 0
+
+    def add(self, done: _core.Done | None, digests: _Digests) -> None:
+        """Launches of which `done` is the end; None on the CPU, where they have ended."""
+        self._begun.append((done, digests))
+
+    def query(self) -> bool:
+        """True if all is done."""
+        while self._begun and (self._begun[0][0] is None or self._begun[0][0].query()):
+            _, digests = self._begun.pop(0)
+            self.total = (self.total + digests.total()) % (1 << 64)
+        return not self._begun
+
+    def synchronize(self) -> None:
+        for done, _ in self._begun:
+            if done is not None:
+                done.synchronize()
+
+
+def _digest_copies(section: PoolSection, packer: Packer, message: Message, single: bool) -> list[_core.Copy]:
+    """The launches that digest a section of a pool as the cells of a message."""
+    pool = section.pool
+    _, keys = packer.keys(message, single)
+    cells = alone(section.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=packer.device >= 0)
+    return _warmed(digest_copies(cells, keys.lanes, pool.steps), packer)
+
+
+def _warmed(copies: list[_core.Copy], packer: Packer) -> list[_core.Copy]:
+    """Load kernels now, not while a model runs."""
+    for kernel in dict.fromkeys(copy.kernel for copy in copies) if packer.device >= 0 else ():
+        _core.warm(kernel, packer.device)
+    return copies
+
+
+def _digesting(section: PoolSection, table: _core.Table, packer: Packer, message: Message, single: bool) -> _core.Route:
+    """The route of `_digest_copies`."""
+    copies = _digest_copies(section, packer, message, single)
+    return _core.Route(packer.device, table, table, section.num_ids, _MOST_IDS, direct=(), limits=(), digests=(copies, ()))
+
+
+def _digest(
+    route: _core.Route, packer: Packer, num_ids: int, ids: Ids, at: Ids, into: Pass, order: Mapping[str, Any], keep: Any
+) -> None:
+    """Enqueue a pass over blocks or units that only digests them."""
+    found = _Digests(ids.size, packer.device >= 0)
+    pairs = _core.Pairs(ids, None, num_ids, _MOST_IDS, False, packer.device)
+    positions = _core.Positions(at, at.size, packer.device)
+    if packer.device < 0:
+        route.digest(pairs, positions, found.address)
+        into.add(None, found)
+        return
+    keep = keep, found
+    into.add(route.digest(pairs, positions, found.address, True, order["stream"], order["wait"], keep), found)
+
+
+# ---- the owner -----------------------------------------------------------------------------------------------------
+
+
+class Lender:
+    """Digests what is lent of a pool, for each peer."""
+
+    def __init__(self, packer: Packer) -> None:
+        self._packer = packer
+        self._routes: dict[tuple[Message, bool], tuple[_core.Route, int, int]] = {}
+
+    def entries(self, span: Span) -> int:
+        """Entries of the span's table up to its last token."""
+        rank = self._packer.ends(self._packer.fitting(0)[0])[0]
+        return -(-rank.extent(span)[1] // rank.nt)
+
+    def digest(self, peer: int, span: Span, origin: int, layers: range, order: Mapping[str, Any]) -> Pass:
+        """Begin to digest what a peer reads of a sequence.  When it is done, the blocks are complete."""
+        packer, found = self._packer, Pass()
+        packer.require_usable()
+        for message, single, at, ids in _listed(packer, peer, span, origin, layers):
+            if (ids < 0).any():
+                raise BindError(
+                    f"{packer.ends(message)[0].name}: table: an entry without a block among the tokens {span.tokens}: expected "
+                    "blocks for all that is sent; send the tokens that have them"
+                )
+            route, num_ids, first = self._routes.get((message, single)) or self._made(message, single)
+            _digest(route, packer, num_ids, ids, at + first, found, order, packer)
+        return found
+
+    def _made(self, message: Message, single: bool) -> tuple[_core.Route, int, int]:
+        packer, section = self._packer, self._packer.part(message, single)
+        made = _digesting(section, packer.table, packer, message, single), section.num_ids, packer.keys(message, single)[0]
+        self._routes[message, single] = made
+        return made
+
+
+# ---- the reader ----------------------------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """Launches between a section of the peer's pool and one of this rank's."""
+
+    copies: _core.Route
+    digests: _core.Route
+    far_ids: int
+    own_ids: int
+    nbytes: int
+    first: int
+
+
+class Piece(NamedTuple):
+    """Pairs that one launch copies, or only digests in the peer's pool."""
+
+    way: _Way
+    is_copied: bool
+    far: Ids
+    own: Ids
+    at: Ids
+
+
+class Reader:
+    """Copies of what a rank receives from one peer's pool.
+
+    Parameters
+    ----------
+    packer : Packer
+        The packer of this rank, which receives.
+    peer : int
+        Rank of the peer.
+    far : Pool
+        The peer's pool, opened.
+    """
+
+    def __init__(self, packer: Packer, peer: int, far: Pool) -> None:
+        self._packer, self._peer, self.far = packer, peer, far
+        self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
+        self._ways: dict[tuple[Message, bool], _Way] = {}
+
+    def pieces(self, span: Span, table: Ids, origin: int, layers: range) -> list[Piece]:
+        """What is copied of a sequence, and what is only digested because this rank has no block for it.
+
+        Parameters
+        ----------
+        span : Span
+            Tokens and blocks of this rank.
+        table : array of int64
+            The peer's block table of the sequence, from its `origin` on.
+
+        Raises
+        ------
+        BindError
+            The peer's table is too short, or names blocks that its pool does not have.
+        """
+        packer, found = self._packer, list[Piece]()
+        lent = Span(table, span.tokens, origin)
+        for message, single, at, own in _listed(packer, self._peer, span, origin, layers):
+            far = packer.ends(message)[1]._replace(num_blocks=self.far.num_blocks)
+            far.touched(lent)
+            slots = far.slots(lent, at)
+            theirs = far.ids(lent, slots, 1 if single else message.t.src_slots)
+            if (theirs < 0).any():
+                raise BindError(f"{far.name}: its table has no block for some of the tokens {span.tokens}")
+            way = self._way(message, single)
+            each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(way.nbytes, 1), 1)
+            for is_copied, some in ((True, np.flatnonzero(own >= 0)), (False, np.flatnonzero(own < 0))):
+                for begin in range(0, len(some), each):
+                    part = some[begin : begin + each]
+                    found.append(Piece(way, is_copied, theirs[part], own[part], at[part] + way.first))
+        return found
+
+    def nbytes(self, span: Span, origin: int, layers: range) -> int:
+        """Bytes of a sequence that this rank has from the peer."""
+        some = _listed(self._packer, self._peer, span, origin, layers)
+        return sum(int((one.ids >= 0).sum()) * self._way(one.message, one.single).nbytes for one in some)
+
+    def written(self) -> None:
+        """Copies into this rank's pool have ended."""
+        self._packer.pool.written()
+
+    def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
+        """Enqueue a piece, or only its digests in the peer's pool."""
+        packer, way = self._packer, piece.way
+        keep = packer, self
+        if not (copies and piece.is_copied):
+            _digest(way.digests, packer, way.far_ids, piece.far, piece.at, into, order, keep)
+            return
+        found = _Digests(piece.far.size, packer.device >= 0)
+        pairs = _core.Pairs(piece.far, piece.own, way.far_ids, way.own_ids, False, packer.device)
+        positions = _core.Positions(piece.at, piece.at.size, packer.device)
+        on_gpu, streams = packer.device >= 0, (order.get("stream"), order.get("wait"))
+        done = way.copies.copy_digested(pairs, positions, found.address, on_gpu, (0, 0), *streams, (*keep, found))
+        into.add(done if on_gpu else None, found)
+
+    def _way(self, message: Message, single: bool) -> _Way:
+        found = self._ways.get((message, single))
+        if found is None:
+            found = self._ways[message, single] = self._made(message, single)
+        return found
+
+    def _made(self, message: Message, single: bool) -> _Way:
+        packer, far = self._packer, self.far
+        unit, own = ONE_TOKEN if single else message.t, packer.part(message, single)
+        assert unit.meeting is not None
+        theirs = far.units(unit.src_slots).section(
+            l=[x for meeting in message.l for x in meeting.coordinates("src")],
+            h=[x for meeting in message.h for x in meeting.coordinates("src")],
+            t=list(unit.meeting.coordinates("src")),
+        )
+        title = f"{far.layout.name} → {own.pool.layout.name}, direct"
+        first, keys = packer.keys(message, single)
+        sections, sides = (theirs.of, own.of), (far, own.pool)
+        alignments, steps = [side.alignment for side in sides], [side.steps for side in sides]
+        made = None if packer.max_sms else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
+        sums = None if made is None else fused_copies(made, keys.lanes, *steps)
+        copies = sums if isinstance(sums, list) else prepare(
+            between(*sections, title), *alignments, few=packer.max_sms > 0, device=packer.device, src_steps=steps[0],
+            dst_steps=steps[1],
+        )  # fmt: skip
+        route = _core.Route(
+            packer.device, self._table, packer.table, theirs.num_ids, own.num_ids, direct=_warmed(copies, packer),
+            sum_direct=copies if isinstance(sums, list) else (), max_sms=packer.max_sms,
+            digests=(_digest_copies(theirs, packer, message, single), ()),
+        )  # fmt: skip
+        digests = _digesting(theirs, self._table, packer, message, single)
+        return _Way(route, digests, theirs.num_ids, own.num_ids, own.of.block_bytes, first)

@@ -1,0 +1,70 @@
+"""A sender's blocks that a peer copies itself: they are lent until the peer says that it has them, or was dropped."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from ..reshard.sequence import Span
+from .notes import MOST_BLOCKS, Ask, Ready, Table
+
+if TYPE_CHECKING:
+    from .direct import Lender
+    from .flows import Outflow
+
+__all__ = ["Loan"]
+
+
+class Loan:
+    """What one peer reads of a sending.
+
+    Attributes
+    ----------
+    is_told : bool
+        True if the peer was told that the blocks are complete.
+    is_returned : bool
+        True if the peer does not read them any more.
+    """
+
+    def __init__(self, flow: Outflow, lender: Lender, note: Ask) -> None:
+        span, self._flow = flow.sending.span, flow
+        some = Span(span.table, note.tokens, span.origin)
+        self._arrival, self._table = note.arrival, span.table[: lender.entries(some)].astype("<i4")
+        self._pass = lender.digest(flow.rank, some, note.origin, flow.offer.layers, flow.sending.order)
+        self.is_told = self.is_returned = False
+
+    @property
+    def digest(self) -> int:
+        """The digest of what is lent, after it `is_digested`."""
+        return self._pass.total
+
+    @property
+    def is_digested(self) -> bool:
+        """True if no kernel of this side reads the blocks: they are complete."""
+        return self._pass.query()
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_returned and self.is_digested
+
+    def say(self) -> None:
+        """Tell the block table, and whether the blocks are complete."""
+        flow, count = self._flow, len(self._table)
+        for first in range(0, max(count, 1), MOST_BLOCKS):  # also of an empty table
+            part = self._table[first : first + MOST_BLOCKS].tobytes()
+            flow.link.say(flow.peer, Table(flow.number, self._arrival, first, count, part))
+        self.is_told = False
+        self.go_on()
+
+    def go_on(self) -> bool:
+        """Tell the peer when the blocks are complete.  True if it was told now."""
+        if self.is_told or not self.is_digested:
+            return False
+        self.is_told = True
+        self._flow.link.say(self._flow.peer, Ready(self._flow.number, self._arrival, self.digest))
+        return True
+
+    def release(self) -> None:
+        """At the end: wait for running kernels."""
+        with contextlib.suppress(Exception):
+            self._pass.synchronize()

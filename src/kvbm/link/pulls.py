@@ -1,0 +1,200 @@
+"""The flow of a direct transfer: this side copies out of the peer's pool, and compares its digest with the peer's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import BindError, DigestError, KvbmError
+from .direct import Pass, Piece, Reader
+from .flows import TRIES, Incoming
+from .notes import Ask, Offer, Ready, Stop, Table
+
+if TYPE_CHECKING:
+    from .handle import Arrival
+    from .link import Link
+
+__all__ = ["Pull"]
+
+
+class Pull(Incoming):
+    """Copies from a peer's pool.  The peer's memory is on loan from the beginning to the end of the flow."""
+
+    def __init__(
+        self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, reader: Reader
+    ) -> None:
+        super().__init__(link, arrival, peer, rank, offer, began)
+        self._reader = reader
+        self._table: Any = None
+        self._ready: int | None = None
+        self._todo: deque[Piece] = deque()
+        self._pass: Pass | None = None  # what is under way
+        self._copies = arrival.verify != "before"  # False: the peer's blocks are only digested, before anything is written
+        self._is_begun = self._is_stop_told = self._is_returned = False
+        self._tries = 0
+        self._unanswered: Stop | None = None
+        self._ask()
+
+    # ---- notes -----------------------------------------------------------------------------------------------------
+
+    def offered(self) -> None:
+        """The offer was repeated: a note was lost."""
+        if self.is_done:
+            self._say_done()
+        elif self._stopping is None and self._pass is None:
+            self._ask()
+
+    def table(self, note: Table) -> None:
+        if self._is_begun or note.arrival != self.arrival.number:
+            return
+        if note.count > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
+            raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks for fewer tokens")
+        if self._table is None:
+            self._table = np.full(note.count, -2, np.int64)
+        if len(self._table) != note.count:
+            raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks, and of {len(self._table)}")
+        part = np.frombuffer(note.blocks, "<i4")
+        self._table[note.first : note.first + len(part)] = part
+        self._again.reset()
+
+    def ready(self, note: Ready) -> None:
+        if self.is_done:
+            self._say_done()
+        elif note.arrival == self.arrival.number and not self._is_begun:
+            self._ready = note.digest
+            self._again.reset()
+
+    def stopped(self, note: Stop) -> None:
+        if not self.is_over:
+            self._unanswered = note  # the answer says that this side reads no more
+        super().stopped(note)
+
+    def _answer(self, note: Stop) -> None:
+        if self.is_over:
+            super()._answer(note)
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if nothing was copied, or is being copied."""
+        return not self._is_begun
+
+    @property
+    def uses_no_pool(self) -> bool:
+        """True if no kernel of this flow reads the peer's pool or writes this side's."""
+        try:
+            return self._pass is None or self._pass.query()
+        except KvbmError:
+            return True
+
+    def tick(self, now: float) -> bool:
+        """Advance the flow.  True if something was done."""
+        if self._is_ending:
+            self._end()
+            return False
+        if self._stopping is not None:
+            if self.uses_no_pool and (not self._is_stop_told or self._again.is_due(now)):
+                self._say_stop()
+            return False
+        if self.is_done:
+            return False
+        if self._pass is not None:
+            return self._go_on()
+        if self._ready is not None and self._table is not None and (self._table > -2).all():
+            self._begin()
+            return True
+        if self._again.is_due(now):
+            self.link.count("notes_again")
+            self._ask()
+        return False
+
+    def release(self) -> None:
+        """At the end: wait for running kernels."""
+        if self._pass is not None:
+            with contextlib.suppress(Exception):
+                self._pass.synchronize()
+        self._give_back()
+
+    def _ask(self) -> None:
+        arrival, plan = self.arrival, self.link.plans(self.offer.group)[1]
+        self.link.say(
+            self.peer, Ask(self.offer.sending, arrival.number, plan, arrival.span.tokens, arrival.span.origin)
+        )
+        self._again.reset()
+
+    def _begin(self) -> None:
+        arrival, offer = self.arrival, self.offer
+        self._is_begun = True
+        self._todo = deque(self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers))
+        self._pass = Pass()
+        self._enqueue()
+
+    def _enqueue(self) -> None:
+        """Enqueue what is to do: on the CPU one piece, as the call copies it."""
+        arrival = self.arrival
+        assert self._pass is not None
+        if self._copies and arrival.zero is None:  # from now on something is written
+            arrival.zero = functools.partial(self.link.zero, arrival, self.offer.group, self.offer.origin)
+        while self._todo:
+            self._reader.begin(self._todo.popleft(), self._pass, arrival.order, copies=self._copies)
+            if self.link.ring.device == "cpu":
+                break
+
+    def _go_on(self) -> bool:
+        if self._todo:
+            self._enqueue()
+            return True
+        assert self._pass is not None
+        if not self._pass.query():
+            return False
+        found, self._pass = self._pass.total, None
+        if self._copies:
+            self._reader.written()
+        if found != self._ready:
+            self._wrong(found)
+        elif not self._copies:
+            self._copies = True
+            self._begin()
+        else:
+            self.digests[0] = found
+            self.link.count("pulls")
+            self.link.count("bytes_received", self._reader.nbytes(self.arrival.span, self.offer.origin, self.offer.layers))
+            self._give_back()
+            self._finish()
+        return True
+
+    def _wrong(self, found: int) -> None:
+        self._tries += 1
+        self.link.count("pulls_wrong")
+        if self._tries <= TRIES:
+            self._begin()
+            return
+        done = "its blocks were written: do not use them" if self._copies else "none of it was written"
+        where = f"{self.link.title}: {self.arrival.key!r} of {self.peer}: {self._tries} times"
+        self.arrival.fail(DigestError(f"{where}: digest: expected {self._ready:#018x}, got {found:#018x}; {done}"))
+
+    def _say_stop(self) -> None:
+        if self.uses_no_pool:  # until then this side still reads
+            self._give_back()
+            self._is_stop_told = True
+            super()._say_stop()
+
+    def _give_back(self) -> None:
+        if not self._is_returned:
+            self._is_returned = True
+            self.link.give_back(self.peer)
+
+    def _end(self) -> None:
+        """Nothing more is copied.  The peer is answered when what is under way has ended."""
+        self._is_ending = True
+        if not self.uses_no_pool:
+            return
+        self._give_back()
+        self.is_over = True
+        if self._unanswered is not None:
+            super()._answer(self._unanswered)

@@ -1,0 +1,358 @@
+"""Direct links: copies out of a peer's pool, what is lent to whom, and peers that lie, change their memory, or end."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvbm
+import reshard_oracle
+from kvbm import BindError, DigestError, Span, TransferError, wire
+from kvbm.errors import NotEnoughMemoryError
+from kvbm.layout.grammar import parse, write
+from kvbm.link import direct, notes, pulls
+from kvbm.memory.shared import file_of, shared_slab
+from kvbm.reshard import Endpoint, vllm
+from linking import (
+    LIMIT,
+    Linked,
+    Memory,
+    Wires,
+    ended,
+    memory_files,
+    plain_case,
+    require_nothing_left,
+    right_cases,
+    until,
+    written,
+)
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory files are of Linux")
+
+
+def shared_bytes(data: np.ndarray) -> Any:
+    """Memory that peers can open, with these bytes."""
+    memory = shared_slab(max(data.size, 1), "test")
+    memory[:] = data
+    return memory[: data.size]
+
+
+SHARED: Memory = (shared_bytes, reshard_oracle.host_arrays)
+
+
+def mapped_wires(faults: float = 0.0, seed: int = 0) -> Wires:
+    hub = wire.Hub()
+
+    def make(side: int, rank: int) -> wire.Mapped:
+        script = wire.random_faults(seed + 7 * rank + side, faults, ["lose", "double", "delay", "swap"], 1000) if faults else []
+        return wire.mapped(wire.faulty(wire.memory(f"{side}/{rank}", hub), script), drop_seconds=LIMIT)
+
+    return make
+
+
+def linked(case: reshard_oracle.Case | None = None, **options: Any) -> Linked:
+    return Linked(case or plain_case(), mapped_wires(), SHARED, **options)
+
+
+def pulled(found: Linked) -> int:
+    return int(sum(link.stats()["pulls"] for link in found.links[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.threads
+@pytest.mark.parametrize("faults", [0.0, 0.02], ids=["whole", "faults"])
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_every_byte(first: int, faults: float) -> None:
+    """Random placements, layouts, planes, ranges, windows of layers, holes in tables, shares that are passed on; lost notes."""
+    right = many = 0
+    for found in right_cases(range(first, first + 20), lambda seed: mapped_wires(faults, seed), memory=SHARED):
+        paths = {path for side in found.links for link in side for path in link.paths.values()}
+        assert paths <= {"direct"}, paths
+        assert not any(link.stats()["chunks_sent"] for side in found.links for link in side)
+        many += pulled(found)
+        right += 1
+    assert right >= 10 and many > right
+
+
+def test_one_case_is_right() -> None:
+    with linked() as found:
+        assert not any(ended(found.begin()))
+        found.check()
+        assert pulled(found) > 0
+
+
+@pytest.mark.parametrize("verify", ["after", "before"])
+def test_memory_that_changes_under_the_reader_is_found(verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner has digested its blocks; then a byte of them changes.  What was written is zero, and both sides get the error."""
+    with linked() as found:
+        masks = written(found)
+        for buffer in found.run.buffers[1]:
+            buffer[:] = 0x55
+        begin, turned = pulls.Pull._begin, []
+
+        def turn(self: pulls.Pull) -> None:
+            turned.append(self)
+            for buffer in found.run.buffers[0]:
+                buffer[:] = ~buffer
+            begin(self)
+            for buffer in found.run.buffers[0]:
+                buffer[:] = ~buffer
+
+        monkeypatch.setattr(pulls.Pull, "_begin", turn)
+        handles = [
+            link.send("x", span, timeout=LIMIT) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)
+        ]
+        arrivals = [
+            link.receive("x", span, verify=verify, timeout=LIMIT)
+            for link, (span,) in zip(found.links[1], found.spans(1), strict=True)
+        ]
+        errors = ended(arrivals)
+        failed = [error for error in errors if error is not None]
+        assert failed and all(isinstance(error, DigestError) for error in failed), errors
+        assert all("3 times: digest: expected 0x" in str(error) for error in failed)
+        assert any(isinstance(error, DigestError) for error in ended(handles))
+        cleared = require_nothing_left(found.run.buffers[1], masks, errors)
+        assert bool(cleared) == (verify == "after")
+        found.require_slots()
+
+
+def test_a_single_wrong_copy_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with linked() as found:
+        go_on, wrong = pulls.Pull._go_on, []
+
+        def once(self: pulls.Pull) -> bool:
+            if not wrong and not self._todo and self._pass is not None and self._pass.query():
+                wrong.append(self)
+                self._pass.total ^= 1
+            return go_on(self)
+
+        monkeypatch.setattr(pulls.Pull, "_go_on", once)
+        assert not any(ended(found.begin()))
+        found.check()
+        assert wrong and sum(link.stats()["pulls_wrong"] for link in found.links[1]) == 1
+
+
+class Slow:
+    """Copies that do not end before they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_end, self.begun = threading.Event(), threading.Event()
+        query = direct.Pass.query
+
+        def slow(this: direct.Pass) -> bool:
+            if getattr(this, "is_slow", False) and not self.may_end.is_set():
+                return False
+            return query(this)
+
+        enqueue = pulls.Pull._enqueue
+
+        def begin(this: pulls.Pull) -> None:
+            this._pass.is_slow = True  # type: ignore[union-attr]
+            enqueue(this)
+            self.begun.set()
+
+        monkeypatch.setattr(direct.Pass, "query", slow)
+        monkeypatch.setattr(pulls.Pull, "_enqueue", begin)
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_blocks_are_lent_until_the_reader_has_ended(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives up: the sender's blocks are its own only when no copy reads them any more."""
+    slow = Slow(monkeypatch)
+    with linked() as found:
+        sendings = [link.send("x", span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
+        arrivals = [link.receive("x", span) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+        assert slow.begun.wait(LIMIT)
+        lent = [one for one in sendings if any(flow._loan is not None for flow in one.flows)]
+        until(lambda: any(flow._loan and flow._loan.is_told for one in lent for flow in one.flows), "it is lent")
+        for one in sendings if who == "sender" else arrivals:
+            one.abort()
+        given_up = sendings if who == "sender" else arrivals
+        until(lambda: all(one.has_failed or one.has_ended for one in given_up), "they failed")
+        reading = [flow for link in found.links[1] for flow in list(link._inflows.values()) if not flow.uses_no_pool]
+        owners = [one for one in sendings for own in one.flows if own.number in [flow.offer.sending for flow in reading]]
+        assert owners and not any(one.has_ended for one in owners), "its blocks are still read"
+        slow.may_end.set()
+        errors = ended([*sendings, *arrivals])
+        assert any(isinstance(error, TransferError) for error in errors)
+        found.require_slots()
+        for wires in found.wires:
+            for one in wires:
+                assert not any(one._page.count_of(peer) for peer in one._peers), "all loans have ended"
+
+
+class OneEach:
+    """Two engines of one rank each, with pools of the given kinds."""
+
+    def __init__(self, *devices: str, **options: Any) -> None:
+        model = kvbm.load_shape("llama-3.1-8b,nl=2,hd=16,dtype=uint16")
+        self.hub = wire.Hub()
+        self.pools = []
+        self.ends: list[Endpoint] = []
+        kinds = ("prefill", "vllm/flash_attn_nhd", 16), ("decode", "universal", 32)
+        for (name, layout, nt), device in zip(kinds, devices, strict=True):
+            place = vllm(model, nt=nt, name=name)
+            pool = kvbm.Pool.allocate(layout, place.shape(0), 16, device)
+            for number, array in enumerate(pool.arrays):
+                random = np.random.default_rng(number).integers(0, 1 << 16, array.shape)
+                array[...] = random if name == "prefill" else 0x5555
+            self.pools.append(pool)
+            its = wire.mapped(wire.memory(name, self.hub), drop_seconds=1)
+            self.ends.append(Endpoint(name, place, 0, pool, wire=its, chunk_bytes=1 << 14, ring_bytes=1 << 18, **options))
+
+    def meet(self, card: bytes = b"") -> Any:
+        self.links = [self.ends[0].meet([self.ends[1].card()]), self.ends[1].meet([card or self.ends[0].card()])]
+        return self.links[1].paths[0, ""]
+
+    def go(self) -> list[Any]:
+        spans = Span([5, 3, 8, 1], range(60)), Span([2, 0], range(60))
+        return ended([self.links[0].send("x", spans[0]), self.links[1].receive("x", spans[1])])
+
+    def __enter__(self) -> OneEach:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self.ends:
+            end.close()
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "path"),
+    [
+        (("shared", "shared"), {}, "direct"),
+        (("shared", "cpu"), {}, "direct"),  # the reader's own memory may be any
+        (("cpu", "shared"), {}, "its memory is that of this process alone: expected Pool.allocate(…, device='shared')"),
+        (("shared", "shared"), {"direct": False}, "direct=False"),
+    ],
+    ids=["direct", "into any", "not shared", "not wanted"],
+)
+def test_a_link_says_its_path(devices: tuple[str, str], options: dict[str, Any], path: str) -> None:
+    with OneEach(*devices, **options) as found:
+        assert found.meet() == path or path == "direct=False"
+        assert found.go() == [None, None]
+        assert found.links[1].stats()["pulls"] == (path == "direct")
+
+
+def card_with(card: bytes, **changes: Any) -> bytes:
+    told = json.loads(card)
+    told["shared"][""] |= changes
+    return json.dumps(told).encode()
+
+
+def lies() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """What a card says, and the reason for the ring."""
+    other = shared_slab(1 << 12, "another")
+    file, begin, end = file_of(other.ctypes.data, other.ctypes.data + 1)
+    yield "another file", {"pieces": [[str(file), 1 << 30, begin]], "places": [[0, 0], [0, 64]]}, "no memory of kvbm of this size"
+    yield "no file", {"pieces": [["0", 1 << 20, begin]], "places": [[0, 0], [0, 64]]}, "no memory of kvbm"
+    yield "a small file", {"pieces": [[str(file), end - begin, begin]], "places": [[0, 0], [0, 64]]}, "behind the end of its memory"
+    yield "one array", {"places": [[0, 0]]}, "expected 2 arrays"
+    yield "another layout", {"layout": "order: b l o t h d"}, "expected 1 arrays"
+    yield "a path", {"pieces": [["../1", 1 << 20, begin]], "places": [[0, 0], [0, 64]]}, "expected a descriptor"
+
+
+@pytest.mark.parametrize("what", [name for name, *_ in lies()])
+def test_a_card_that_lies_is_not_believed(what: str) -> None:
+    """The blocks come in chunks then, and the link says why."""
+    changes, reason = next((changes, reason) for name, changes, reason in lies() if name == what)
+    with OneEach("shared", "shared") as found:
+        assert reason in found.meet(card_with(found.ends[0].card(), **changes))
+        assert found.go() == [None, None] and found.links[1].stats()["pulls"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pieces": 3}, {"places": []}, {"places": [[9, 0]]}, {"places": [[0, -1]]}, {"num_blocks": 0}, {"layout": "x" * 9000},
+     {"pieces": [["1", -1, 1]]}, {"pieces": [[1, 1, 1]]}, {"num_blocks": True}],
+)  # fmt: skip
+def test_cards_that_are_none(changes: dict[str, Any]) -> None:
+    with OneEach("shared", "shared") as found, pytest.raises(BindError, match="card: expected"):
+        found.meet(card_with(found.ends[0].card(), **changes))
+
+
+def test_a_table_of_blocks_that_do_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read, and nothing is written."""
+    lies = [
+        ([5, 3, 16, 1], "expected 0 to 15"), ([5, 3], "got a table of 2"), ([5, 3, -1, 1], "has no block"),
+        ([1] * 61, "for fewer tokens"),
+    ]  # fmt: skip
+    for blocks, reason in lies:
+        with OneEach("shared", "shared") as found, monkeypatch.context() as patch:
+            found.meet()
+            patch.setattr(notes.Table, "tail", lambda _, ids=blocks: np.array(ids, "<i4").tobytes())
+            patch.setattr(notes.Table, "fields", lambda self, ids=blocks: (self.arrival, 0, len(ids)))
+            errors = found.go()
+            assert all(reason in str(error) for error in errors), errors
+            assert (np.asarray(found.pools[1].arrays[0]).view(np.uint16) == 0x5555).all()
+
+
+def test_a_closed_pool_is_not_lent() -> None:
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        found.pools[0].close()
+        with pytest.raises(BindError, match="closed"):
+            found.links[0].send("x", Span([5, 3, 8, 1], range(60)))
+
+
+def test_nothing_is_left() -> None:
+    """Neither files nor mappings of pools, after links, pools and processes of peers have ended."""
+    gc.collect()
+    before = memory_files("pool")
+    for _ in range(3):
+        with OneEach("shared", "shared") as found:
+            found.meet()
+            assert found.go() == [None, None]
+        del found
+    gc.collect()
+    assert memory_files("pool") <= before
+
+
+@pytest.mark.parametrize("name", kvbm.layouts())
+def test_a_layout_that_is_written_is_read_as_the_same(name: str) -> None:
+    layout = kvbm.load(name)
+    assert parse(write(layout)) == layout
+
+
+def test_memory_of_a_pool_that_is_shared() -> None:
+    """All zero, aligned, writable, and copied as any other; the file goes with the last array."""
+    shape = kvbm.load_shape("llama-3.1-8b,nl=2")
+    before = memory_files("pool")
+    pool = kvbm.Pool.allocate("nhd", shape, 3, "shared")
+    other = kvbm.Pool.allocate("universal", shape, 3)
+    assert pool.device == "cpu" and not pool.pinned and not pool.readonly and pool.alignment == 16
+    assert not any(array.view("uint8").any() for array in pool.arrays)
+    kvbm.convert(pool, other)
+    assert not any(array.view("uint8").any() for array in other.arrays)
+    assert len(memory_files("pool") - before) == 1
+    last = pool.arrays[0]
+    del pool
+    gc.collect()
+    assert len(memory_files("pool") - before) == 1
+    last[...] = 1
+    del last
+    gc.collect()
+    assert not memory_files("pool") - before
+    with pytest.raises(NotEnoughMemoryError):
+        kvbm.Pool.allocate("universal", shape, 1 << 40, "shared")
+
+
+def test_a_card_holds_the_pools_of_a_large_model() -> None:
+    """160 arrays, each in memory of its own."""
+    model = kvbm.load_shape("llama-3.1-70b,nh=1,hd=16,nt=16")
+    hub, place = wire.Hub(), vllm(model, name="x")
+    arrays = [shared_slab(1024, "layer").view(ml_dtypes.bfloat16).reshape(2, 1, 16, 1, 16) for _ in range(80)]
+    pool = kvbm.Pool("vllm/flash_attn_nhd", place.shape(0), arrays)
+    its = wire.mapped(wire.memory("x", hub))
+    with Endpoint("x", place, 0, pool, wire=its, ring_bytes=1 << 22, chunk_bytes=1 << 20) as end:
+        told = json.loads(end.card())["shared"][""]
+        assert len(told["pieces"]) == len(told["places"]) == 80 and len(end.card()) < 80 << 10
+        assert base64.b64decode(json.loads(end.card())["wire"])
