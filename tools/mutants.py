@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant("link/ring.py", "len(free) <= max(without, 1)", "len(free) <= 0", "link/test_link.py"),
     Mutant("layout/overlap.py", "first = max(-behind, ", "first = max(0, ", "layout/test_overlap.py"),
     Mutant("memory/array_checks.py", "if kind.whole or _steps_alike(at):", "if True:", "memory pool"),
-    Mutant("store/digests.py", "if any(told) or torn[row]:", "if torn[row]:", "store/test_store.py"),
+    Mutant("store/digests.py", "if any(is_wrong) or torn[row]:", "if torn[row]:", "store/test_store.py"),
     Mutant("matching/match.py", "addresses = allocations[entry] + nbytes", "addresses = allocations[entry]", "matching"),
 )
 

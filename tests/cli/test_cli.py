@@ -1053,9 +1053,9 @@ def test_convert_planes(tmp_path: Path, torch: Any, src: str, dst: str, shape: s
             assert {name: plane["dtype"] for name, plane in planes.items()} == {
                 p.plane: p.shape.dtype for p in each.parts
             }
-            where = "table" if each.apart else "byte"
+            where = "table" if each.has_separate_planes else "byte"
             assert {name: plane[where] for name, plane in planes.items()} == {
-                p.plane: p.bases[0][each.apart] for p in each.parts
+                p.plane: p.bases[0][each.has_separate_planes] for p in each.parts
             }
             blocks = [name for name in file.keys() if not name.startswith("kvbm.digests")]  # noqa: SIM118
             assert len(blocks) == each.table_size and file.get_tensor("kvbm.digests").shape == (5,)

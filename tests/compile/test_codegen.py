@@ -224,16 +224,16 @@ def test_few_kernels_are_few(files: dict[str, str]) -> None:
 def test_few_kernels_run_every_plan() -> None:
     """Each form that a shipped layout needs has its few kernel; ordinary kernels never replace it, nor it them."""
     few = [form for name in FEW for form in loopnest.parse_kernel(name)]
-    assert all(form.few for form in few)
+    assert all(form.sm_limited for form in few)
     names = (GOLDEN / "shipped_kernels.txt").read_text(encoding="utf-8").split()
     # Records and pages have none: their parts run one by one, as the rows that they are. What digests has all multiprocessors.
-    wanted = {form for name in names for form in loopnest.parse_kernel(name) if not form.few}
+    wanted = {form for name in names for form in loopnest.parse_kernel(name) if not form.sm_limited}
     wanted = {form for form in wanted if form.kind.partition("_")[0] not in ("record", "page", "digest") and not form.sums}
     assert len(wanted) > 50
     for form in wanted:
-        assert sum(kernel.runs(replace(form, few=True)) for kernel in few) == 1, form
+        assert sum(kernel.runs(replace(form, sm_limited=True)) for kernel in few) == 1, form
         assert not any(kernel.runs(form) for kernel in few)
-        assert not any(kernel.runs(replace(form, few=True)) for kernel in wanted)
+        assert not any(kernel.runs(replace(form, sm_limited=True)) for kernel in wanted)
     assert not any(kernel.runs(replace(few[0], inner=9)) for kernel in few)
 
 

@@ -466,7 +466,7 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     # Of records and pages there are general kernels, which are built, as all that digest are.
     names = [name for name in names if not name.startswith(("record_", "page_", "digest_", "sum_"))]
     parsed = {name: loopnest.parse_kernel(name) for name in names}
-    assert {(f.kind, f.few, len(forms)) for forms in parsed.values() for f in forms} == {
+    assert {(f.kind, f.sm_limited, len(forms)) for forms in parsed.values() for f in forms} == {
         ("copy", False, 1), ("copy", False, 2), ("rows", False, 1), ("rows", True, 1), ("tile", False, 1),
         ("tile", False, 2), ("tile", True, 1),
     }  # fmt: skip
@@ -474,7 +474,8 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     forms = "\n".join(
         f"  {{{len(of)}, {{"
         + ", ".join(
-            f"{{{'KVBM_TILE' if f.kind == 'tile' else 'KVBM_ROWS'}, {f.outer}, {f.inner}, {f.element}, {f.word}, {int(f.few)}}}"
+            f"{{{'KVBM_TILE' if f.kind == 'tile' else 'KVBM_ROWS'}, {f.outer}, {f.inner}, {f.element}, {f.word}, "
+            f"{int(f.sm_limited)}}}"
             for f in of
         )
         + "}},"

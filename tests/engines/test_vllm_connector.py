@@ -25,7 +25,7 @@ from kvbm.integrations.vllm.connector import _Worker
 from kvbm.integrations.vllm.holding import Hold, Push
 from kvbm.integrations.vllm.identity import inputs_of
 from kvbm.integrations.vllm.meetings import Want
-from kvbm.integrations.vllm.scheduling import Load, Scheduler, Source, Told
+from kvbm.integrations.vllm.scheduling import Load, Scheduler, Source, StepMetadata
 
 LIMIT = 30.0
 MODEL = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32")
@@ -81,11 +81,11 @@ def test_what_is_to_come(params: dict[str, Any], local: int, count: int) -> None
     scheduler, one = scheduler_of("d"), request({**PARAMS, **params})
     assert scheduler.matched(one, local) == (count, count > 0)
     scheduler.allocated(one, BLOCKS, count)
-    load = scheduler.told().loads["q"]
+    load = scheduler.step_metadata().loads["q"]
     assert (load.first, load.last, load.blocks) == (local, local + count, ([1, 2],) if count else ())
     assert scheduler.matched(one, 0) == (0, False)
     scheduler.allocated(one, BLOCKS, 0)
-    assert not scheduler.told().loads
+    assert not scheduler.step_metadata().loads
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMS if name.startswith("remote")])
@@ -94,7 +94,7 @@ def test_parameters_that_are_nonsense_cost_a_prefill(name: str, value: Any) -> N
     scheduler, one = scheduler_of("d"), request({**PARAMS, name: value})
     assert scheduler.matched(one, 0) == (0, False)
     scheduler.allocated(one, BLOCKS, 0)
-    assert scheduler.finished(one, ([1],)) == (False, None) and not scheduler.told().loads
+    assert scheduler.finished(one, ([1],)) == (False, None) and not scheduler.step_metadata().loads
 
 
 @pytest.mark.parametrize("name", ["remote_request_id", "remote_host"])
@@ -121,7 +121,7 @@ def test_who_is_aborted_before_it_has_blocks_lets_the_other_engine_go() -> None:
     scheduler, one = scheduler_of("d"), request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
     scheduler.matched(one, 0)
     assert scheduler.finished(one, ()) == (False, None)
-    load = scheduler.told().loads["q"]
+    load = scheduler.step_metadata().loads["q"]
     assert load.source.request == "r" and load.first == load.last == 0
 
 
@@ -142,11 +142,11 @@ def test_another_prompt_than_was_prefilled_is_refused_and_released(
     scheduler = scheduler_of("d")
     assert scheduler.matched(wrong, 0) == (0, False)
     assert re.search(r"q: it is prefilled here: remote_inputs: [a-z, ]+: expected the hash.*template", caplog.text)
-    load = scheduler.told().loads["q"]
+    load = scheduler.step_metadata().loads["q"]
     assert (load.source.request, load.first, load.last) == (params["remote_request_id"], 0, 0)
     scheduler.allocated(wrong, BLOCKS, 0)
     assert scheduler.finished(wrong, ([1],)) == (False, None)
-    assert not scheduler.told().loads and not scheduler._inputs and not prefill._inputs
+    assert not scheduler.step_metadata().loads and not scheduler._inputs and not prefill._inputs
 
 
 def test_a_request_that_the_router_named_is_found_by_its_prompt_only() -> None:
@@ -156,7 +156,7 @@ def test_a_request_that_the_router_named_is_found_by_its_prompt_only() -> None:
     for each in (one, other):
         scheduler = of_prefill()
         scheduler.allocated(each, BLOCKS, 0)
-        names += [push.name for push in scheduler.told({"q": 64}).pushes.values()]
+        names += [push.name for push in scheduler.step_metadata({"q": 64}).pushes.values()]
     assert names[0] == PUSHED != names[1]
 
 
@@ -170,13 +170,13 @@ def test_who_was_prefilled_by_the_same_engine_is_in_its_prefix_cache(worker: Any
     """A router with one engine for both: nothing is moved, and nothing is held any more."""
     scheduler, prefill = scheduler_of("p"), worker("p")
     held, params = scheduler.finished(request({"do_remote_decode": True}, 100, 100, RequestStatus.FINISHED_STOPPED), ([1],))
-    prefill.begin(scheduler.told())
+    prefill.begin(scheduler.step_metadata())
     one = request(params)
     assert held and scheduler.matched(one, 96) == (0, False) and not prefill.results(set()).finished_sending
     scheduler.allocated(one, BLOCKS, 0)
-    told = scheduler.told()
-    assert told.unheld == ["q"] and not told.loads
-    prefill.begin(told)
+    metadata = scheduler.step_metadata()
+    assert metadata.unheld == ["q"] and not metadata.loads
+    prefill.begin(metadata)
     assert until(prefill, "finished_sending").finished_sending == {"q"}
 
 
@@ -188,8 +188,8 @@ def test_names_that_are_none_of_this_engine_itself_cost_a_prefill(name: dict[str
     one = request({**params, "remote_engine_id": "p", **name})
     assert scheduler.matched(one, 0) == (0, False)
     scheduler.allocated(one, BLOCKS, 0)
-    told = scheduler.told()
-    assert not told.unheld and not told.loads
+    metadata = scheduler.step_metadata()
+    assert not metadata.unheld and not metadata.loads
 
 
 def test_who_asks_a_second_time_is_prefilled_here() -> None:
@@ -198,9 +198,9 @@ def test_who_asks_a_second_time_is_prefilled_here() -> None:
     for one, count in ((request(dict(PARAMS)), 99), (request(dict(PARAMS)), 0)):
         assert scheduler.matched(one, 0) == (count, count > 0)
         scheduler.allocated(one, BLOCKS, count)
-        assert len(scheduler.told().loads) == (count > 0)
+        assert len(scheduler.step_metadata().loads) == (count > 0)
     again = request(dict(PARAMS), status=RequestStatus.FINISHED_ABORTED)
-    assert scheduler.finished(again, ()) == (False, None) and not scheduler.told().loads
+    assert scheduler.finished(again, ()) == (False, None) and not scheduler.step_metadata().loads
     other = request({**PARAMS, "remote_port": 8})
     assert scheduler.matched(other, 0) == (99, True)
 
@@ -219,14 +219,14 @@ def test_what_the_last_token_of_a_prompt_sees_is_held(kind: str, prompt: int, fi
     scheduler.manager = SimpleNamespace(block_pool=pool, get_blocks=lambda _: SimpleNamespace(blocks=tables))
     one = request({"do_remote_decode": True}, prompt, prompt, RequestStatus.FINISHED_STOPPED)
     scheduler.allocated(one, BLOCKS, 0)
-    scheduler.told()
+    scheduler.step_metadata()
     before = [block.block_id for block in tables[1]]
     gone = prompt // 64 * 4 if kind == "chunk" else max(0, prompt - 63) // 16  # as vLLM does before it says that it has ended
     pool.free_blocks(tables[1][:gone][::-1])
     tables[1][:gone] = [pool.null_block] * gone
     held, _ = scheduler.finished(one, tuple([block.block_id for block in table] for table in tables))
     assert held
-    hold = scheduler.told().holds["q"]
+    hold = scheduler.step_metadata().holds["q"]
     assert hold.blocks[0] == [block.block_id for block in tables[0]]
     assert hold.blocks[1] == [0] * first + before[first:]
     others = pool.get_new_blocks(pool.get_num_free_blocks())  # nobody else gets what is held
@@ -235,7 +235,7 @@ def test_what_the_last_token_of_a_prompt_sees_is_held(kind: str, prompt: int, fi
     scheduler.sent(["q", "another"])
     for table in tables:
         pool.free_blocks([block for block in table if not block.is_null])
-    assert pool.get_num_free_blocks() == free and not scheduler.told().holds
+    assert pool.get_num_free_blocks() == free and not scheduler.step_metadata().holds
     assert not scheduler._seen and not scheduler._kept and not scheduler._prefills
 
 
@@ -243,7 +243,7 @@ def test_what_the_last_token_of_a_prompt_sees_is_held(kind: str, prompt: int, fi
 def test_what_was_not_prefilled_is_not_held(status: Any) -> None:
     scheduler = scheduler_of("p")
     assert scheduler.finished(request({"do_remote_decode": True}, 100, 50, status), ([1],)) == (False, None)
-    assert not scheduler.told().holds
+    assert not scheduler.step_metadata().holds
 
 
 def test_what_is_held_is_the_prompt() -> None:
@@ -251,9 +251,9 @@ def test_what_is_held_is_the_prompt() -> None:
     scheduler = scheduler_of("p", host="here")
     done = request({"do_remote_decode": True}, 100, 103, RequestStatus.FINISHED_STOPPED)
     held, params = scheduler.finished(done, ([1, 2],))
-    told = scheduler.told()
-    assert held and Source.of(params) == Source(f"{told.start}/1/q", "here", 0, 1, 100)
-    assert told.holds["q"].tokens == 100 and not scheduler.told().holds
+    metadata = scheduler.step_metadata()
+    assert held and Source.of(params) == Source(f"{metadata.start}/1/q", "here", 0, 1, 100)
+    assert metadata.holds["q"].tokens == 100 and not scheduler.step_metadata().holds
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Worker]]:
     for found in made:
         found.close()
         for visit in found._visits.values():
-            visit._waiter.shutdown(wait=True)  # who waits has been told
+            visit._waiter.shutdown(wait=True)  # who waits has been metadata
     for thread in threading.enumerate():  # they end when their connections do, which nobody waits for
         if thread.name.startswith(("kvbm door", "kvbm load")):
             thread.join(LIMIT)
@@ -326,8 +326,8 @@ def until(one: _Worker, name: str, finished: frozenset[str] = frozenset()) -> An
 
 def test_what_was_held_comes(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
     came = until(decode, "finished_recving")
     assert came.finished_recving == {"q"} and not came.failed_recving
     assert until(prefill, "finished_sending").finished_sending == {"r"}
@@ -337,29 +337,29 @@ def test_what_was_held_comes(worker: Any) -> None:
 
 
 def test_what_nobody_asks_for_is_let_go(worker: Any) -> None:
-    """And who asks later is told at once."""
+    """And who asks later is metadata at once."""
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold(0.0)}))
+    prefill.begin(StepMetadata("1", holds={"r": hold(0.0)}))
     assert until(prefill, "finished_sending").finished_sending == {"r"}
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
 
 
 def test_what_is_not_needed_is_let_go(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
-    decode.begin(Told("2", loads={"q": Load(source(prefill))}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    decode.begin(StepMetadata("2", loads={"q": Load(source(prefill))}))
     assert until(prefill, "finished_sending").finished_sending == {"r"}
     assert not decode.results(set()).finished_recving  # vLLM does not wait for it
 
 
 def test_a_second_engine_is_refused(worker: Any) -> None:
     prefill, first, second = worker("p"), worker("d1"), worker("d2")
-    prefill.begin(Told("1", holds={"r": hold(), "s": hold()}))
-    first.begin(Told("2", loads={"q": load(prefill)}))
+    prefill.begin(StepMetadata("1", holds={"r": hold(), "s": hold()}))
+    first.begin(StepMetadata("2", loads={"q": load(prefill)}))
     assert not until(first, "finished_recving").failed_recving
     until(prefill, "finished_sending")
-    second.begin(Told("3", loads={"q": load(prefill), "q2": load(prefill, "s")}))
+    second.begin(StepMetadata("3", loads={"q": load(prefill), "q2": load(prefill, "s")}))
     ended: set[str] = set()
     failed: set[str] = set()
     while len(ended) < 2:
@@ -371,8 +371,8 @@ def test_a_second_engine_is_refused(worker: Any) -> None:
 def test_a_name_may_come_again(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
     for _ in range(2):
-        prefill.begin(Told("1", holds={"r": hold()}))
-        decode.begin(Told("2", loads={"q": load(prefill)}))
+        prefill.begin(StepMetadata("1", holds={"r": hold()}))
+        decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
         assert not until(decode, "finished_recving").failed_recving
         until(prefill, "finished_sending")
 
@@ -381,8 +381,8 @@ def test_each_prefills_for_the_other(worker: Any) -> None:
     """One link for both ways, whoever asked first."""
     first, second = worker("a"), worker("b")
     for number, (prefill, decode) in enumerate([(first, second), (second, first), (first, second)]):
-        prefill.begin(Told("1", holds={f"r{number}": hold()}))
-        decode.begin(Told("1", loads={"q": load(prefill, f"r{number}")}))
+        prefill.begin(StepMetadata("1", holds={f"r{number}": hold()}))
+        decode.begin(StepMetadata("1", loads={"q": load(prefill, f"r{number}")}))
         assert not until(decode, "finished_recving").failed_recving
         until(prefill, "finished_sending")
 
@@ -390,11 +390,11 @@ def test_each_prefills_for_the_other(worker: Any) -> None:
 def test_what_was_held_before_a_restart_is_refused_at_once(worker: Any) -> None:
     """Who waited for it would keep all others waiting."""
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("2", holds={"r": hold()}))
+    prefill.begin(StepMetadata("2", holds={"r": hold()}))
     stale = Load(source(prefill), (list(range(8)),), 0, 31)
     fresh = Load(source(prefill, start="2"), stale.blocks, 0, 31)
     started = time.monotonic()
-    decode.begin(Told("3", loads={"before": stale, "after": fresh}))
+    decode.begin(StepMetadata("3", loads={"before": stale, "after": fresh}))
     ended: set[str] = set()
     failed: set[str] = set()
     while len(ended) < 2:
@@ -406,8 +406,8 @@ def test_what_was_held_before_a_restart_is_refused_at_once(worker: Any) -> None:
 def test_what_is_not_held_fails(worker: Any) -> None:
     """At once where later ones are held already; nobody waits for it, and those behind it come."""
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
-    decode.begin(Told("2", loads={"q": load(prefill, "another"), "q2": load(prefill)}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill, "another"), "q2": load(prefill)}))
     failed, ended = set(), set()
     while ended != {"q", "q2"}:
         found = until(decode, "finished_recving")
@@ -416,19 +416,19 @@ def test_what_is_not_held_fails(worker: Any) -> None:
 
 
 def test_what_is_to_come_is_waited_for_and_keeps_nobody_waiting(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that decodes may be faster than what tells the workers; of a name that does not come it is told."""
+    """The engine that decodes may be faster than what tells the workers; of a name that does not come it is metadata."""
     monkeypatch.setattr(holding, "_TOLD", LIMIT)
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
-    decode.begin(Told("2", loads={"later": load(prefill, "s", number=1), "never": load(prefill, "t", number=2)}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    decode.begin(StepMetadata("2", loads={"later": load(prefill, "s", number=1), "never": load(prefill, "t", number=2)}))
     end = time.monotonic() + LIMIT
     while len(prefill.holds._wanted) < 2:
         assert time.monotonic() < end
-    decode.begin(Told("2", loads={"now": load(prefill)}))
+    decode.begin(StepMetadata("2", loads={"now": load(prefill)}))
     found = until(decode, "finished_recving")
     assert found.finished_recving == {"now"} and not found.failed_recving
     until(prefill, "finished_sending")
-    prefill.begin(Told("1", holds={"s": Hold((list(range(8)),), 32, 1e3, 1)}))
+    prefill.begin(StepMetadata("1", holds={"s": Hold((list(range(8)),), 32, 1e3, 1)}))
     found = until(decode, "finished_recving")
     assert found.finished_recving == {"later"} and not found.failed_recving
     monkeypatch.setattr(holding.time, "monotonic", lambda now=time.monotonic: now() + LIMIT)
@@ -441,14 +441,14 @@ def test_what_is_to_come_is_waited_for_and_keeps_nobody_waiting(worker: Any, mon
 def test_names_that_are_none_are_refused_alone(worker: Any, name: str) -> None:
     """The next request is asked for in the same conversation."""
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
     decode._start = "2"
     visit = decode._visit(source(prefill))
     assert visit.link()
     with pytest.raises(KvbmError, match=r"not held here|held before|expected a request's name"):
         visit.want(Want(name))
     talks = list(visit._talks)
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
     assert not until(decode, "finished_recving").failed_recving
     assert name == "" or visit._talks == talks
 
@@ -456,17 +456,17 @@ def test_names_that_are_none_are_refused_alone(worker: Any, name: str) -> None:
 def test_an_engine_that_does_not_answer_delays_no_other(worker: Any) -> None:
     """Loads of other engines end while many loads wait for it, and those fail at `load_seconds`."""
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         there = Source("1/0/r", "127.0.0.1", silent.getsockname()[1], 1, 32)
         blocks = (list(range(8))[::-1],)
-        decode.begin(Told("2", loads={f"s{number}": Load(there, blocks, 0, 31) for number in range(40)}))
-        decode.begin(Told("2", loads={"q": load(prefill)}))
+        decode.begin(StepMetadata("2", loads={f"s{number}": Load(there, blocks, 0, 31) for number in range(40)}))
+        decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
         found = until(decode, "finished_recving")
         assert found.finished_recving == {"q"} and not found.failed_recving and len(decode._asking) == 40
         decode._seconds = 0.2
         there = dataclasses.replace(there, host="localhost")  # another visit
-        decode.begin(Told("2", loads={f"t{number}": Load(there, blocks, 0, 31) for number in range(3)}))
+        decode.begin(StepMetadata("2", loads={f"t{number}": Load(there, blocks, 0, 31) for number in range(3)}))
         failed: set[str] = set()
         while len(failed) < 3:
             failed |= until(decode, "finished_recving").failed_recving
@@ -475,8 +475,8 @@ def test_an_engine_that_does_not_answer_delays_no_other(worker: Any) -> None:
 
 def test_more_than_is_held_fails_on_both_sides(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": Hold((list(range(8)),), 16, 1e3)}))
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((list(range(8)),), 16, 1e3)}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
     assert until(prefill, "finished_sending").finished_sending == {"r"}
 
@@ -485,8 +485,8 @@ def test_a_request_that_is_aborted_while_it_is_loaded_ends(worker: Any, monkeypa
     """Its blocks are given back once nothing writes them any more."""
     prefill, decode = worker("p"), worker("d")
     monkeypatch.setattr(prefill.holds, "_spans", lambda *_: {})  # it sends nothing
-    prefill.begin(Told("1", holds={"r": hold()}))
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
     until(prefill, "finished_sending")
     assert not decode.results(set()).finished_recving
     assert until(decode, "finished_recving", frozenset({"q"})).failed_recving == {"q"}
@@ -497,8 +497,8 @@ def test_a_request_that_is_aborted_while_it_is_asked_for_ends(worker: Any, monke
     prefill, decode = worker("p"), worker("d")
     asked, goes_on = threading.Event(), threading.Event()
     monkeypatch.setattr(connector.Visit, "want", lambda *_: (asked.set(), goes_on.wait(LIMIT)))  # and nothing is sent
-    prefill.begin(Told("1"))
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    prefill.begin(StepMetadata("1"))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
     assert asked.wait(LIMIT) and not decode.results({"q"}).finished_recving
     goes_on.set()
     started = time.monotonic()
@@ -508,10 +508,10 @@ def test_a_request_that_is_aborted_while_it_is_asked_for_ends(worker: Any, monke
 
 def test_the_engine_that_prefills_ends(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
     one = load(prefill)
     prefill.close()
-    decode.begin(Told("2", loads={"q": one}))
+    decode.begin(StepMetadata("2", loads={"q": one}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
 
 
@@ -531,8 +531,8 @@ def test_what_is_counted_comes_to_prometheus(worker: Any) -> None:
     )
     prefill, decode = worker("p"), worker("d")
     assert prefill.take_stats() is None
-    prefill.begin(Told("1", holds={"r": hold(), "s": hold(0.01)}))
-    decode.begin(Told("2", loads={"q": load(prefill)}))
+    prefill.begin(StepMetadata("1", holds={"r": hold(), "s": hold(0.01)}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
     assert until(decode, "finished_recving").finished_recving == {"q"}
     ended: set[str] = set()
     while ended != {"r", "s"}:
@@ -547,7 +547,7 @@ def test_what_is_counted_comes_to_prometheus(worker: Any) -> None:
         made.observe(stats.to_dict(), engine)
         sums[engine] = stats.data
         again = one.take_stats()
-        assert again is None or set(again.data) <= {"seconds"}  # they were told
+        assert again is None or set(again.data) <= {"seconds"}  # they were metadata
     assert (sums[0]["sent"], sums[0]["unsent"], sums[1]["loaded"]) == (1, 1, 1)
     assert sums[0]["bytes_sent"] == sums[1]["bytes_received"] > 0 and sums[0]["chunks_sent"] == sums[1]["chunks_received"]
     assert "failed" not in sums[1] and "chunks_wrong" not in sums[1]
@@ -559,8 +559,8 @@ def test_what_is_counted_comes_to_prometheus(worker: Any) -> None:
 
 def test_a_load_that_fails_is_counted(worker: Any) -> None:
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1", holds={"r": hold()}))
-    decode.begin(Told("2", loads={"q": load(prefill, "another")}))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill, "another")}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
     assert decode.take_stats().data["failed"] == 1
 
@@ -590,8 +590,8 @@ def early(prefill: _Worker, name: str = "x", last: int = 31) -> Load:
     return Load(where, (TABLE[::-1],), 0, last)
 
 
-def push(before: int, after: int, name: str = "x") -> Told:
-    return Told("1", pushes={"r": Push(f"push/{name}", (TABLE,), before, after)})
+def push(before: int, after: int, name: str = "x") -> StepMetadata:
+    return StepMetadata("1", pushes={"r": Push(f"push/{name}", (TABLE,), before, after)})
 
 
 def sooner(condition: Callable[[], Any]) -> None:
@@ -609,7 +609,7 @@ def came(decode: _Worker) -> int:
 def both(worker: Any, **extra: Any) -> tuple[_Worker, _Worker]:
     """The second one has asked the first one for a request that is not there yet, in parts of 16 tokens."""
     prefill, decode = worker("p", push_layers=1, **extra), worker("d", push_tokens=16)
-    decode.begin(Told("2", loads={"q": early(prefill)}))
+    decode.begin(StepMetadata("2", loads={"q": early(prefill)}))
     sooner(lambda: prefill.holds._wanted)
     return prefill, decode
 
@@ -632,7 +632,7 @@ def test_layers_go_while_they_are_computed(worker: Any) -> None:
     prefill.holds.end_step()
     found = until(decode, "finished_recving")
     assert found.finished_recving == {"q"} and not found.failed_recving
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert until(prefill, "finished_sending").finished_sending == {"r"}
     for number in range(MODEL.nl):
         mine, theirs = (one._caches.pool.arrays[number].swapaxes(0, 1) for one in (prefill, decode))  # b o t h d
@@ -645,12 +645,12 @@ def test_who_asks_late_gets_what_has_been_computed(worker: Any) -> None:
     prefill.begin_step(push(0, 16))
     prefill.holds.saved("layer.0")
     prefill.holds.end_step()
-    decode.begin(Told("2", loads={"q": early(prefill)}))
+    decode.begin(StepMetadata("2", loads={"q": early(prefill)}))
     sooner(lambda: prefill.holds._held["r"].link)
     prefill.begin_step(push(16, 32))
     sooner(lambda: came(decode))
     prefill.holds.end_step()
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert not until(decode, "finished_recving").failed_recving
     assert np.array_equal(prefill._caches.pool.arrays[1][:, :7], decode._caches.pool.arrays[1][:, ::-1][:, :7])
 
@@ -658,7 +658,7 @@ def test_who_asks_late_gets_what_has_been_computed(worker: Any) -> None:
 @pytest.mark.parametrize("extra", [{"push_layers": 2}, {"push_layers": 99}])
 def test_without_layers_it_goes_behind_the_step(worker: Any, extra: dict[str, int]) -> None:
     prefill, decode = worker("p", **extra), worker("d", push_tokens=16)
-    decode.begin(Told("2", loads={"q": early(prefill)}))
+    decode.begin(StepMetadata("2", loads={"q": early(prefill)}))
     sooner(lambda: prefill.holds._wanted)
     prefill.begin_step(push(0, 32))
     for number in range(MODEL.nl):
@@ -666,7 +666,7 @@ def test_without_layers_it_goes_behind_the_step(worker: Any, extra: dict[str, in
     assert not prefill.holds._held["r"].sendings
     prefill.holds.end_step()
     assert len(prefill.holds._held["r"].sendings) == 2
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert not until(decode, "finished_recving").failed_recving
 
 
@@ -676,17 +676,17 @@ def test_what_is_aborted_while_it_is_computed_fails_at_once(worker: Any) -> None
     prefill.begin_step(push(0, 16))
     prefill.holds.end_step()
     sendings = prefill.holds._held["r"].sendings
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 0, 1e3, 1, "push/x", "it was aborted")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 0, 1e3, 1, "push/x", "it was aborted")}))
     assert until(prefill, "finished_sending").finished_sending == {"r"} and all(one.has_ended for one in sendings)
     assert until(decode, "finished_recving").failed_recving == {"q"}
-    decode.begin(Told("2", loads={"again": early(prefill)}))
+    decode.begin(StepMetadata("2", loads={"again": early(prefill)}))
     assert until(decode, "finished_recving").failed_recving == {"again"}
 
 
 @pytest.mark.parametrize("asks_first", [True, False])
 def test_another_adapter_fails_at_once(worker: Any, asks_first: bool) -> None:
     prefill, decode = worker("p", push_layers=1), worker("d", push_tokens=16)
-    asks = Told("2", loads={"q": early(prefill, "x#adapter=1")})
+    asks = StepMetadata("2", loads={"q": early(prefill, "x#adapter=1")})
     if asks_first:
         decode.begin(asks)
         sooner(lambda: prefill.holds._wanted)
@@ -705,7 +705,7 @@ def test_inputs_of_another_request_cost_a_prefill() -> None:
 
 def test_what_was_never_computed_fails_at_once(worker: Any) -> None:
     prefill, decode = both(worker)
-    prefill.begin(Told("1", lost={"push/x": "it was aborted"}))
+    prefill.begin(StepMetadata("1", lost={"push/x": "it was aborted"}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
     assert not prefill.results(set()).finished_sending and not prefill.holds._wanted
 
@@ -717,13 +717,13 @@ def test_blocks_that_are_taken_away_are_read_no_more(worker: Any) -> None:
     prefill.holds.saved("layer.0")
     prefill.holds.end_step()
     sendings = list(prefill.holds._held["r"].sendings)
-    prefill.stop(Told("1", stopped=["r", "another"]))
+    prefill.stop(StepMetadata("1", stopped=["r", "another"]))
     assert sendings and all(one.has_ended for one in sendings)
     assert until(decode, "finished_recving").failed_recving == {"q"}
     prefill.begin_step(push(0, 32))
     prefill.holds.end_step()
     assert prefill.holds._held["r"].sendings == sendings
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert until(prefill, "finished_sending").finished_sending == {"r"}
 
 
@@ -737,7 +737,7 @@ def test_who_decodes_gives_up(worker: Any) -> None:
     sooner(lambda: held.want.is_given_up)
     prefill.begin_step(push(16, 32))
     prefill.holds.end_step()
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert until(prefill, "finished_sending").finished_sending == {"r"}
     assert all(one.key == "push/x@0" for one in held.sendings)
 
@@ -746,7 +746,7 @@ def test_a_shorter_prompt_than_is_asked_for_fails(worker: Any) -> None:
     prefill, decode = both(worker)
     prefill.begin_step(push(0, 24))
     prefill.holds.end_step()
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 24, 1e3, 1, "push/x")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 24, 1e3, 1, "push/x")}))
     assert until(decode, "finished_recving").failed_recving == {"q"}
     assert until(prefill, "finished_sending").finished_sending == {"r"}
 
@@ -754,11 +754,11 @@ def test_a_shorter_prompt_than_is_asked_for_fails(worker: Any) -> None:
 def test_a_second_engine_that_asks_for_what_is_computed_is_refused(worker: Any) -> None:
     prefill, decode = both(worker)
     other = worker("e", push_tokens=16)
-    other.begin(Told("2", loads={"q": early(prefill)}))
+    other.begin(StepMetadata("2", loads={"q": early(prefill)}))
     assert until(other, "finished_recving").failed_recving == {"q"}
     prefill.begin_step(push(0, 32))
     prefill.holds.end_step()
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert not until(decode, "finished_recving").failed_recving
 
 
@@ -766,8 +766,8 @@ def test_who_asks_in_the_usual_way_gets_what_the_router_named(worker: Any) -> No
     prefill, decode = worker("p", push_layers=1), worker("d")
     prefill.begin_step(push(0, 32))
     prefill.holds.end_step()
-    prefill.begin(Told("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
-    decode.begin(Told("2", loads={"q": load(prefill, number=1)}))
+    prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill, number=1)}))
     assert not until(decode, "finished_recving").failed_recving
     assert prefill.holds.counts["pushed"] == 0
 
@@ -775,7 +775,7 @@ def test_who_asks_in_the_usual_way_gets_what_the_router_named(worker: Any) -> No
 def test_a_step_without_such_requests_costs_nothing(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = worker("p", push_layers=1)
     monkeypatch.setattr(prefill.holds, "_push", None)
-    prefill.begin_step(Told("1"))
+    prefill.begin_step(StepMetadata("1"))
     prefill.holds.saved("layer.0")
     prefill.holds.end_step()
 
@@ -800,29 +800,29 @@ def test_what_a_step_computes_is_told() -> None:
     scheduler, one, second = of_prefill(), running(), running(name="q2")
     for each in (one, second):
         scheduler.allocated(each, BLOCKS, 0)
-    told = scheduler.told({"q": 64, "q2": 64, "another": 5})
-    assert told.pushes == {"q": Push(PUSHED, ([1, 2],), 0, 64)} and not told.stopped
+    metadata = scheduler.step_metadata({"q": 64, "q2": 64, "another": 5})
+    assert metadata.pushes == {"q": Push(PUSHED, ([1, 2],), 0, 64)} and not metadata.stopped
     one.num_computed_tokens = 64
-    assert scheduler.told({"q": 99}).pushes == {"q": Push(PUSHED, ([1, 2],), 64, 100)}
-    assert not scheduler.told({"another": 5}).pushes
+    assert scheduler.step_metadata({"q": 99}).pushes == {"q": Push(PUSHED, ([1, 2],), 64, 100)}
+    assert not scheduler.step_metadata({"another": 5}).pushes
     one.num_computed_tokens = 100
-    assert not scheduler.told({"q": 1}).pushes
+    assert not scheduler.step_metadata({"q": 1}).pushes
     one.status = RequestStatus.FINISHED_STOPPED
     held, params = scheduler.finished(one, ([1, 2],))
-    hold = scheduler.told().holds["q"]
-    assert held and hold.name == PUSHED and params["remote_request_id"] == f"{scheduler._told.start}/{hold.number}/q"
+    hold = scheduler.step_metadata().holds["q"]
+    assert held and hold.name == PUSHED and params["remote_request_id"] == f"{scheduler._metadata.start}/{hold.number}/q"
     assert not scheduler._pushes.get("q")
 
 
 def test_a_preemption_is_told_once() -> None:
     scheduler, one = of_prefill(), running()
     scheduler.allocated(one, BLOCKS, 0)
-    assert not scheduler.told({"q": 64}).stopped
+    assert not scheduler.step_metadata({"q": 64}).stopped
     one.num_preemptions = 1
-    told = scheduler.told({"q": 64})
-    assert told.stopped == ["q"] and not told.pushes
-    told = scheduler.told({"q": 64})
-    assert not told.stopped and not told.pushes
+    metadata = scheduler.step_metadata({"q": 64})
+    assert metadata.stopped == ["q"] and not metadata.pushes
+    metadata = scheduler.step_metadata({"q": 64})
+    assert not metadata.stopped and not metadata.pushes
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -830,21 +830,21 @@ def test_what_is_preempted_and_aborted_between_two_steps_is_stopped(is_told: boo
     """Such as where the prefix cache is reset: its blocks are free, and may be read still."""
     scheduler, one = of_prefill(), running()
     scheduler.allocated(one, BLOCKS, 0)
-    assert not scheduler.told({"q": 64}).stopped
+    assert not scheduler.step_metadata({"q": 64}).stopped
     one.num_preemptions, one.status = 1, RequestStatus.FINISHED_ABORTED
     if is_told:
-        assert scheduler.told().stopped == ["q"]
+        assert scheduler.step_metadata().stopped == ["q"]
     assert scheduler.finished(one, ([],)) == (False, None)
-    told = scheduler.told()
-    assert told.stopped == ([] if is_told else ["q"]) and set(told.lost) == {PUSHED}
+    metadata = scheduler.step_metadata()
+    assert metadata.stopped == ([] if is_told else ["q"]) and set(metadata.lost) == {PUSHED}
 
 
 def test_what_is_lost_for_nobody_is_not_remembered(worker: Any) -> None:
     """Such as what both engines gave up; while another request is waited for, as in an engine that is never idle."""
     prefill, decode = worker("p"), worker("d")
-    prefill.begin(Told("1"))
+    prefill.begin(StepMetadata("1"))
     early = Source("push/x", "127.0.0.1", prefill._door.port, 1, 32, is_early=True)
-    decode.begin(Told("2", loads={"q": Load(early, (list(range(8)),), 0, 31)}))
+    decode.begin(StepMetadata("2", loads={"q": Load(early, (list(range(8)),), 0, 31)}))
     end = time.monotonic() + LIMIT
     while "push/x" not in prefill.holds._wanted or decode._asking:
         assert time.monotonic() < end
@@ -852,7 +852,7 @@ def test_what_is_lost_for_nobody_is_not_remembered(worker: Any) -> None:
     for number in range(3):
         prefill._tell(link, f"push/y{number}", "it was aborted")
     [visit] = decode._visits.values()
-    hear_of, visit._hear_of = visit._hear_of, lambda told: (hear_of(told), names.append(told["lost"]))
+    hear_of, visit._hear_of = visit._hear_of, lambda metadata: (hear_of(metadata), names.append(metadata["lost"]))
     names: list[str] = []
     while len(names) < 3:
         assert time.monotonic() < end and not decode.results(set()).finished_recving
@@ -860,15 +860,15 @@ def test_what_is_lost_for_nobody_is_not_remembered(worker: Any) -> None:
 
 
 def test_what_is_aborted_is_held_until_nobody_reads_it() -> None:
-    """And what has no blocks is told to be lost."""
+    """And what has no blocks is metadata to be lost."""
     scheduler, one = of_prefill(), running()
     scheduler.allocated(one, BLOCKS, 0)
     one.status = RequestStatus.FINISHED_ABORTED
     assert scheduler.finished(one, ([1, 2],)) == (True, None)
-    hold = scheduler.told().holds["q"]
+    hold = scheduler.step_metadata().holds["q"]
     assert (hold.name, hold.tokens, hold.failure) == (PUSHED, 0, "it was not prefilled: FINISHED_ABORTED")
     assert scheduler.finished(one, ()) == (False, None)
-    assert set(scheduler.told().lost) == {PUSHED}
+    assert set(scheduler.step_metadata().lost) == {PUSHED}
 
 
 def test_a_request_of_the_routers_name_is_all_of_the_prompt() -> None:
@@ -877,7 +877,7 @@ def test_a_request_of_the_routers_name_is_all_of_the_prompt() -> None:
     one = request({**known, "transfer_id": "x"})
     assert scheduler.matched(one, 0) == (99, True)
     scheduler.allocated(one, BLOCKS, 99)
-    found = scheduler.told().loads["q"].source
+    found = scheduler.step_metadata().loads["q"].source
     assert (found.request, found.is_early) == (PUSHED, True)
 
 
@@ -885,7 +885,7 @@ def test_a_request_of_the_routers_name_is_all_of_the_prompt() -> None:
 def test_names_that_are_none(value: Any) -> None:
     scheduler, one = of_prefill(), running({**NAMED, "transfer_id": value})
     scheduler.allocated(one, BLOCKS, 0)
-    assert not scheduler.told({"q": 64}).pushes
+    assert not scheduler.step_metadata({"q": 64}).pushes
     other = request({"do_remote_prefill": True, "remote_host": "h", "remote_port": 7, "remote_workers": 1, "transfer_id": value})
     assert scheduler_of("d").matched(other, 0) == (0, False)
 
@@ -910,7 +910,7 @@ def test_the_first_block_of_a_window_may_lack_tokens(params: Any, begin: int | N
     scheduler.matched(one, 0)
     tables = ([1, 2, 3, 4, 5], [0, 0, 6, 7, 8])
     scheduler.allocated(one, SimpleNamespace(get_block_ids=lambda: tables), 299)
-    assert scheduler.told().loads["q"].begins == ({} if begin is None else {1: begin})
+    assert scheduler.step_metadata().loads["q"].begins == ({} if begin is None else {1: begin})
     assert [one.num_cached_block["q"] for one in managers] == [0, 0 if begin is None else 3]
 
 

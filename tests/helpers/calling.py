@@ -188,7 +188,7 @@ INSIDE = frozenset(
         "Packer.lane",
         "Packer.listed",
         "Packer.peer",
-        "Packer.require_apart",
+        "Packer.require_disjoint",
         "Packer.require_no_stream",
         "Packer.require_spans",
         "Packer.route",

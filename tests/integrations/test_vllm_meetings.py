@@ -629,7 +629,7 @@ def test_names_that_one_engine_wants_refuse_no_other() -> None:
             refused += 1
     assert refused > 3000
     holds.asked(Want("push/mine"), second)
-    holds.told("1", {}, (), {f"push/{number}": "why" for number in range(5000)})
+    holds.take_step("1", {}, (), {f"push/{number}": "why" for number in range(5000)})
     assert {name for _, name, _ in told} <= {f"push/{number}" for number in range(5000)} and not holds._waits[first]
     holds.asked(Want("push/again"), first)
     with pytest.raises(BindError, match="groups"):
@@ -657,7 +657,7 @@ def test_another_prompt_of_the_routers_name_is_refused_at_once(is_first: bool) -
             with pytest.raises(TransferError, match="tokens"):
                 holds.asked(want, link)
         holds.asked(wanted[1], link)
-    holds.told("1", {}, (), {wanted[1].name: "it was aborted", "push/xx#tokens=0": "it was aborted"})
+    holds.take_step("1", {}, (), {wanted[1].name: "it was aborted", "push/xx#tokens=0": "it was aborted"})
     assert not holds._named and not holds._waits
     holds.asked(wanted[0], link)  # the name may come again
 
@@ -683,7 +683,7 @@ def test_what_one_engine_asked_for_in_vain_is_remembered_for_it_alone(monkeypatc
     hostile, other = (cast(Link, Hashable(name)) for name in "ab")
     told: list[Any] = []
     holds = holds_that_tell(told)
-    holds.told("1", {}, (), {"push/lost": "why"})
+    holds.take_step("1", {}, (), {"push/lost": "why"})
     holds._gone.add("1/0/sent", other, "")
     for turn in range(10):
         for number in range(1000):
@@ -733,11 +733,11 @@ def test_nobody_is_told_while_a_lock_is_held() -> None:
     found: list[tuple[bool, str]] = []
     holds = holds_that_tell([])
     holds._tell = lambda *what: found.append((holds._lock.locked(), what[-1]))
-    holds.told("1", {}, (), {})
+    holds.take_step("1", {}, (), {})
     holds.asked(Want("1/0/r"), first)
     holds.asked(Want("push/x"), second)
-    holds.told("1", {"r": Hold(([],), 0, LIMIT, 0, "push/x")}, (), {})
-    holds.told("1", {}, (), {"push/y": "why"})
+    holds.take_step("1", {"r": Hold(([],), 0, LIMIT, 0, "push/x")}, (), {})
+    holds.take_step("1", {}, (), {"push/y": "why"})
     assert [is_locked for is_locked, _ in found] == [False] and "another engine" in found[0][1]
 
 
@@ -747,18 +747,18 @@ def test_other_inputs_are_refused_at_once_by_their_names(asks_first: bool) -> No
     link, other = (cast(Link, Hashable(name)) for name in "ab")
     told: list[Any] = []
     holds = holds_that_tell(told)
-    holds.told("1", {}, (), {})
+    holds.take_step("1", {}, (), {})
     ours = {"r": Hold(([],), 0, LIMIT, 0, push_name("x", "adapter=1,image=2"))}
     wanted, plain = push_name("x", "adapter=3,image=2"), push_name("x", "")
     why = "adapter: that of the request here is another"
     if asks_first:
         holds.asked(Want(wanted), link)
         holds.asked(Want(plain), other)
-        holds.told("1", ours, (), {})
+        holds.take_step("1", ours, (), {})
         assert {(of, name): why for of, name, why in told}.keys() == {(link, wanted), (other, plain)}
         assert any(text.startswith(why) for *_, text in told) and any(text.startswith("adapter, image: ") for *_, text in told)
     else:
-        holds.told("1", ours, (), {})
+        holds.take_step("1", ours, (), {})
         for name, said in ((wanted, why), (plain, "adapter, image: that")):
             with pytest.raises(TransferError, match=said):
                 holds.asked(Want(name), link)
@@ -766,7 +766,7 @@ def test_other_inputs_are_refused_at_once_by_their_names(asks_first: bool) -> No
     holds.asked(Want(push_name("x", "adapter=1,image=2")), link)
     holds.asked(Want(push_name("x#y", "")), link)  # another request
     assert set(holds._named) == {"push/x", "push/x%23y"}
-    holds.told("1", {}, (), {push_name("x#y", ""): "why"})
+    holds.take_step("1", {}, (), {push_name("x#y", ""): "why"})
     holds.ended()
     assert not holds._named
 

@@ -40,7 +40,7 @@ def test_who_knows_the_secret_comes_in() -> None:
     client, server = shaken(*sides())
     for one, other in ((client, server), (server, client)):
         for message in (b"", b"one", b"one", b"x" * 10000):
-            assert other.heard.is_next(one.said.code(message), message)
+            assert other.incoming.is_next(one.outgoing.code(message), message)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(SECRET, OTHER), (OTHER, SECRET), (SECRET, Secret(b"0123456789abcdef0"))])
@@ -160,7 +160,7 @@ def test_a_man_in_the_middle_cannot_swap_parts_of_two_conversations() -> None:
     with pytest.raises(AuthenticationError):
         fed(s1, fed(c1, s1.begins))
     one, other = shaken(*sides()), shaken(*sides())
-    assert not one[1].heard.is_next(other[0].said.code(b"a"), b"a")
+    assert not one[1].incoming.is_next(other[0].outgoing.code(b"a"), b"a")
     assert p1 != p2
 
 
@@ -199,8 +199,8 @@ def test_messages_that_are_lost_repeated_swapped_or_changed() -> None:
 
 def test_directions_have_different_keys() -> None:
     client, _ = shaken(*sides())
-    code = client.said.code(b"a")
-    assert not client.heard.is_next(code, b"a")
+    code = client.outgoing.code(b"a")
+    assert not client.incoming.is_next(code, b"a")
 
 
 def test_notes_may_be_lost_and_are_taken_once_and_in_order() -> None:

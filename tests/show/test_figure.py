@@ -219,9 +219,9 @@ def test_the_table_of_planes(name: str) -> None:
     for cell in cells:
         said = everything[cell.start].label.replace("o=0", "K").replace("o=1", "V").replace("=", "")
         assert cell.label in (said, said or "all of it") and cell.nbytes == everything[cell.start].nbytes
-        if each.apart:
+        if each.has_separate_planes:
             assert cell.label.split()[0] == each.parts[cell.plane].plane
-    if each.apart:
+    if each.has_separate_planes:
         assert {cell.plane for cell in cells} == set(range(len(each.parts)))
         for number, part in enumerate(each.parts):
             mine = [n for n, allocation in enumerate(everything) if allocation.label.split()[0] == part.plane]

@@ -1187,7 +1187,7 @@ def test_a_mapping_for_which_there_is_no_room_is_an_error_of_memory(tmp_path: Pa
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr("kvbm.store.opened.mmap.mmap", refuse)
+    monkeypatch.setattr("kvbm.store.open_file.mmap.mmap", refuse)
     with pytest.raises(kvbm.errors.NotEnoughMemoryError, match=r"blocks: to map its .* bytes"):
         stored.pool("nhd")
     with pytest.raises(kvbm.errors.NotEnoughMemoryError, match=r"more: to map its .* bytes"):

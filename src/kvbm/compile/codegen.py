@@ -198,10 +198,10 @@ def _few() -> Iterator[Form]:
     They wait for the bus, so the arithmetic for unused modes costs no time.
     """
     for word in _WORDS:
-        yield Form("rows", MAX_OUTER, MAX_INNER, 0, word, few=True)
+        yield Form("rows", MAX_OUTER, MAX_INNER, 0, word, sm_limited=True)
     for element in _WORDS:
         for word in {WIDEST, element}:
-            yield Form("tile", MAX_OUTER, MAX_INNER - 2, element, word, few=True)
+            yield Form("tile", MAX_OUTER, MAX_INNER - 2, element, word, sm_limited=True)
 
 
 #: Pairs of outer and inner loops of the digests of layouts in use, and of copies between them.
@@ -321,9 +321,9 @@ def _types(name: str) -> str:
             return f"Page<{_commas(form.outer, form.inner, str(form.kind == 'page_in').lower())}>"
         if form.kind == "tile":
             sizes = [form.outer, form.inner, form.element, form.word]
-            extra = ["kFewTeams"] if form.few else ["1", "true"] if form.sums else []
+            extra = ["kFewTeams"] if form.sm_limited else ["1", "true"] if form.sums else []
             return f"Tile<{_commas(*sizes, *extra)}>"
-        extra = [threads, "kFewTeams"] if form.few else [threads] if threads != "kRowThreads" else []
+        extra = [threads, "kFewTeams"] if form.sm_limited else [threads] if threads != "kRowThreads" else []
         if form.sums:
             extra = [threads, "1", "true"]
         return f"Rows<{_commas(form.outer, form.inner, form.word, *extra)}>"
@@ -358,7 +358,7 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
             inside = f"copy{' and digest' if form.sums else ''} a run of {form.word}-byte words"
         lines.append(f"// {label if '__' in name else ''}for {', '.join(loops)}: {inside}")
-        if form.few:
+        if form.sm_limited:
             lines.append(
                 "// by teams of threads that share a CTA and take turns: on as few multiprocessors as it is given"
             )

@@ -412,7 +412,7 @@ def kernel(name: str, device: int) -> Origin:
 
             code, known = cubin(name, _capability(device))
             forms = [
-                ("tile" if f.kind == "tile" else "rows", f.outer, f.inner, f.element, f.word, f.few)
+                ("tile" if f.kind == "tile" else "rows", f.outer, f.inner, f.element, f.word, f.sm_limited)
                 for f in parse_kernel(name)
             ]
             _core.add_kernel(name, forms, code, known.arch)

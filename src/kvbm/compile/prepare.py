@@ -30,10 +30,10 @@ def _compiles(device: int, kernel: Kernel) -> bool:
     return True
 
 
-def launches_of(made: Plan, alignments: tuple[int, int], few: bool, device: int) -> list[Launch]:
+def launches_of(made: Plan, alignments: tuple[int, int], sm_limited: bool, device: int) -> list[Launch]:
     """The launches of a plan on a GPU, or on the host (-1)."""
     try:
-        return lower(made.launches(*alignments, pages=device >= 0 and not few), _kernels_on(device), few=few)
+        return lower(made.launches(*alignments, pages=device >= 0 and not sm_limited), _kernels_on(device), sm_limited=sm_limited)
     except MissingKernelError as error:
         raise MissingKernelError(f"{error}; {nvrtc.PERMANENT}") from None
 
@@ -60,7 +60,7 @@ def _cost(launch: Launch) -> str:
         return f"{wanted.element}-byte elements move one by one, not in tiles, at a fraction of the speed"
     more = has.outer - wanted.outer + has.modes - wanted.modes
     text = f"it has {more} mode{'s' if more != 1 else ''} more than needed, and each costs every word a division"
-    return text + (", and its teams share one large CTA a multiprocessor" if has.few else "")
+    return text + (", and its teams share one large CTA a multiprocessor" if has.sm_limited else "")
 
 
 def prepare(
@@ -68,7 +68,7 @@ def prepare(
     src_alignment: int,
     dst_alignment: int,
     *,
-    few: bool = False,
+    sm_limited: bool = False,
     device: int = -1,
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
@@ -81,7 +81,7 @@ def prepare(
         The plan.
     src_alignment, dst_alignment : int
         Alignment of the base addresses of each side (bytes).
-    few : bool
+    sm_limited : bool
         Use kernels that accept a limit of multiprocessors.
     device : int
         CUDA device ordinal.  A kernel that is not built is compiled for it, if possible.  -1: the host, only built kernels.
@@ -95,7 +95,7 @@ def prepare(
     BuildError
         NVRTC refused a kernel.
     """
-    return copies_of(made, launches_of(made, (src_alignment, dst_alignment), few, device), src_steps, dst_steps)
+    return copies_of(made, launches_of(made, (src_alignment, dst_alignment), sm_limited, device), src_steps, dst_steps)
 
 
 def copies_of(made: Plan, launches: Sequence[Launch], src_steps: Steps, dst_steps: Steps) -> list[_core.Copy]:

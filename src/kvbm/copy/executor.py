@@ -266,9 +266,9 @@ class Executor:
             return digest_copies(alone(section, keys, end.alignment, self.title, turns=self.device >= 0), keys.lanes, end.steps)
 
         def joined(
-            sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], few: bool
+            sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], sm_limited: bool
         ) -> list[_core.Copy] | str:
-            if few:
+            if sm_limited:
                 return "kernels with a limit of multiprocessors do not digest"
             return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, *ends)
 

@@ -228,28 +228,28 @@ def _group(
     layout: Any,
 ) -> Group:
     what = f"vLLM: group {index}, layer {names[0]!r}"
-    said = held.kv_cache_spec
-    said = getattr(said, "kv_cache_specs", {}).get(names[0], said)  # layers of one type with different sizes
-    if getattr(said, "num_kv_heads", None) is None:
+    cache_spec = held.kv_cache_spec
+    cache_spec = getattr(cache_spec, "kv_cache_specs", {}).get(names[0], cache_spec)  # layers of one type with different sizes
+    if getattr(cache_spec, "num_kv_heads", None) is None:
         raise BindError(
-            f"{what}: {type(said).__name__}: expected attention with keys and values or a latent; it has no layout here"
+            f"{what}: {type(cache_spec).__name__}: expected attention with keys and values or a latent; it has no layout here"
             + _readable(kv_cache_config)
         )
     if getattr(tensor, "host_resident", False):
         raise BindError(
             f"{what}: its blocks are in a host pool with separate numbers; expected blocks on the device"
         )
-    tokens, per_state = int(said.block_size), getattr(said, "tokens_per_state", 1)
+    tokens, per_state = int(cache_spec.block_size), getattr(cache_spec, "tokens_per_state", 1)
     if per_state != 1:
         raise BindError(
             f"{what}: {per_state} tokens share a state (compressed); expected one state per token: no layout is known"
         )
-    heads = int(getattr(said, "num_head_slots", None) or said.num_kv_heads)
+    heads = int(getattr(cache_spec, "num_head_slots", None) or cache_spec.num_kv_heads)
     blocks = int(kv_cache_config.num_blocks)
-    content = int(said.state_content_size_bytes)
+    content = int(cache_spec.state_content_size_bytes)
     view = (blocks, heads, tokens, content)
     strides = _strides(order, len(names), view, int(tensor.layer_stride), int(tensor.block_stride))
-    known = _Spec(what, order, _backend(vllm_config, names, what), said, heads, tokens, content)
+    known = _Spec(what, order, _backend(vllm_config, names, what), cache_spec, heads, tokens, content)
     name, shape = _content(vllm_config, known, names, layout)
     shape = replace(shape, nl=len(names))
     chosen = spec.as_layout(name)
@@ -263,10 +263,11 @@ def _group(
     return Group(
         index=index, names=names, layers=tuple(number_of_layer(name) for name in names),
         layout=_pitched(chosen, shape, view, strides, what), shape=shape, num_blocks=blocks, order=order, backend=known.backend,
-        view=view, strides=strides, offset=int(tensor.offset), sliding_window=getattr(said, "sliding_window", None), tp=tp, pp=pp,
-        dcp=int(parallel.decode_context_parallel_size) if getattr(said, "dcp_sharded", True) else 1,
+        view=view, strides=strides, offset=int(tensor.offset),
+        sliding_window=getattr(cache_spec, "sliding_window", None), tp=tp, pp=pp,
+        dcp=int(parallel.decode_context_parallel_size) if getattr(cache_spec, "dcp_sharded", True) else 1,
         interleave=int(getattr(parallel, "cp_kv_cache_interleave_size", 1)), rank=int(parallel.rank) % (tp * pp),
-        heads=1 if hasattr(said, "cache_dtype_str") else int(model.get_total_num_kv_heads()),
+        heads=1 if hasattr(cache_spec, "cache_dtype_str") else int(model.get_total_num_kv_heads()),
         model_layers=int(model.get_total_num_hidden_layers()),
     )  # fmt: skip
 
@@ -285,7 +286,7 @@ class _Spec(NamedTuple):
     what: str
     order: str
     backend: str
-    said: Any
+    cache_spec: Any
     heads: int
     tokens: int
     content: int
@@ -296,22 +297,22 @@ class _Spec(NamedTuple):
 
 def _content(vllm_config: Any, known: _Spec, names: Sequence[str], layout: Any) -> tuple[str | Layout, BlockShape]:
     """The layout of a view, and the shape of a block and layer."""
-    said, order = known.said, known.order
-    mode = getattr(getattr(said, "kv_quant_mode", None), "name", "NONE")
-    width = int(said.head_size)
-    both = BlockShape(1, 2, int(said.num_kv_heads), known.tokens, width, _dtype(vllm_config, known, mode))
+    cache_spec, order = known.cache_spec, known.order
+    mode = getattr(getattr(cache_spec, "kv_quant_mode", None), "name", "NONE")
+    width = int(cache_spec.head_size)
+    both = BlockShape(1, 2, int(cache_spec.num_kv_heads), known.tokens, width, _dtype(vllm_config, known, mode))
     if layout is not None:
         given = spec.load(layout) if isinstance(layout, str) else layout
-        latent = hasattr(said, "cache_dtype_str")
+        latent = hasattr(cache_spec, "cache_dtype_str")
         return given, replace(both, no=1, nh=1) if latent else both
-    if hasattr(said, "cache_dtype_str"):
+    if hasattr(cache_spec, "cache_dtype_str"):
         return _latent(known, both)
     if known.backend == "CPU_ATTN":
         return _cpu(vllm_config, known, names), both
-    if "DIFFKV" in known.backend or said.head_size_v != said.head_size:
-        if order != "LBNHC" or 3 * said.head_size_v != 2 * width or not known.backend.endswith("DIFFKV"):
+    if "DIFFKV" in known.backend or cache_spec.head_size_v != cache_spec.head_size:
+        if order != "LBNHC" or 3 * cache_spec.head_size_v != 2 * width or not known.backend.endswith("DIFFKV"):
             raise known.refuse(
-                f"heads of {width} in K and {said.head_size_v} in V: expected LBNHC with V two thirds of K (vllm/diff_kv)"
+                f"heads of {width} in K and {cache_spec.head_size_v} in V: expected LBNHC with V two thirds of K (vllm/diff_kv)"
             )
         return "vllm/diff_kv", replace(both, no=1)
     if known.backend not in _SIDE_BY_SIDE:
@@ -327,22 +328,22 @@ def _content(vllm_config: Any, known: _Spec, names: Sequence[str], layout: Any) 
         return name, replace(both, dtype="uint8")
     if mode not in ("NONE", "FP8_PER_TENSOR"):
         raise known.refuse(f"{mode}: no layout is known")
-    if known.heads != said.num_kv_heads or known.content != 2 * width * both.itemsize:
+    if known.heads != cache_spec.num_kv_heads or known.content != 2 * width * both.itemsize:
         raise known.refuse(
-            f"expected {said.num_kv_heads} heads of {2 * width * both.itemsize} bytes, got {known.heads} of {known.content}"
+            f"expected {cache_spec.num_kv_heads} heads of {2 * width * both.itemsize} bytes, got {known.heads} of {known.content}"
         )
     return f"vllm/{order}", both
 
 
 def _latent(known: _Spec, both: BlockShape) -> tuple[str, BlockShape]:
-    said, content = known.said, known.content
+    cache_spec, content = known.cache_spec, known.content
     one = replace(both, no=1, nh=1)
     if known.heads != 1:
         raise known.refuse(f"a latent: expected 1 head, got {known.heads}")
-    if said.state_content_bytes is not None:
+    if cache_spec.state_content_bytes is not None:
         if content not in _RECORDS:
             raise known.refuse(
-                f"{said.cache_dtype_str}: expected one of {', '.join(map(str, _RECORDS))} bytes per token, got {content}"
+                f"{cache_spec.cache_dtype_str}: expected one of {', '.join(map(str, _RECORDS))} bytes per token, got {content}"
             )
         name, width = _RECORDS[content]
         return name, replace(one, hd=width, dtype="uint8")
@@ -370,14 +371,14 @@ def _cpu(vllm_config: Any, known: _Spec, names: Sequence[str]) -> str:
 
 
 def _dtype(vllm_config: Any, known: _Spec, mode: str) -> str:
-    name = str(known.said.dtype).removeprefix("torch.")
+    name = str(known.cache_spec.dtype).removeprefix("torch.")
     if mode != "FP8_PER_TENSOR":
         return name
-    said = getattr(known.said, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
+    cache_dtype = getattr(known.cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
     torch = sys.modules.get("torch")
-    if said not in _FP8 or (torch is not None and torch.version.hip):
-        raise known.refuse(f"cache_dtype {said!r}: kvbm does not know this format of eight-bit floats")
-    return _FP8[said]
+    if cache_dtype not in _FP8 or (torch is not None and torch.version.hip):
+        raise known.refuse(f"cache_dtype {cache_dtype!r}: kvbm does not know this format of eight-bit floats")
+    return _FP8[cache_dtype]
 
 
 def _pitched(layout: Layout, shape: BlockShape, view: Sequence[int], strides: Sequence[int], what: str) -> Layout:

@@ -23,8 +23,8 @@ from ..link.model import differences, named
 from ..system.cache import replacing
 
 __all__ = [
-    "folder_of", "key_of", "key_of_adapter", "key_of_files", "longest_counts", "neighbours", "of_config", "of_model", "tell",
-    "weights",
+    "describe", "folder_of", "key_of", "key_of_adapter", "key_of_files", "longest_counts",
+    "neighbours", "of_config", "of_model", "weights",
 ]  # fmt: skip
 
 #: Names in a configuration of Hugging Face, at any depth, that change neither K nor V.
@@ -241,7 +241,7 @@ def key_of(model: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(named(model)).encode()).hexdigest()
 
 
-def tell(folder: Path, title: str, model: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+def describe(folder: Path, title: str, model: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Create a folder of blocks, with a file that describes them.
 
     Raises
@@ -250,7 +250,7 @@ def tell(folder: Path, title: str, model: Mapping[str, Any], told: Mapping[str, 
         The folder cannot be created or written.
     """
     with replacing(folder / _TOLD) as part:
-        part.write_text(json.dumps({"title": title, "model_fields": named(model), **told}, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps({"title": title, "model_fields": named(model), **fields}, indent=1) + "\n", encoding="utf-8")
 
 
 def neighbours(folder: Path, title: str, model: Mapping[str, Any]) -> list[str]:

@@ -33,5 +33,5 @@ def require_known(given: Mapping[str, Any], known: Iterable[str], where: str) ->
     where : str
         The name of the settings, for the message.
     """
-    if said := unknown(given, known):
-        raise BindError(f"{where}: {said}")
+    if problem := unknown(given, known):
+        raise BindError(f"{where}: {problem}")

@@ -361,9 +361,9 @@ def declared(
         for axes in groups:
             mine = normal(step for step in kept if step.axes == axes)
             low = pack if axes == packed else 1
-            apart = _unfuse(axes, mine, several, low)
-            if apart is not None:
-                kept = [step for step in kept if step.axes != axes] + apart
+            split_steps = _unfuse(axes, mine, several, low)
+            if split_steps is not None:
+                kept = [step for step in kept if step.axes != axes] + split_steps
                 if axes == packed:
                     packed = axes[-1:]
     return Access(plane, half, *unit, result, packed, at, block, normal(kept))
@@ -393,7 +393,7 @@ def _unfuse(axes: tuple[str, ...], steps: Sequence[Step], sizes: Mapping[str, in
         inside *= sizes[axis]
     if sizes[axes[-1]] % start:
         return None
-    apart = []
+    split_steps = []
     for step in steps:
         low, high = step.divisor, step.divisor * step.extent
         cuts = sorted({low, high, *(bound for bound in bounds.values() if low < bound < high)})
@@ -403,8 +403,8 @@ def _unfuse(axes: tuple[str, ...], steps: Sequence[Step], sizes: Mapping[str, in
             if upper % lower or lower % bound or upper > bound * sizes[axis]:
                 return None
             n = lower // low
-            apart.append(Step((axis,), lower // bound, upper // lower, step.nbytes * n, step.entries * n))
-    return apart
+            split_steps.append(Step((axis,), lower // bound, upper // lower, step.nbytes * n, step.entries * n))
+    return split_steps
 
 
 #: Start of a box (bytes, entries), and its digits.

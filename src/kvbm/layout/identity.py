@@ -60,8 +60,8 @@ def same_addresses(layouts: Iterable[Layout], shape: BlockShape | str, num_block
     groups: dict[_Places, list[Layout]] = {}
     for layout, resolved in _legal(layouts, shape, num_blocks):
         groups.setdefault(_places(resolved), []).append(layout)
-    apart = (_by_fingerprint(group) for group in groups.values())
-    return [group for group in apart if len(group) > 1]
+    by_meaning = (_by_fingerprint(group) for group in groups.values())
+    return [group for group in by_meaning if len(group) > 1]
 
 
 def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[list[list[Layout]]]:

@@ -20,7 +20,7 @@ def meet(
     be shared.
     """
     a_reach, b_reach = ([reach(steps[i:], size) for i in range(len(steps) + 1)] for steps, size in ((a, a_size), (b, b_size)))
-    apart: set[tuple[int, int, int]] = set()
+    disjoint: set[tuple[int, int, int]] = set()
 
     def compare(i: int, j: int, ahead: int) -> bool:
         """True if the nests `a[i:]` and `b[j:]` meet, with b `ahead` bytes after a."""
@@ -28,9 +28,9 @@ def meet(
             return False
         if i == len(a) and j == len(b):
             return True
-        if (i, j, ahead) in apart:
+        if (i, j, ahead) in disjoint:
             return False
-        if len(apart) > _MOST_STEPS:
+        if len(disjoint) > _MOST_STEPS:
             return True
         # If both have the same outer stride, only the difference of their indices matters.
         both = i < len(a) and j < len(b) and a[i][1] == b[j][1]
@@ -45,7 +45,7 @@ def meet(
             first = max(0, (-ahead - b_reach[j + 1]) // stride + 1)
             last = min(extent - 1, (a_reach[i] - ahead - 1) // stride)
             found = any(compare(i, j + 1, ahead + turn * stride) for turn in range(first, last + 1))
-        apart.add((i, j, ahead))
+        disjoint.add((i, j, ahead))
         return found
 
     return compare(0, 0, b_start - a_start)

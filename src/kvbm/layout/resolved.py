@@ -189,12 +189,12 @@ def _resolve_planes(
 ) -> Resolved:
     """Resolve each plane as a separate layout, and check that planes of a record do not overlap."""
     outer = layout.orders[0]
-    apart = any(term.planes for term in outer.table)
+    is_separate = any(term.planes for term in outer.table)
     found: list[_Found] = []
     end = 0
     for plane in layout.planes:
         try:
-            one = _find_plane(layout, plane, shape, sizes, names, 0 if apart else end)
+            one = _find_plane(layout, plane, shape, sizes, names, 0 if is_separate else end)
         except LayoutError as error:
             raise LayoutError(
                 f"{plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
@@ -204,10 +204,10 @@ def _resolve_planes(
         own = max(reach(_boxes(pieces), one.shape.itemsize) for pieces in one.orders) if plane.offset else one.held
         end = max(end, one.offset + own)
     try:
-        if not apart:
-            _require_apart(found)
+        if not is_separate:
+            _require_disjoint(found)
         planes = [
-            _place_plane(layout, index, one, names, one.held if apart else end) for index, one in enumerate(found)
+            _place_plane(layout, index, one, names, one.held if is_separate else end) for index, one in enumerate(found)
         ]
     except LayoutError as error:
         raise LayoutError(f"{layout.where}: {error} (at {shape})") from None
@@ -224,7 +224,7 @@ def _resolve_planes(
         for one, (orders, entry) in zip(found, planes, strict=True)
     )
     return Resolved(
-        layout, shape, num_blocks, MappingProxyType(dict(sizes)), (), parts=parts, record=0 if apart else end
+        layout, shape, num_blocks, MappingProxyType(dict(sizes)), (), parts=parts, record=0 if is_separate else end
     )
 
 
@@ -278,7 +278,7 @@ def _place_plane(
     return tuple(tuple(table + own + around) for own in found.orders), entry
 
 
-def _require_apart(found: Sequence[_Found]) -> None:
+def _require_disjoint(found: Sequence[_Found]) -> None:
     """Raise `LayoutError` if two planes of a record share a byte."""
     for index, one in enumerate(found):
         for other in found[index + 1 :]:
@@ -429,10 +429,10 @@ class Resolved:
     def table_size(self) -> int:
         """Number of allocations."""
         picked = math.prod(piece.extent for piece in self.planes[0].orders[0] if piece.table)
-        return picked * (len(self.parts) if self.apart else 1)
+        return picked * (len(self.parts) if self.has_separate_planes else 1)
 
     @property
-    def apart(self) -> bool:
+    def has_separate_planes(self) -> bool:
         """True if each plane has its own arrays."""
         return bool(self.parts) and not self.record
 
@@ -444,7 +444,7 @@ class Resolved:
     @cached_property
     def kinds(self) -> tuple[Allocation, ...]:
         """The kinds of allocations, without labels: one; K's and V's; one per plane; or one record that all planes share."""
-        if self.apart:
+        if self.has_separate_planes:
             return tuple(kind for part in self.parts for kind in part.kinds)
         if self.parts:
             return (self._record,)
@@ -492,7 +492,7 @@ class Resolved:
     @cached_property
     def kind_of_entry(self) -> array[int]:
         """For each table entry, its index in `kinds`: one byte each, as a table may have millions."""
-        if self.apart:
+        if self.has_separate_planes:
             return array("B", self._kinds_of_planes)
         o = self._o_of_entry if not self.parts else None
         if len(self.kinds) == 1 or o is None:
@@ -526,7 +526,7 @@ class Resolved:
         """The label of a table entry: ``l=3 o=1``, ``scale l=3``; empty if there is only one."""
         entry = number(f"{self.layout.name}: entry", entry, 0, self.table_size - 1, LayoutError)
         part, name = self.planes[0], []
-        if self.apart:
+        if self.has_separate_planes:
             step = self.parts[1].bases[0][1] - self.parts[0].bases[0][1] if len(self.parts) > 1 else self.table_size
             part = self.parts[entry // step % len(self.parts)]
             name = [part.plane]
@@ -537,7 +537,7 @@ class Resolved:
     @property
     def nbytes(self) -> int:
         """Bytes of all allocations, padding included."""
-        if self.apart:
+        if self.has_separate_planes:
             return sum(part.nbytes for part in self.parts)
         return self.table_size * sum(kind.nbytes for kind in self.kinds) // len(self.kinds)  # K and V: half of the entries each
 

@@ -202,8 +202,8 @@ def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int) -
     The integers are the first token and the last plus one, the origins of source and destination, the first layer and the last
     plus one, and the bytes of the largest chunk.
     """
-    told = struct.pack("<7Q", tokens.start, max(tokens.start, tokens.stop), *origins, layers.start, layers.stop, most)
-    return int.from_bytes(hashlib.sha256(told).digest()[:4], "little")
+    data = struct.pack("<7Q", tokens.start, max(tokens.start, tokens.stop), *origins, layers.start, layers.stop, most)
+    return int.from_bytes(hashlib.sha256(data).digest()[:4], "little")
 
 
 def chunks(

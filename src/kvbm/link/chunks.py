@@ -204,13 +204,13 @@ class Cut:
             slot = packer.slot(given, chunk.size, chunk, exact=not sends)
             places.append((chunk, slot.address, chunk.size))
             jobs.append(_Job(peer, chunk, slot, self._trailer(chunk, *identity), given))
-        packer.require_apart(places)
+        packer.require_disjoint(places)
         if packer.device >= 0 and stream is None:
             stream = current_stream(packer.pool)
         if sends:
             return jobs, stream
-        told = _Trailers(packer.device, jobs).read()
-        for at, (job, data) in enumerate(zip(jobs, told, strict=True)):
+        trailers = _Trailers(packer.device, jobs).read()
+        for at, (job, data) in enumerate(zip(jobs, trailers, strict=True)):
             found = Trailer.read(data, job.chunk)
             found.require(job.trailer, job.chunk)
             jobs[at] = job._replace(trailer=found)
@@ -284,7 +284,7 @@ class ChunksDone:
             if not all(done.query() for done in waits):
                 break
             self._go_on(waits)
-        return self._told()
+        return self._outcome()
 
     def synchronize(self) -> None:
         """Wait on the host until all is done.  Raises the error of a wrong chunk."""
@@ -292,7 +292,7 @@ class ChunksDone:
             for done in (waits := self._waits):
                 done.synchronize()
             self._go_on(waits)
-        self._told()
+        self._outcome()
 
     def _go_on(self, waited: tuple[_core.Done, ...]) -> None:
         """Begin the next step, unless another thread has begun it."""
@@ -306,7 +306,7 @@ class ChunksDone:
             except Exception as error:
                 self._error, self._is_done = error, True
 
-    def _told(self) -> bool:
+    def _outcome(self) -> bool:
         if self._error is not None:
             raise self._error
         return self._is_done
@@ -459,13 +459,13 @@ class _Trailers:
             data = memory.tobytes()
         return [data[at : at + TRAILER] for at in range(0, TRAILER * len(self._places), TRAILER)]
 
-    def write(self, told: Sequence[bytes]) -> None:
+    def write(self, trailers: Sequence[bytes]) -> None:
         if self._device < 0:
-            for at, data in zip(self._places, told, strict=True):
+            for at, data in zip(self._places, trailers, strict=True):
                 _Bytes.from_address(at).raw = data  # memmove would release Python's lock for it
             return
         with self._staged() as (memory, addresses):
-            memory[: 8 * len(told)] = np.frombuffer(b"".join(told), np.uint64)
+            memory[: 8 * len(trailers)] = np.frombuffer(b"".join(trailers), np.uint64)
             self._move(self._places, addresses)
 
     @contextmanager

@@ -127,7 +127,7 @@ def read_shared(given: Any) -> Shared:
     return Shared(given["layout"], given["num_blocks"], tuple(map(tuple, pieces)), tuple(map(tuple, places)))
 
 
-def opened(told: Shared, shape: BlockShape, name: str, lend: Callable[[str, int, int], Slab]) -> Pool:
+def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[str, int, int], Slab]) -> Pool:
     """A peer's pool in this process.  It is read-only.
 
     Parameters
@@ -140,16 +140,16 @@ def opened(told: Shared, shape: BlockShape, name: str, lend: Callable[[str, int,
     lend : callable
         Opens a piece by handle, bytes and address.
     """
-    layout = parse(told.layout, "a peer's card", name)
-    resolved = layout.resolve(shape, told.num_blocks)
-    if len(told.places) != resolved.table_size:
-        raise BindError(f"{name}: expected {resolved.table_size} arrays, its card has {len(told.places)}")
-    for (piece, first), kind in zip(told.places, resolved.kind_of_entry, strict=True):
-        if first + resolved.kinds[kind].extent > told.pieces[piece][1]:
+    layout = parse(shared_pool.layout, "a peer's card", name)
+    resolved = layout.resolve(shape, shared_pool.num_blocks)
+    if len(shared_pool.places) != resolved.table_size:
+        raise BindError(f"{name}: expected {resolved.table_size} arrays, its card has {len(shared_pool.places)}")
+    for (piece, first), kind in zip(shared_pool.places, resolved.kind_of_entry, strict=True):
+        if first + resolved.kinds[kind].extent > shared_pool.pieces[piece][1]:
             raise BindError(f"{name}: its card names bytes behind the end of its memory")
-    slabs = [lend(*piece) for piece in told.pieces]
-    arrays = opened_arrays(resolved, [(slabs[piece], first) for piece, first in told.places])
-    return Pool(layout, shape, arrays, num_blocks=told.num_blocks)
+    slabs = [lend(*piece) for piece in shared_pool.pieces]
+    arrays = opened_arrays(resolved, [(slabs[piece], first) for piece, first in shared_pool.places])
+    return Pool(layout, shape, arrays, num_blocks=shared_pool.num_blocks)
 
 
 # ---- both sides ----------------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class Reader:
         made = None if packer.max_sms else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
         copies = sums if isinstance(sums, list) else prepare(
-            between(*sections, title), *alignments, few=packer.max_sms > 0, device=packer.device, src_steps=steps[0],
+            between(*sections, title), *alignments, sm_limited=packer.max_sms > 0, device=packer.device, src_steps=steps[0],
             dst_steps=steps[1],
         )  # fmt: skip
         route = _core.Route(

@@ -680,10 +680,10 @@ class Inflow(Incoming):
         if self._stopping is not None:
             return
         if self._tries[number] > TRIES:
-            told = DigestError(
+            wrong = DigestError(
                 f"{self.link.title}: {self.arrival.key!r} of {self.peer}: {self._tries[number]} times: {error}"
             )
-            self.arrival.fail(told)
+            self.arrival.fail(wrong)
         else:
             self._todo.appendleft(number)
 

@@ -172,10 +172,10 @@ class Arrival(Handle):
             try:
                 zero()
             except Exception as error:  # for any error: the thread goes on with other transfers
-                told = copy(self._error)
-                assert told is not None
-                told.args = (f"{self.why}; its blocks still hold a part of it, as writing zeros there failed: {error}",)
-                self._error = told
+                combined = copy(self._error)
+                assert combined is not None
+                combined.args = (f"{self.why}; its blocks still hold a part of it, as writing zeros there failed: {error}",)
+                self._error = combined
 
     @property
     def is_awaited(self) -> bool:

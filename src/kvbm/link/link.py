@@ -405,7 +405,7 @@ class Link:
                 flow.asked(note)
         elif isinstance(note, Put | Table | Ready):
             if (inflow := self._inflows.get(at)) is not None:
-                _tell(inflow, note)
+                _pass_on(inflow, note)
             elif (answer := self._ended.get(at)) is not None:
                 self.say(peer, answer)
         elif isinstance(note, Done):
@@ -568,21 +568,21 @@ class Link:
         rank = self.peers[peer]
         lend = getattr(self.endpoint.wire, "open", None)
         for number, group in enumerate(sorted(self.endpoint.groups)):
-            made, said = self._plans[False].get(group), shared.get(group, "it shares no pool")
+            made, path = self._plans[False].get(group), shared.get(group, "it shares no pool")
             if not isinstance(made, Resharding) or all((m.src, m.dst) != (rank, self.endpoint.rank) for m in made.messages):
                 continue
             if lend is None:
-                said = "this side's wire is not wire.mapped"
-            elif isinstance(said, Shared):
+                path = "this side's wire is not wire.mapped"
+            elif isinstance(path, Shared):
                 try:
                     name = f"{self.engine} rank {rank}"
-                    far = opened(said, made.src.shape(rank), name, functools.partial(lend, peer))
+                    far = opened(path, made.src.shape(rank), name, functools.partial(lend, peer))
                     self._readers[peer, number] = Reader(self._packer(group, sends=False), rank, far)
-                    said = "direct"
+                    path = "direct"
                 except KvbmError as error:
-                    said = str(error)
-            self._paths[rank, group] = said
-            _log.info("kvbm: %s: rank %d, group %r: %s", self.title, rank, group, said if said == "direct" else f"chunks: {said}")
+                    path = str(error)
+            self._paths[rank, group] = path
+            _log.info("kvbm: %s: rank %d, group %r: %s", self.title, rank, group, path if path == "direct" else f"chunks: {path}")
 
     def lender(self, group: int) -> Lender:
         """What digests the blocks of a group that peers read."""
@@ -711,7 +711,7 @@ def _overlap(one: range, other: range) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def _tell(flow: Incoming, note: Put | Table | Ready) -> None:
+def _pass_on(flow: Incoming, note: Put | Table | Ready) -> None:
     """Pass a note to a flow, if it is of its kind."""
     if isinstance(flow, Pull):
         if isinstance(note, Table):

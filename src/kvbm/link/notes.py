@@ -81,8 +81,8 @@ class Offer:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Offer:
-        plan, key, group, first, last, start, stop, origin, pulls, age = told
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Offer:
+        plan, key, group, first, last, start, stop, origin, pulls, age = values
         _require(not rest and first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
         _require(0 <= age < 1e12, "an age of an offer")
         return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age)
@@ -123,8 +123,8 @@ class Want:
         return b"".join(_GRANT.pack(*grant) for grant in self.grants)
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Want:
-        arrival, plan, start, stop, origin, turn = told
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Want:
+        arrival, plan, start, stop, origin, turn = values
         _require(len(rest) % _GRANT.size == 0 and start < stop < 1 << 48 and origin <= start, "a want")
         grants = tuple(Grant(*one) for one in _GRANT.iter_unpack(rest))
         _require(len({grant.serial for grant in grants}) == len(grants), "serials, each once")
@@ -154,9 +154,9 @@ class Put:
         return self.arrival, self.serial, self.chunk, self.slot
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Put:
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Put:
         _require(not rest, "a put")
-        return cls(sending, *told)
+        return cls(sending, *values)
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ class Done:
         return self.arrival, self.digest
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Done:
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Done:
         _require(not rest, "a done")
-        return cls(sending, *told)
+        return cls(sending, *values)
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,9 @@ class Stop:
         return self.why.encode()[:1000]
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Stop:
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Stop:
         _require(len(rest) <= 1000, "a stop")
-        arrival, is_digest, by_sender = told
+        arrival, is_digest, by_sender = values
         return cls(sending, arrival, is_digest, by_sender, printable(rest.decode("utf-8", "replace"), 1000))
 
 
@@ -231,9 +231,9 @@ class Stopped:
         return self.arrival, self.by_sender
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Stopped:
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Stopped:
         _require(not rest, "an answer to a stop")
-        return cls(sending, *told)
+        return cls(sending, *values)
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,8 @@ class Ask:
         return self.arrival, self.plan, self.tokens.start, self.tokens.stop, self.origin
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Ask:
-        arrival, plan, start, stop, origin = told
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Ask:
+        arrival, plan, start, stop, origin = values
         _require(not rest and start < stop < 1 << 48 and origin <= start, "an ask")
         return cls(sending, arrival, plan, range(start, stop), origin)
 
@@ -292,8 +292,8 @@ class Table:
         return self.blocks
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Table:
-        arrival, first, count = told
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Table:
+        arrival, first, count = values
         _require(len(rest) % 4 == 0 and bool(rest) == bool(count), "a part of a table")
         _require(first + len(rest) // 4 <= count <= MOST_ENTRIES, "a part of a table")
         return cls(sending, arrival, first, count, rest)
@@ -318,9 +318,9 @@ class Ready:
         return self.arrival, self.digest
 
     @classmethod
-    def of(cls, sending: int, told: tuple[Any, ...], rest: bytes) -> Ready:
+    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Ready:
         _require(not rest, "a ready")
-        return cls(sending, *told)
+        return cls(sending, *values)
 
 
 Note = Offer | Want | Put | Done | Stop | Stopped | Ask | Table | Ready
@@ -349,8 +349,8 @@ def read(data: bytes) -> Note:
     _require(number in _KINDS, "a note of a known kind")
     kind = _KINDS[number]
     _require(len(data) >= _HEAD.size + kind.LAYOUT.size, "a note, whole")
-    told = kind.LAYOUT.unpack_from(data, _HEAD.size)
-    found: Note = kind.of(sending, told, data[_HEAD.size + kind.LAYOUT.size :])
+    values = kind.LAYOUT.unpack_from(data, _HEAD.size)
+    found: Note = kind.of(sending, values, data[_HEAD.size + kind.LAYOUT.size :])
     return found
 
 

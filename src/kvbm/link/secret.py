@@ -206,10 +206,10 @@ class Notes(Channel):
 class Session:
     """The two channels of a conversation after its handshake."""
 
-    __slots__ = ("heard", "said")
+    __slots__ = ("incoming", "outgoing")
 
-    def __init__(self, said: Channel, heard: Channel) -> None:
-        self.said, self.heard = said, heard
+    def __init__(self, outgoing: Channel, incoming: Channel) -> None:
+        self.outgoing, self.incoming = outgoing, incoming
 
 
 class Handshake:

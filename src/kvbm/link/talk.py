@@ -183,7 +183,7 @@ class Talk:
             self._give_up(seconds)
         try:
             if self._session is not None:
-                data += self._session.said.code(data)
+                data += self._session.outgoing.code(data)
             self._said_at, left = time.monotonic(), memoryview(data)
             while left:
                 with contextlib.suppress(BlockingIOError):
@@ -329,7 +329,7 @@ class Talk:
                 return None
             head, text, code = (bytes(self._data[a:b]) for a, b in ((0, _HEAD.size), (_HEAD.size, whole), (whole, behind)))
             del self._data[:behind]
-            if self._session is not None and not self._session.heard.is_next(code, head, text):
+            if self._session is not None and not self._session.incoming.is_next(code, head, text):
                 self.close()  # what follows is not the next message
                 raise AuthenticationError(
                     f"{self.peer}: secret: expected the next message with its code; it was changed, repeated, or said elsewhere"

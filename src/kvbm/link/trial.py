@@ -63,13 +63,13 @@ class Terms:
     timeout: float
 
     @classmethod
-    def read(cls, told: dict[str, Any]) -> Terms:
+    def read(cls, message: dict[str, Any]) -> Terms:
         """Read the parameters from a message of the peer.  All of them are checked."""
         kinds = {"wire": str, "shape": str, "tokens": int, "chunk_bytes": int, "ring_bytes": int, "timeout": float}
         for name, kind in kinds.items():
-            if type(told.get(name)) is not kind:
-                raise BindError(f"{name}: expected {kind.__name__}, got {quoted(told.get(name), 60)}")
-        found = cls(**{name: told[name] for name in kinds})
+            if type(message.get(name)) is not kind:
+                raise BindError(f"{name}: expected {kind.__name__}, got {quoted(message.get(name), 60)}")
+        found = cls(**{name: message[name] for name in kinds})
         if found.wire not in ("torch", "nixl"):
             raise BindError(f"wire: expected torch or nixl, got {quoted(found.wire, 60)}")
         if not re.fullmatch(r"[\w,=]{1,200}", found.shape, re.ASCII):  # never the path of a file on this machine
@@ -170,13 +170,13 @@ class End:
     def cards(self) -> dict[str, str]:
         return {"card": self.endpoint.card().decode(), "raw": self.raw.card().decode()}
 
-    def meet(self, told: dict[str, Any]) -> Link:
+    def meet(self, message: dict[str, Any]) -> Link:
         """Connect to the side that sent these cards."""
         for name in ("card", "raw"):
-            if not isinstance(told[name], str):
-                raise BindError(f"{name}: expected a card, got {quoted(told[name], 60)}")
-        self.peer = self.raw.connect(told["raw"].encode())
-        return self.endpoint.meet([told["card"].encode()], timeout=self.terms.timeout)
+            if not isinstance(message[name], str):
+                raise BindError(f"{name}: expected a card, got {quoted(message[name], 60)}")
+        self.peer = self.raw.connect(message["raw"].encode())
+        return self.endpoint.meet([message["card"].encode()], timeout=self.terms.timeout)
 
     def copy(self, nbytes: int) -> float:
         """Seconds of a memcpy on this side."""
@@ -270,8 +270,8 @@ def _hello(**more: Any) -> dict[str, Any]:
     return {"kvbm-link-trial": VERSION, "kvbm": __version__, **more}
 
 
-def _require_version(told: dict[str, Any], where: str) -> None:
-    found, there = told.get("kvbm-link-trial"), printable(str(told.get("kvbm")), 40)
+def _require_version(message: dict[str, Any], where: str) -> None:
+    found, there = message.get("kvbm-link-trial"), printable(str(message.get("kvbm")), 40)
     if type(found) is not int or found != VERSION:
         raise BindError(
             f"{where}: expected version {VERSION} of `kvbm link`, got {quoted(found, 40)} (kvbm {there} there, "
@@ -361,10 +361,10 @@ def serve(
         The record, which this function fills in.
     """
     served.peer = talk.peer
-    told = talk.hear("kvbm-link-trial")
-    _require_version(told, talk.peer)
-    terms = Terms.read(told)
-    device = told.get("device")
+    message = talk.hear("kvbm-link-trial")
+    _require_version(message, talk.peer)
+    terms = Terms.read(message)
+    device = message.get("device")
     if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda:\d{1,4}", device, re.ASCII):
         raise BindError(f"device: expected cpu or cuda:N, got {quoted(device, 60)}")
     served.wire, served.device, served.shape = terms.wire, device, terms.shape
@@ -399,12 +399,12 @@ def serve(
 
 def _serve(talk: Talk, end: End, link: Link, served: Served) -> None:
     while True:
-        told = talk.hear("do")
-        what = told["do"]
+        message = talk.hear("do")
+        what = message["do"]
         if what == "end":
             talk.say(end=True)
             return
-        count = told.get("count")
+        count = message.get("count")
         if type(count) is not int or not 0 < count <= (_NOTES if what == "echo" else end.terms.tokens):
             raise BindError(f"{talk.peer}: count: expected a number from 1 on, got {quoted(count, 40)}")
         if what == "echo":
@@ -413,7 +413,7 @@ def _serve(talk: Talk, end: End, link: Link, served: Served) -> None:
                 end.until_note(talk)
                 end.raw.note(end.peer, b"here")
         elif what == "receive":
-            _receive(talk, end, link, count, bool(told.get("check")), served)
+            _receive(talk, end, link, count, bool(message.get("check")), served)
         else:
             raise BindError(f"{talk.peer}: do: expected receive, echo or end, got {quoted(what, 40)}")
 
@@ -447,12 +447,12 @@ def _is_count(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e18
 
 
-def _side(told: Any, peer: str) -> dict[str, Any]:
+def _side(message: Any, peer: str) -> dict[str, Any]:
     """What the other side says of itself (`Side.as_json`), as it may be printed."""
     names = "host", "device", "layout", "tokens_per_block"
-    given = [told.get(name) for name in names] if isinstance(told, dict) else [None]
+    given = [message.get(name) for name in names] if isinstance(message, dict) else [None]
     if not all(isinstance(one, str) for one in given[:3]) or not _is_count(given[-1]):
-        raise BindError(f"{peer}: side: expected {', '.join(names)}, got {quoted(told)}")
+        raise BindError(f"{peer}: side: expected {', '.join(names)}, got {quoted(message)}")
     return dict(zip(names, (printable(one) if isinstance(one, str) else one for one in given), strict=True))
 
 
@@ -518,18 +518,18 @@ class Sender:
     def __init__(self, talk: Talk, side: Side, terms: Terms) -> None:
         self.talk, self.terms = talk, terms
         talk.say(**_hello(device=side.device, **asdict(terms)))
-        told = talk.hear("kvbm-link-trial", "port", "side", "card", "raw", within=terms.patience)
-        _require_version(told, talk.peer)
-        if type(told["port"]) is not int or not 0 <= told["port"] < 1 << 16:
-            raise BindError(f"{talk.peer}: port: expected a port, got {quoted(told['port'], 60)}")
-        self.far = _side(told["side"], talk.peer)
-        store = _store(talk.host, told["port"], terms.timeout) if terms.wire == "torch" else None
+        message = talk.hear("kvbm-link-trial", "port", "side", "card", "raw", within=terms.patience)
+        _require_version(message, talk.peer)
+        if type(message["port"]) is not int or not 0 <= message["port"] < 1 << 16:
+            raise BindError(f"{talk.peer}: port: expected a port, got {quoted(message['port'], 60)}")
+        self.far = _side(message["side"], talk.peer)
+        store = _store(talk.host, message["port"], terms.timeout) if terms.wire == "torch" else None
         self.end = End(side, terms, store, talk.busy, talk.secret)
         try:
             self.end.coded.fill()
             talk.say(**self.end.cards())
             talk.hear("met", within=terms.patience)  # the other side connects first, so that its refusal is known here
-            self.link = self.end.meet(told)
+            self.link = self.end.meet(message)
         except BaseException as error:
             talk.fail(error)  # before closing, as in `serve`
             self.end.__exit__(type(error))
@@ -592,19 +592,19 @@ class Sender:
         end.until_done(talk, link.send(f"trial {int(before['sendings'])}", span, timeout=self.terms.timeout))
         seconds = time.perf_counter() - begin
         cpu, after = end.endpoint.cpu_seconds - cpu, link.stats()
-        told = talk.hear("digest", "wrong", "cpu", "stats", within=self.terms.patience)
-        there = told["stats"]
+        message = talk.hear("digest", "wrong", "cpu", "stats", within=self.terms.patience)
+        there = message["stats"]
         if not isinstance(there, dict) or not all(_is_count(there.get(name)) for name in after):
             raise BindError(f"{talk.peer}: stats: expected numbers, got {quoted(there, 60)}")
-        if not _is_count(told["cpu"]) or not isinstance(told["digest"], str) or not _DIGEST.fullmatch(told["digest"]):
+        if not _is_count(message["cpu"]) or not isinstance(message["digest"], str) or not _DIGEST.fullmatch(message["digest"]):
             raise BindError(
-                f"{talk.peer}: expected a digest and seconds, got {quoted(told['digest'], 60)}, {quoted(told['cpu'], 60)}"
+                f"{talk.peer}: expected a digest and seconds, got {quoted(message['digest'], 60)}, {quoted(message['cpu'], 60)}"
             )
-        if told["wrong"]:
-            wrong = printable(str(told["wrong"]), 400)
+        if message["wrong"]:
+            wrong = printable(str(message["wrong"]), 400)
             raise DigestError(f"{tokens} tokens: {talk.peer} found what its digest did not: {wrong}")
         stats = {name: after[name] - before[name] + there[name] for name in after}
-        return seconds, (cpu, float(told["cpu"])), stats, str(told["digest"])
+        return seconds, (cpu, float(message["cpu"])), stats, str(message["digest"])
 
     def _put(self, nbytes: int) -> float:
         """Seconds of a put on the bare wire until its answering note has arrived."""

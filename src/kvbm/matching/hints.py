@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..engines.pools import VLLM_DIMS
+from ..engines.adapters import VLLM_DIMS
 from ..errors import DTypeError, SpecError
 from ..layout.loops import coalesce
 from ..layout.naming import SPELLINGS

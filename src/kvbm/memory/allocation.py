@@ -154,7 +154,7 @@ def _sizes(resolved: Resolved) -> list[int]:
 
 def total_bytes(resolved: Resolved) -> int:
     """Bytes of all allocations in one piece of memory, each at a multiple of 256 bytes.  Nothing is allocated to find it."""
-    if resolved.apart:
+    if resolved.has_separate_planes:
         return sum(map(total_bytes, resolved.parts))
     sizes = _sizes(resolved)
     return sum(sizes) * resolved.table_size // len(sizes)  # one kind, or as many of K as of V

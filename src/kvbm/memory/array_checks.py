@@ -347,13 +347,16 @@ def formats_of(resolved: Resolved, dtypes: Sequence[str], title: str) -> dict[st
     found: dict[str, str] = {}
     if all(dtype == resolved.kinds[kind].dtype for kind, dtype in looks):
         return found
-    owners = [part.plane for part in resolved.planes for _ in part.kinds] if resolved.apart else [""] * len(resolved.kinds)
+    owners = [""] * len(resolved.kinds)
+    if resolved.has_separate_planes:
+        owners = [part.plane for part in resolved.planes for _ in part.kinds]
     for kind, dtype in sorted(looks):
         name = format_of(dtype, resolved.kinds[kind].dtype)
         if name and (other := found.setdefault(owners[kind], name)) != name:
             raise DTypeError(f"{title}: {_of_plane(owners[kind])}arrays of {other} and of {name}; {ONE_FORMAT}")
     raw = [part.plane for part in resolved.parts if part.shape.dtype in _BITS8]
-    if found and resolved.parts and not resolved.apart and len(raw) == 1:  # the only bytes of a record that have no dtype
+    is_record = bool(resolved.parts) and not resolved.has_separate_planes
+    if found and is_record and len(raw) == 1:  # the only bytes of a record that have no dtype
         found[raw[0]] = found[""]
     return found
 

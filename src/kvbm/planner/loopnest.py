@@ -122,7 +122,7 @@ class Form:
         For tiles, and for digests of transposed cells: bytes that stay together.
     word : int
         Bytes of a load and store; 0 for records and pages, as each part has its own word.
-    few : bool
+    sm_limited : bool
         True if the kernel accepts a limit of multiprocessors.
     sums : bool
         True if the kernel also digests the words that it copies; each word is then a cell.
@@ -133,13 +133,13 @@ class Form:
     inner: int
     element: int
     word: int
-    few: bool = False
+    sm_limited: bool = False
     sums: bool = False
 
     @property
     def name(self) -> str:
         """The form's part of a kernel's name.  It contains everything that changes the result."""
-        prefix = "few_" if self.few else "sum_" if self.sums else ""
+        prefix = "few_" if self.sm_limited else "sum_" if self.sums else ""
         if self.kind == "copy":
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
@@ -164,8 +164,8 @@ class Form:
     def runs(self, wanted: Form) -> bool:
         """True if a kernel of this form can do the work of `wanted`, with extents of one for surplus modes."""
         kinds = {"copy", "rows"} if self.kind == "rows" else {self.kind}
-        same = (self.few, self.sums, self.element, self.word) == (wanted.few, wanted.sums, wanted.element, wanted.word)
-        return wanted.kind in kinds and same and self.outer >= wanted.outer and self.inner >= wanted.inner
+        mine, theirs = ((form.sm_limited, form.sums, form.element, form.word) for form in (self, wanted))
+        return wanted.kind in kinds and mine == theirs and self.outer >= wanted.outer and self.inner >= wanted.inner
 
 
 #: The forms that are compiled into one kernel: one, or one for K and one for V if they share a launch.

@@ -219,13 +219,13 @@ class Kernels:
     def forms(self) -> tuple[Form, ...]:
         """Forms of the kernels of one part, the leanest first.  Only a plan whose own kernel is not built needs them."""
         single = (parse_kernel(name)[0] for name in sorted(self.names) if "__" not in name)
-        return tuple(sorted(single, key=lambda form: (form.few, form.inner, form.outer, form.kind)))
+        return tuple(sorted(single, key=lambda form: (form.sm_limited, form.inner, form.outer, form.kind)))
 
     def has(self, kernel: Kernel) -> bool:
         return kernel_name(kernel) in self.names or self.compiles(kernel)
 
 
-def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> list[Launch]:
+def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False) -> list[Launch]:
     """The launches with existing kernels: those that fit exactly, or others that can do the same work.
 
     Parameters
@@ -234,7 +234,7 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> li
         The ideal launches of a plan (`launches`).
     kernels : Kernels
         The existing kernels.
-    few : bool
+    sm_limited : bool
         Use kernels that accept a limit of multiprocessors; each copies one part.
 
     Raises
@@ -244,7 +244,7 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> li
     """
     made = []
     for launch in asked:
-        if launch.staged or (len(launch.work) > 1 and not few):
+        if launch.staged or (len(launch.work) > 1 and not sm_limited):
             if kernels.has(launch.kernel):
                 made.append(launch)
                 continue
@@ -255,7 +255,7 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, few: bool = False) -> li
                 made.append(launch._replace(kernel=(general,), work=tuple(work)))
                 continue
         for part, form in launch.work:
-            made += _alone(part, replace(form, few=few), kernels)
+            made += _alone(part, replace(form, sm_limited=sm_limited), kernels)
     return made
 
 
@@ -263,22 +263,22 @@ def _alone(part: Part, asked: Form, kernels: Kernels) -> Iterator[Launch]:
     """Launches of a part: by the exact kernel, built or compiled now; else a built one with surplus modes; else by elements."""
     candidates = [asked]
     if asked.kind == "tile":
-        candidates.append(Form("rows", 0, 0, 0, asked.element, asked.few))
+        candidates.append(Form("rows", 0, 0, 0, asked.element, asked.sm_limited))
     wanted: Kernel = ()
     for candidate in candidates:
         pieces = part.fit(candidate.kind)
         inner = len(pieces[0].inner) - (3 if candidate.kind == "tile" else 0)
         form = replace(candidate, outer=len(pieces[0].outer), inner=inner)
         wanted = wanted or (form,)
-        compiles = candidate is asked and not asked.few
+        compiles = candidate is asked and not asked.sm_limited
         if form.name in kernels.names or (compiles and kernels.compiles((form,))):
             found: Form | None = form
         else:
             # Teams on all multiprocessors also transpose tiles, much faster than single elements; the host has no teams.
-            likes = [form, replace(form, few=True)] if form.kind == "tile" and kernels.on_gpu else [form]
+            likes = [form, replace(form, sm_limited=True)] if form.kind == "tile" and kernels.on_gpu else [form]
             found = next((other for like in likes for other in kernels.forms if other.runs(like)), None)
         if found is not None:
-            yield from (Launch((found,), ((piece, found),), () if asked.few else wanted) for piece in pieces)
+            yield from (Launch((found,), ((piece, found),), () if asked.sm_limited else wanted) for piece in pieces)
             return
     raise MissingKernelError(f"no kernel runs {kernel_name(wanted)}, and none was built for any loop nest")
 

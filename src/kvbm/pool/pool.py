@@ -17,7 +17,7 @@ import numpy.typing as npt
 from .._arguments import listed, quoted, whole
 from .._shown import Shown
 from ..digest.cells import Model
-from ..engines.pools import FromEngines, pool_hint
+from ..engines.adapters import FromEngines, pool_hint
 from ..errors import BindError, CudaError, CudaUnavailableError
 from ..layout.layout import Layout
 from ..layout.overlap import meet
@@ -615,7 +615,7 @@ class Pool(FromEngines, Shown):
         step = _only(np.diff(table))
         if step is not None and (step > 0 or table.size == 1):
             return Steps(None, step)
-        if self.resolved.apart or self.resolved.id_steps[0] * self.num_blocks != table.size:  # b is not the slowest
+        if self.resolved.has_separate_planes or self.resolved.id_steps[0] * self.num_blocks != table.size:  # b is not the slowest
             return Steps()
         by_block = table.reshape(self.num_blocks, -1)
         block = _only(np.diff(by_block, axis=0))
@@ -669,8 +669,8 @@ class Pool(FromEngines, Shown):
     def _edges(self) -> npt.NDArray[np.uint64]:
         """Begin and end of each range of the arrays' memory, ascending."""
         begins, ends = self.spans[:, 0], np.maximum.accumulate(self.spans[:, 1])
-        apart = begins[1:] > ends[:-1]
-        edges = np.stack([begins[np.append(True, apart)], ends[np.append(apart, True)]], axis=1)
+        has_gap = begins[1:] > ends[:-1]
+        edges = np.stack([begins[np.append(True, has_gap)], ends[np.append(has_gap, True)]], axis=1)
         return edges.ravel()
 
     def require_distinct(self) -> None:

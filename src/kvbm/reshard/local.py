@@ -172,7 +172,7 @@ class Local:
                 f"{self.made.title}: expected as many sequences for every rank, got {', '.join(str(len(s)) for s in (*src, *dst))}"
             )
         require_layers(layers, self.made.src.model.nl)
-        self._require_apart(src, dst, clear_tail)
+        self._require_disjoint(src, dst, clear_tail)
         work = [*self._listed(src, dst, layers)]
         if clear_tail:
             work += self._cleared(dst, layers)
@@ -213,7 +213,7 @@ class Local:
                 raise BindError(f"{self.made.title}: {what}: expected kvbm.Span, got {type(one).__name__}")
         return found
 
-    def _require_apart(self, src: list[list[Span]], dst: list[list[Span]], tail: bool) -> None:
+    def _require_disjoint(self, src: list[list[Span]], dst: list[list[Span]], tail: bool) -> None:
         """Check that tables are long enough, and that no slot is written twice or both read and written."""
         slots: tuple[list[Ids], list[Ids]] = [], []
         for side, given in enumerate((src, dst)):

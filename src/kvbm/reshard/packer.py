@@ -229,8 +229,8 @@ class Packer:
 
     def _prepared(self, made: Plan) -> list[_core.Copy]:
         (src, src_steps), (dst, dst_steps) = self.in_order(*self._addressed)
-        few = self.max_sms > 0
-        return prepare(made, src, dst, few=few, device=self.device, src_steps=src_steps, dst_steps=dst_steps)
+        sm_limited = self.max_sms > 0
+        return prepare(made, src, dst, sm_limited=sm_limited, device=self.device, src_steps=src_steps, dst_steps=dst_steps)
 
     def part(self, message: Message, single: bool) -> PoolSection:
         """A message's section of the pool's units or tokens."""
@@ -381,7 +381,7 @@ class Packer:
             _core.find_device(np.array([found.address], np.uint64), str(where))  # raises an error if it is not pinned
         return found
 
-    def require_apart(self, slots: Iterable[tuple[object, int, int]]) -> None:
+    def require_disjoint(self, slots: Iterable[tuple[object, int, int]]) -> None:
         """Check that no slot ``(name in messages, address, bytes)`` overlaps the pool, and that written slots do not overlap."""
         behind = 0
         before: object = ""

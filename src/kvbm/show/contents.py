@@ -257,8 +257,8 @@ def _table_row(resolved: Resolved) -> Row:
     count, first = resolved.table_size, resolved.planes[0].pieces()
     table = [piece for piece in reversed(first) if piece.table]
     each = next((piece.table for piece in table if piece.term.axes == ("b",)), 0)  # allocations per block
-    has_brackets = not resolved.apart and 1 < each < count == each * resolved.num_blocks > 5
-    if resolved.apart:
+    has_brackets = not resolved.has_separate_planes and 1 < each < count == each * resolved.num_blocks > 5
+    if resolved.has_separate_planes:
         numbers = sorted(number for part in resolved.parts for number in _ends_of_plane(resolved, part))
         term, about = (
             " ".join("<…>" if term.planes else str(term) for term in resolved.layout.orders[0].table),
@@ -282,7 +282,7 @@ def _table_row(resolved: Resolved) -> Row:
         ]
         blocks.append((mine[0], mine[-1], f"block {block}"))
     inner = [piece for piece in reversed(first) if not piece.table and piece.extent > 1]
-    turns = 0 if resolved.apart or cells[0].half is not None else _turns(inner)
+    turns = 0 if resolved.has_separate_planes or cells[0].half is not None else _turns(inner)
     term = f"[{term}]" if term else "pool"
     return Row(term, about, count, cells[0].nbytes, shown_cells, turns=turns, blocks=tuple(blocks))
 

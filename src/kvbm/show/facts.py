@@ -123,10 +123,10 @@ def entry(resolved: Resolved, number: int) -> Entry:
         first = part.bases[0][1]
         table = [piece for piece in reversed(part.pieces()) if piece.table]
         at = tuple((piece, (number - first) // piece.table % piece.extent) for piece in table)
-        if not resolved.apart or number == first + sum(piece.table * index for piece, index in at):
+        if not resolved.has_separate_planes or number == first + sum(piece.table * index for piece, index in at):
             o = next((index for piece, index in at if piece.term.axes == ("o",)), None)
-            kinds = part.kinds if resolved.apart else resolved.kinds
-            return Entry(plane if resolved.apart else None, o, at, kinds[min(o or 0, len(kinds) - 1)].nbytes)
+            kinds = part.kinds if resolved.has_separate_planes else resolved.kinds
+            return Entry(plane if resolved.has_separate_planes else None, o, at, kinds[min(o or 0, len(kinds) - 1)].nbytes)
     raise IndexError(f"expected an entry of {resolved.table_size}, got {number}")
 
 

@@ -261,11 +261,11 @@ def damages(
             None if old is None or new is None else tuple(np.flatnonzero(np.atleast_1d(old[row] != new[row])).tolist())
             for old, new in zip(_parts(stored), _parts(there), strict=True)
         ]
-        told = [bool(one) for one in wrong if one is not None]
-        if any(told) or torn[row]:
+        is_wrong = [bool(one) for one in wrong if one is not None]
+        if any(is_wrong) or torn[row]:
             # A wrong byte changes the digests of the block, of a layer and of a token.  If one of these is right, so are the bytes.
             _, layers, tokens = wrong
-            what = "data" if all(told) else "digests"
+            what = "data" if all(is_wrong) else "digests"
             found.append(Damage(int(name), what, layers, tokens, int(stored.blocks[row]), int(there.blocks[row])))
     return found
 

@@ -38,7 +38,7 @@ from ..system.cache import replacing
 from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
 from .digests import DIGEST, PARTS, Digests, Kinds
 from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
-from .opened import Opened, mapped
+from .open_file import Opened, mapped
 from .reading import Source
 
 if TYPE_CHECKING:
@@ -549,7 +549,7 @@ def _header(
             {
                 part.plane: {
                     "dtype": part.shape.dtype,
-                    "table" if resolved.apart else "byte": part.bases[0][resolved.apart],
+                    "table" if resolved.has_separate_planes else "byte": part.bases[0][resolved.has_separate_planes],
                 }
                 for part in resolved.parts
             }

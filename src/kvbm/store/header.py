@@ -89,8 +89,8 @@ def parsed_header(data: bytes | bytearray, start: int) -> tuple[dict[str, str], 
     return metadata or {}, entries
 
 
-def _entry(name: str, said: dict[str, Any], start: int) -> Entry:
-    dtype, shape, offsets = (said.get(key) for key in ("dtype", "shape", "data_offsets"))
+def _entry(name: str, fields: dict[str, Any], start: int) -> Entry:
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not isinstance(shape, list):
         raise ValueError(f"{name!r:.60}: expected a dtype and a shape, got {dtype!r:.60} and {shape!r:.60}")
     if not isinstance(offsets, list) or len(offsets) != 2:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..layout.layout import Layout
     from ..layout.shapes import BlockShape
     from ..pool.pool import Pool
-    from .opened import Opened
+    from .open_file import Opened
 
 __all__ = ["Source"]
 

@@ -220,7 +220,7 @@ class _Far(Reached):
     early: dict[int, bytes] = field(default_factory=dict)
     #: The peer has asked this side to stop; the peer was told that this side has ended the connection.
     asked: bool = False
-    told: bool = False
+    is_told: bool = False
 
 
 def nixl(name: str, *, backend: str = "UCX", drop_seconds: float = 5.0) -> _Nixl:
@@ -390,8 +390,8 @@ class _Nixl(Transfers[_Far]):
             for name, far in list(open_.items()):
                 if self._settled(far):
                     # Repeated, so that the end of a process is noticed.
-                    if not far.told or (not far.fenced and turns % 64 == 0):
-                        far.told = True
+                    if not far.is_told or (not far.fenced and turns % 64 == 0):
+                        far.is_told = True
                         with contextlib.suppress(PeerLostError):
                             self._send(far, _HEAD.pack(_BYE, 0))
                     if far.fenced:

@@ -24,8 +24,8 @@ from ...layout.shapes import BlockShape
 from ...pool.pool import Pool
 from ...store import save
 from ...store.file import opened
-from ...store.opened import Opened
-from ..identity import key_of, neighbours, tell
+from ...store.open_file import Opened
+from ..identity import describe, key_of, neighbours
 from ..settings import unknown
 from .identity import model_of
 
@@ -133,8 +133,8 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:  # noqa: ARG002  (SGLang passes it)
         given = dict(storage_config.extra_config or {})
-        if said := unknown(given, _SETTINGS):  # no error: SGLang and its other parts may read more
-            logger.warning("kvbm: hicache-storage-backend-extra-config: %s", said)
+        if problem := unknown(given, _SETTINGS):  # no error: SGLang and its other parts may read more
+            logger.warning("kvbm: hicache-storage-backend-extra-config: %s", problem)
         if not given.get("interface_v1"):
             raise BindError(
                 f"interface_v1: expected 1, got {given.get('interface_v1')!r:.100}: pages are read in place"
@@ -169,9 +169,9 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             raise BindError("model_id: SGLang does not name its model: expected one")
         fields = model_of(self.model)
         tag = getattr(mem_pool_host, "storage_format_tag", None)
-        told = _told(key_of(fields), None if tag is None else str(tag), model, pool, total, self.layout)
-        self.folder = self.root / _folder(model, self.layout, told)
-        tell(self.folder, model, fields, told)
+        described = _described(key_of(fields), None if tag is None else str(tag), model, pool, total, self.layout)
+        self.folder = self.root / _folder(model, self.layout, described)
+        describe(self.folder, model, fields, described)
         for line in neighbours(self.folder, model, fields):
             logger.warning("kvbm: pages of another model of this name are not used: %s", line)
         layers = f"l{mem_pool_host.start_layer}-{mem_pool_host.end_layer}"
@@ -302,7 +302,7 @@ def _said(path: Path) -> dict[str, str]:
     return {_NAME: path.name, _CONTENT: path.parent.name}
 
 
-def _told(key: str, tag: str | None, model: str, pool: Pool, heads: int, layout: Layout) -> dict[str, Any]:
+def _described(key: str, tag: str | None, model: str, pool: Pool, heads: int, layout: Layout) -> dict[str, Any]:
     """What a page depends on beside its tokens.  It is equal for deployments that can read each other's files."""
     shape = pool.shape
     return {
@@ -311,8 +311,8 @@ def _told(key: str, tag: str | None, model: str, pool: Pool, heads: int, layout:
     }  # fmt: skip
 
 
-def _folder(model: str, layout: Layout, told: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _folder(model: str, layout: Layout, described: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', model)[-64:]}-{layout.name.replace('/', '-')}-{digest[:16]}"
 
 

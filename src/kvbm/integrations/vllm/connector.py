@@ -31,7 +31,7 @@ from .log import logger
 from .meetings import MOST_PARTS, Door, Links, Visit, Want
 from .metrics import COUNTERS, ConnectorStats, PromMetrics
 from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
-from .scheduling import HOLD_SECONDS, Load, Scheduler, Source, Told, count_of, host_of, port_of, seconds_of
+from .scheduling import HOLD_SECONDS, Load, Scheduler, Source, StepMetadata, count_of, host_of, port_of, seconds_of
 
 __all__ = ["KvbmConnector"]
 
@@ -95,8 +95,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._of_scheduler.sent(connector_output.finished_sending or ())
         self._of_scheduler.loaded(connector_output.finished_recving or ())
 
-    def build_connector_meta(self, scheduler_output: Any) -> Told:
-        return self._of_scheduler.told(scheduler_output.num_scheduled_tokens)
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return self._of_scheduler.step_metadata(scheduler_output.num_scheduled_tokens)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._of_scheduler.finished(request, (block_ids,))
@@ -200,7 +200,7 @@ class _Worker:
         self._over: KVConnectorTransferResults = KVConnectorTransferResults()
         self._start = ""
         self._counts: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()  # last reported counters of these and of the links
+        self._reported: Counter[str] = Counter()  # last reported counters of these and of the links
         self._endpoint: Endpoint | None = None
         self._links: Links | None = None
         self._door: Door | None = None
@@ -234,29 +234,29 @@ class _Worker:
         if self._door is not None:  # else it is being opened, and nobody has asked
             self._door.tell(link, name, why)
 
-    def stop(self, told: KVConnectorMetadata) -> None:
+    def stop(self, metadata: KVConnectorMetadata) -> None:
         """Before a step: stop reading blocks that the step uses for other requests."""
-        assert isinstance(told, Told)
-        if told.stopped:
-            self.holds.stop(told.stopped)
+        assert isinstance(metadata, StepMetadata)
+        if metadata.stopped:
+            self.holds.stop(metadata.stopped)
 
-    def begin_step(self, told: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata) -> None:
         """Before a step: note what it computes."""
-        assert isinstance(told, Told)
-        self.holds.begin_step(told.pushes)
+        assert isinstance(metadata, StepMetadata)
+        self.holds.begin_step(metadata.pushes)
 
-    def begin(self, told: KVConnectorMetadata) -> None:
+    def begin(self, metadata: KVConnectorMetadata) -> None:
         """Before or during a step: begin to hold and to load requests."""
-        assert isinstance(told, Told)
-        self._start = told.start
-        self.holds.told(told.start, told.holds, told.unheld, told.lost)
-        if not told.loads:
+        assert isinstance(metadata, StepMetadata)
+        self._start = metadata.start
+        self.holds.take_step(metadata.start, metadata.holds, metadata.unheld, metadata.lost)
+        if not metadata.loads:
             return
         wait = self._queued()
         with self._known:
-            self._asking.update(dict.fromkeys(told.loads, False))
+            self._asking.update(dict.fromkeys(metadata.loads, False))
         end = time.monotonic() + self._seconds
-        for request, load in told.loads.items():
+        for request, load in metadata.loads.items():
             with self._known:  # so that the visit is not forgotten meanwhile
                 try:
                     visit = self._visit(load.source)
@@ -375,7 +375,7 @@ class _Worker:
         for found in self._endpoint.stats().values():
             for name in COUNTERS.keys() & found.keys() - {"failed"}:
                 now[name] += found[name]
-        new, self._told = now - self._told, now
+        new, self._reported = now - self._reported, now
         return ConnectorStats(dict(new)) if new else None
 
     def close(self) -> None:

@@ -423,7 +423,7 @@ class Holds:
 
     # ---- messages of the scheduler ---------------------------------------------------------------------------------
 
-    def told(self, start: str, holds: Mapping[str, Hold], unheld: Iterable[str], lost: Mapping[str, str]) -> None:
+    def take_step(self, start: str, holds: Mapping[str, Hold], unheld: Iterable[str], lost: Mapping[str, str]) -> None:
         """Take new holds, requests that are no longer held, and names of requests that will not come with the reasons."""
         self._start = start
         with self._lock:

@@ -19,9 +19,9 @@ class _Forward(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if logger.isEnabledFor(record.levelno):
-            told = copy.copy(record)
-            told.name = logger.name
-            logger.handle(told)
+            renamed = copy.copy(record)
+            renamed.name = logger.name
+            logger.handle(renamed)
 
 
 def forward() -> None:

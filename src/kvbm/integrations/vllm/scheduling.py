@@ -20,7 +20,7 @@ from .holding import Hold, Push
 from .identity import differing, inputs_of, push_name
 from .log import logger
 
-__all__ = ["HOLD_SECONDS", "Load", "Scheduler", "Source", "Told", "count_of", "host_of", "port_of", "seconds_of"]
+__all__ = ["HOLD_SECONDS", "Load", "Scheduler", "Source", "StepMetadata", "count_of", "host_of", "port_of", "seconds_of"]
 
 #: Default seconds that the blocks of a prefilled request are held until they are requested.
 HOLD_SECONDS = 120.0
@@ -93,7 +93,7 @@ class Load:
 
 
 @dataclass
-class Told(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to the workers before a step: requests to hold, to release and to load.
 
     For requests that may be sent while they are computed: what the step computes, requests with blocks that are reused, and names
@@ -158,7 +158,7 @@ class Scheduler:
         self._workers = parallel.world_size
         self._hold_seconds = seconds_of(transfer, "hold_seconds", HOLD_SECONDS)
         self._engine = transfer.engine_id
-        self._told = Told(start=secrets.token_hex(8))
+        self._metadata = StepMetadata(start=secrets.token_hex(8))
         self._local: dict[str, int] = {}
         self._inputs: dict[str, tuple[int, str]] = {}  # request → number of tokens, and the hash of what they depend on
         self._failed = FailedLoads()
@@ -192,7 +192,7 @@ class Scheduler:
                 source.request = push_name(source.request, inputs)
             if params.get("remote_engine_id") == self._engine:  # use the prefix cache, and copy nothing
                 _, _, name = (*source.request.split("/", 2), "", "")[:3]
-                self._told.unheld += [name] if name and not source.is_early else []
+                self._metadata.unheld += [name] if name and not source.is_early else []
                 raise BindError(f"remote_engine_id: {self._engine!r} is this engine itself")
             if (source.host, source.port, source.request) in self._asked:  # such as n > 1, or a router that retries
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
@@ -220,7 +220,7 @@ class Scheduler:
         """Make the workers ask for a request, once."""
         request.kv_transfer_params["do_remote_prefill"] = False
         self._inputs.pop(request.request_id, None)
-        self._told.loads[request.request_id] = load
+        self._metadata.loads[request.request_id] = load
         self._asked[load.source.host, load.source.port, load.source.request] = None
         if len(self._asked) > _MOST_ASKED:
             self._asked.popitem(last=False)
@@ -292,28 +292,28 @@ class Scheduler:
         if not params.get("do_remote_decode") or request.status not in ended or not any(blocks):
             if name and any(blocks):  # workers may still read them
                 failure = f"it was not prefilled: {request.status.name}"
-                self._told.holds[request.request_id] = Hold(blocks, 0, self._hold_seconds, self._number, name, failure)
+                self._metadata.holds[request.request_id] = Hold(blocks, 0, self._hold_seconds, self._number, name, failure)
                 return True, None
             if name:
-                self._told.lost[name] = f"it was not prefilled: {request.status.name}"
+                self._metadata.lost[name] = f"it was not prefilled: {request.status.name}"
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if seen:
             blocks = self._keep(request.request_id, blocks, seen)
-        self._told.holds[request.request_id] = Hold(blocks, tokens, self._hold_seconds, self._number, name)
-        told = {
+        self._metadata.holds[request.request_id] = Hold(blocks, tokens, self._hold_seconds, self._number, name)
+        params = {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
-            "remote_request_id": f"{self._told.start}/{self._number}/{request.request_id}", "remote_host": self._host,
+            "remote_request_id": f"{self._metadata.start}/{self._number}/{request.request_id}", "remote_host": self._host,
             "remote_port": self._port, "remote_workers": self._workers, "remote_num_tokens": tokens,
             "remote_inputs": self._inputs_of(request, tokens),
         }  # fmt: skip
         if self._windows:
             blocks_of = {one.group: one.block for one in self._windows}
-            told["remote_first_tokens"] = [
+            params["remote_first_tokens"] = [
                 next((at for at, block in enumerate(table) if block), len(table)) * blocks_of.get(group, 0)
                 for group, table in enumerate(blocks)
             ]
-        return True, told
+        return True, params
 
     def _keep(
         self, request: str, blocks: tuple[list[int], ...], seen: list[tuple[int, int, list[Any]]]
@@ -340,7 +340,7 @@ class Scheduler:
             if kept := self._kept.pop(request, None):
                 self.manager.block_pool.free_blocks(reversed(kept))
 
-    def told(self, scheduled: Mapping[str, int] = MappingProxyType({})) -> Told:
+    def step_metadata(self, scheduled: Mapping[str, int] = MappingProxyType({})) -> StepMetadata:
         """The message for a step.  `scheduled` has the number of tokens per request that the step computes."""
         for request, tokens in self._prefills.items():
             blocks = self.manager.get_blocks(request).blocks
@@ -354,15 +354,15 @@ class Scheduler:
             before, most = request.num_computed_tokens, request.num_prompt_tokens
             if not pushed.is_stopped and name in scheduled and before < most:
                 after = min(before + scheduled[name], most)
-                self._told.pushes[name] = Push(pushed.name, self.manager.get_block_ids(name), before, after)
-        told, self._told = self._told, Told(self._told.start)
-        return told
+                self._metadata.pushes[name] = Push(pushed.name, self.manager.get_block_ids(name), before, after)
+        metadata, self._metadata = self._metadata, StepMetadata(self._metadata.start)
+        return metadata
 
     def _stop(self, name: str, pushed: _Pushed) -> None:
         """Of a request that was preempted since the last step, blocks may be used for others by the next one."""
         if pushed.request.num_preemptions != pushed.preemptions and not pushed.is_stopped:
             pushed.is_stopped = True
-            self._told.stopped.append(name)
+            self._metadata.stopped.append(name)
 
 
 def host_of(transfer: Any) -> str:

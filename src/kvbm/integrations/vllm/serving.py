@@ -109,7 +109,7 @@ class Engine:
         shape = self.placement.shape(rank)
         content = shape.no * shape.hd * shape.itemsize
         mode = "FP8_PER_TENSOR" if self.cache_dtype.startswith("fp8") else "NONE"
-        said = SimpleNamespace(
+        cache_spec = SimpleNamespace(
             block_size=self.nt, num_kv_heads=shape.nh, head_size=shape.hd, head_size_v=shape.hd, dtype=shape.dtype,
             state_content_bytes=None, state_content_size_bytes=content, kv_quant_mode=SimpleNamespace(name=mode),
             **({"cache_dtype_str": self.cache_dtype} if model.is_latent else {}),
@@ -120,7 +120,7 @@ class Engine:
             names = [f"model.layers.{layer}.self_attn.attn" for layer in one.layers if layer in mine]
             held.append(
                 SimpleNamespace(
-                    layer_names=names, kv_cache_spec=SimpleNamespace(**vars(said), sliding_window=one.sliding_window)
+                    layer_names=names, kv_cache_spec=SimpleNamespace(**vars(cache_spec), sliding_window=one.sliding_window)
                 )
             )
             if names:

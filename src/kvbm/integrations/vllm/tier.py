@@ -29,9 +29,9 @@ from ...layout import spec as layouts
 from ...layout.shapes import BlockShape
 from ...store import Digests, Stored
 from ...store.file import framed, opened
-from ...store.opened import Opened
+from ...store.open_file import Opened
 from ...system.cache import replacing
-from ..identity import neighbours, tell
+from ..identity import describe, neighbours
 
 __all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "touch"]
 
@@ -74,7 +74,7 @@ class Content:
     shape: BlockShape
 
     @property
-    def told(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """The content as an object for JSON."""
         layout = layouts.load(LAYOUT)
         return {
@@ -85,7 +85,7 @@ class Content:
     @property
     def key(self) -> str:
         """A hash of the content, in hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.told, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def folder(self) -> str:
@@ -136,8 +136,8 @@ class Chain:
                 f"tier: expected tokens of {len(self._tokens)}, in whole units of {self.unit}, got {first} to {last}"
             )
         for at in range(len(self._names) * self.unit, last, self.unit):
-            told = struct.pack(f"<{self.unit}q", *self._tokens[at : at + self.unit])
-            self._last = hashlib.sha256(self._last + told).digest()
+            packed = struct.pack(f"<{self.unit}q", *self._tokens[at : at + self.unit])
+            self._last = hashlib.sha256(self._last + packed).digest()
             self._names.append(self._last.hex())
         return tuple(self._names[first // self.unit : last // self.unit])
 
@@ -209,7 +209,7 @@ class KvbmTier:
             The folder cannot be created or written.
         """
         try:
-            tell(self.root, self.content.title, model, self.content.told)
+            describe(self.root, self.content.title, model, self.content.fields)
         except OSError as error:
             raise BindError(f"folder: expected a writable folder, got {self.folder} ({error})") from None
         return neighbours(self.root, self.content.title, model)
@@ -301,13 +301,13 @@ class KvbmTier:
             raise
 
     def _checked(self, stored: Stored, name: str, part: Part) -> tuple[Stored, list[int]]:
-        said, expected = stored.metadata, replace(self.content.shape, nh=part.last - part.first)
+        metadata, expected = stored.metadata, replace(self.content.shape, nh=part.last - part.first)
         for key, wanted in (
             ("kvbm.fingerprint", self._layout.fingerprint), ("tier.content", self._key), ("tier.unit", name),
             ("tier.heads", f"{part.first}-{part.last - 1}"),
         ):  # fmt: skip
-            if said.get(key) != wanted:
-                raise BindError(f"{stored.path}: {key}: expected {wanted!r}, got {said.get(key)!r:.200}")
+            if metadata.get(key) != wanted:
+                raise BindError(f"{stored.path}: {key}: expected {wanted!r}, got {metadata.get(key)!r:.200}")
         if (
             stored.shape != expected
             or stored.num_blocks != 1
@@ -315,10 +315,10 @@ class KvbmTier:
             or len(stored.blocks) != 1
         ):
             raise BindError(f"{stored.path}: expected one block, {expected}, got {stored.shape}")
-        words = said.get("tier.digests", "").split(" ")
+        words = metadata.get("tier.digests", "").split(" ")
         if len(words) != expected.nh or not all(map(_DIGEST.fullmatch, words)):
             raise BindError(
-                f"{stored.path}: tier.digests: expected {expected.nh}, got {said.get('tier.digests')!r:.200}"
+                f"{stored.path}: tier.digests: expected {expected.nh}, got {metadata.get('tier.digests')!r:.200}"
             )
         return stored, [int(word, 16) for word in words]
 

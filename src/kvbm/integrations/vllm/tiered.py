@@ -150,31 +150,32 @@ def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key:
         raise BindError("folder: speculative_config: expected none; blocks of a draft model are not stored in files")
     found = []
     for group in _cached(kv_cache_config):
-        said, what = group.kv_cache_spec, f"folder: layer {group.layer_names[0]!r}"
-        said = next(iter(getattr(said, "kv_cache_specs", {}).values()), said)
-        kind = type(said)
+        cache_spec, what = group.kv_cache_spec, f"folder: layer {group.layer_names[0]!r}"
+        cache_spec = next(iter(getattr(cache_spec, "kv_cache_specs", {}).values()), cache_spec)
+        kind = type(cache_spec)
         if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
             raise BindError(
                 f"{what}: expected attention over all tokens, a sliding window or a latent (MLA), got {kind.__name__}; it is not "
                 "stored in files"
             )
-        if said.kv_quant_mode.name != "NONE" or getattr(said, "state_content_bytes", None) is not None:
+        if cache_spec.kv_quant_mode.name != "NONE" or getattr(cache_spec, "state_content_bytes", None) is not None:
             raise BindError(
                 f"{what}: kv_cache_dtype: expected elements as the model has them; quantised ones are not stored in files"
             )
         latent = kind is MLAAttentionSpec
-        widths = {int(said.head_size)} if latent else {int(said.head_size), int(said.head_size_v or said.head_size)}
-        if getattr(said, "tokens_per_state", 1) != 1 or len(widths) != 1:
+        width, width_v = int(cache_spec.head_size), int(cache_spec.head_size_v or cache_spec.head_size)
+        widths = {width} if latent else {width, width_v}
+        if getattr(cache_spec, "tokens_per_state", 1) != 1 or len(widths) != 1:
             raise BindError(f"{what}: expected a state a token, K and V of one size; others are not stored in files")
-        if said.block_size % settings.unit_tokens:
+        if cache_spec.block_size % settings.unit_tokens:
             raise BindError(
-                f"{what}: unit_tokens: expected a number that divides the blocks of {said.block_size} tokens, got "
+                f"{what}: unit_tokens: expected a number that divides the blocks of {cache_spec.block_size} tokens, got "
                 f"{settings.unit_tokens}"
             )
         heads = 1 if latent else int(model.get_total_num_kv_heads())
         layers = tuple(sorted(number_of_layer(name) for name in group.layer_names))
-        dtype = str(said.dtype).removeprefix("torch.")
-        shape = BlockShape(len(layers), 1 if latent else 2, heads, settings.unit_tokens, int(said.head_size), dtype)
+        dtype = str(cache_spec.dtype).removeprefix("torch.")
+        shape = BlockShape(len(layers), 1 if latent else 2, heads, settings.unit_tokens, int(cache_spec.head_size), dtype)
         found.append(Content(key, str(model.model), layers, shape))
     return tuple(found)
 
@@ -529,7 +530,7 @@ class TierWorker:
             del self._reads[job_id]
             late = f"it was not read within {FILES_LIMIT:g} s"
             results = zip(reading.pieces, reading.futures, strict=True)
-            self._told(READ, [one.result() if is_done else _bad(blocks, late) for (_, blocks), one in results])
+            self._note_ended(READ, [one.result() if is_done else _bad(blocks, late) for (_, blocks), one in results])
             found.append(job_id)
         return found
 
@@ -542,7 +543,7 @@ class TierWorker:
                 store.known[blocks] = False
         self._late += [future for future in reading.futures if not future.cancel() and not future.done()]
 
-    def _told(self, name: str, found: Sequence[Shelved]) -> None:
+    def _note_ended(self, name: str, found: Sequence[Shelved]) -> None:
         if nbytes := sum(one.nbytes for one in found):
             self._count(name, nbytes)
         bad = sum(int((~one.good).sum()) for one in found)
@@ -589,7 +590,7 @@ class TierWorker:
                 logger.warning("kvbm: blocks were not written within %g s; none are written until they are", FILES_LIMIT)
                 self._late += [future for future in begun if not future.cancel() and not future.done()]
             del self._writes[job_id]
-            self._told(WRITTEN, [future.result() for future in done])
+            self._note_ended(WRITTEN, [future.result() for future in done])
             results.append(result)
         return results
 
