@@ -187,7 +187,7 @@ class Endpoint:
         self.ring = Ring(device, size, each, each)
         wire.register(self.ring.slab)
         self._is_direct = flag("direct", direct)
-        self._shared = self._share() if self._is_direct else dict.fromkeys(groups, "direct=False")
+        self._shared = self._share() if self._is_direct and hasattr(wire, "open") else {}
         self._card = self._written(wire.card())
         self._links: list[Link] = []
         self._past: dict[str, Counter[str]] = {}  # counters of closed links
@@ -220,8 +220,6 @@ class Endpoint:
         found: dict[str, Shared | str] = {}
         for name, (_, pool) in self.groups.items():
             try:
-                if not hasattr(self.wire, "open"):
-                    raise BindError("its wire is not wire.mapped")
                 found[name] = shared(pool)
             except KvbmError as error:
                 found[name] = str(error)
@@ -243,8 +241,9 @@ class Endpoint:
             "model": self._model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
             "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
             "nonce": self._nonce.hex(),
-            "shared": {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()},
         }  # fmt: skip
+        if self._shared:
+            held["shared"] = {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()}
         card = json.dumps(held).encode()
         return card if self.secret is None else self.secret.sign(card)
 
@@ -675,7 +674,7 @@ class _Card:
             _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
         kinds = {
             "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,
-            "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str, "shared": dict,
+            "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str,
         }  # fmt: skip
         for key, kind in kinds.items():
             if type(held.get(key)) is not kind:
@@ -703,7 +702,9 @@ class _Card:
         except (binascii.Error, ValueError):
             _refuse("'wire' in base64", repr(held["wire"])[:60])
         self._groups: dict[str, Any] = held["groups"]
-        self._shared: dict[str, Any] = held["shared"]
+        self._shared = held.get("shared", {})
+        if not isinstance(self._shared, dict):
+            _refuse("'shared' to be of dict", repr(self._shared)[:60])
         self.groups_text = json.dumps(self._groups, sort_keys=True)
 
     def require_names(self, model: Mapping[str, str], groups: Iterable[str], title: str) -> None:
@@ -718,7 +719,7 @@ class _Card:
 
     def shared(self, name: str) -> Shared | str:
         """How the pool of a group is opened; or why it cannot be."""
-        given = self._shared.get(name, "its card says nothing of it")
+        given = self._shared.get(name, "it shares no pool: its wire is not wire.mapped, or direct=False")
         return printable(given, 300) if isinstance(given, str) else read_shared(given)
 
     def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...], dict[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from ..errors import BindError, NotEnoughMemoryError
 from ..layout.resolved import Resolved
 from ..layout.shapes import round_up
+from ..system.locks import Lock
 from ..system.memory_files import memory_file
 from .allocation import DeviceArray, require_memory
 from .array_info import array_on
@@ -24,7 +24,7 @@ __all__ = ["file_of", "opened_arrays", "shared_slab"]
 
 #: (begin, end, descriptor) of each memory file that `shared_slab` has mapped.
 _files: list[tuple[int, int, int]] = []
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def shared_slab(nbytes: int, what: str) -> npt.NDArray[np.uint8]:
