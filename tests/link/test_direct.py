@@ -28,6 +28,7 @@ from linking import (
     Memory,
     Wires,
     ended,
+    gpu_memory,
     memory_files,
     plain_case,
     require_nothing_left,
@@ -81,6 +82,33 @@ def test_every_byte(first: int, faults: float) -> None:
         many += pulled(found)
         right += 1
     assert right >= 10 and many > right
+
+
+@pytest.mark.gpu
+def test_every_byte_on_a_gpu() -> None:
+    """Pools of torch in one process: their memory is that of peers, and the copies are those of two processes."""
+    right = many = 0
+    for found in right_cases(range(40), lambda _: mapped_wires(), lambda tensor: tensor.cpu().numpy(), memory=gpu_memory()):
+        assert {path for link in found.links[1] for path in link.paths.values()} <= {"direct"}
+        many += pulled(found)
+        right += 1
+    assert right > 20 and many > right
+
+
+@pytest.mark.slow  # 7 s: a sender asks eight times
+def test_a_reader_that_is_silent_is_dropped_and_its_loan_outlives_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender gives the peer up.  Its blocks are its own again when the peer, which goes on later, has read them."""
+    go_on, begin = threading.Event(), pulls.Pull._begin
+    monkeypatch.setattr(pulls.Pull, "_begin", lambda self: (go_on.wait(3 * LIMIT), begin(self)))
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        arrival = found.links[1].receive("x", Span([2, 0], range(60)), timeout=3 * LIMIT)
+        sending = found.links[0].send("x", Span([5, 3, 8, 1], range(60)), timeout=0.2)
+        until(lambda: found.links[0].lost, "the peer is given up")
+        assert not sending.has_ended, "its blocks may still be read"
+        go_on.set()
+        errors = ended([sending, arrival])
+        assert all(isinstance(error, TransferError) for error in errors), errors
 
 
 def test_one_case_is_right() -> None:
