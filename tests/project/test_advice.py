@@ -44,6 +44,7 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.integrations.transformers.Batching.restore",
     ),
     ("integrations/transformers/batching.py", "new_id"): ("kvbm.integrations.transformers.HandOver.__call__",),
+    ("link/endpoint.py", "direct"): ("kvbm.link.Endpoint",),
     ("kernels.py", "stream"): ("kvbm.kernels.vectorized_copy", "kvbm.kernels.memcpy_batch"),
     ("layout/shapes.py", "nl"): ("kvbm.BlockShape",),
     ("link/chunk.py", "most"): ("kvbm.reshard.chunks", "kvbm.reshard.Cut"),
