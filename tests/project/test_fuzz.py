@@ -41,7 +41,7 @@ def _merge_all(loops: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 CHECKS: dict[str, tuple[str, Any, str, Any, Any]] = {
     "splits cover an axis": ("layout", resolved, "_require_cover", lambda *_: None, AssertionError),
-    "planes are apart": ("layout", resolved, "_require_apart", lambda *_: None, AssertionError),
+    "planes are apart": ("layout", resolved, "_require_disjoint", lambda *_: None, AssertionError),
     "digits go on": ("layout", address_map, "coalesce", _merge_all, AssertionError),
     "a header holds numbers": ("file", header, "_entry", _as_it_is, (LookupError, TypeError, ValueError)),
 }
