@@ -19,7 +19,8 @@ import reshard_oracle
 from kvbm import BindError, DigestError, Span, TransferError, wire
 from kvbm.errors import NotEnoughMemoryError
 from kvbm.layout.grammar import parse, write
-from kvbm.link import direct, notes, pulls
+from kvbm.link import direct, flows, notes, pulls
+from kvbm.link.link import Link
 from kvbm.memory.shared import file_of, shared_slab
 from kvbm.reshard import Endpoint, vllm
 from linking import (
@@ -66,13 +67,29 @@ def pulled(found: Linked) -> int:
     return int(sum(link.stats()["pulls"] for link in found.links[1]))
 
 
+def lend_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every peer is one that asked for all that was offered before."""
+    opened = Link.open
+
+    def open_all(self: Link, peer: str, *rest: Any) -> None:
+        opened(self, peer, *rest)
+        for number in range(len(self.endpoint.groups)):
+            self.asked(peer, number, is_all=True)
+
+    monkeypatch.setattr(Link, "open", open_all)
+
+
 @pytest.mark.slow
 @pytest.mark.threads
-@pytest.mark.parametrize("faults", [0.0, 0.02], ids=["whole", "faults"])
+@pytest.mark.parametrize(
+    ("faults", "is_lent"), [(0.0, False), (0.02, False), (0.02, True)], ids=["whole", "faults", "faults, lent at once"]
+)
 @pytest.mark.parametrize("first", range(0, 80, 20))
-def test_every_byte(first: int, faults: float) -> None:
+def test_every_byte(first: int, faults: float, is_lent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random placements, layouts, planes, ranges, windows of layers, holes in tables, shares that are passed on; lost notes."""
     right = many = 0
+    if is_lent:
+        lend_at_once(monkeypatch)
     for found in right_cases(range(first, first + 20), lambda seed: mapped_wires(faults, seed), memory=SHARED):
         paths = {path for side in found.links for link in side for path in link.paths.values()}
         assert paths <= {"direct"}, paths
@@ -83,9 +100,12 @@ def test_every_byte(first: int, faults: float) -> None:
 
 
 @pytest.mark.gpu
-def test_every_byte_on_a_gpu() -> None:
+@pytest.mark.parametrize("is_lent", [False, True], ids=["asked for", "lent at once"])
+def test_every_byte_on_a_gpu(is_lent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools of torch in one process: their memory is that of peers, and the copies are those of two processes."""
     right = many = 0
+    if is_lent:
+        lend_at_once(monkeypatch)
     for found in right_cases(range(40), lambda _: mapped_wires(), lambda tensor: tensor.cpu().numpy(), memory=gpu_memory()):
         assert {path for link in found.links[1] for path in link.paths.values()} <= {"direct"}
         many += pulled(found)
@@ -233,9 +253,28 @@ class OneEach:
         self.links = [self.ends[0].meet([self.ends[1].card()]), self.ends[1].meet([card or self.ends[0].card()])]
         return self.links[1].paths[0, ""]
 
-    def go(self) -> list[Any]:
-        spans = Span([5, 3, 8, 1], range(60)), Span([2, 0], range(60))
-        return ended([self.links[0].send("x", spans[0]), self.links[1].receive("x", spans[1])])
+    def go(self, tokens: range = range(60), *, first: str = "receive") -> list[Any]:
+        """Send 60 tokens, and receive some of them.  The one that is called first has been heard of before the other is called."""
+        calls = {
+            "receive": lambda: self.links[1].receive("x", Span([2, 0], tokens)),
+            "send": lambda: self.links[0].send("x", Span([5, 3, 8, 1], range(60))),
+        }
+        begun = [calls.pop(first)()]
+        if first == "send":
+            until(lambda: self.links[1]._offers, "the offer is there")
+        return ended([*begun, *(call() for call in calls.values())])
+
+    def require_right(self, tokens: range = range(60)) -> None:
+        """The tokens have arrived, and nothing else was written.  Then the blocks are as before."""
+        near = np.stack([np.asarray(array) for array in self.pools[0].arrays])  # [nl, no, nb, nt, nh, hd]
+        far = np.stack([np.asarray(array) for array in self.pools[1].arrays])  # [nb, nh, nl, no, nt, hd]
+        expected = np.full_like(far, 0x5555)
+        for token in tokens:
+            block, other = [5, 3, 8, 1][token // 16], [2, 0][token // 32]
+            expected[other, ..., token % 32, :] = np.moveaxis(near[:, :, block, token % 16], 2, 0)
+        np.testing.assert_array_equal(far, expected)
+        for array in self.pools[1].arrays:
+            array[...] = 0x5555
 
     def __enter__(self) -> OneEach:
         return self
@@ -260,6 +299,50 @@ def test_a_link_says_its_path(devices: tuple[str, str], options: dict[str, Any],
         assert found.meet() == path or path == "direct=False"
         assert found.go() == [None, None]
         assert found.links[1].stats()["pulls"] == (path == "direct")
+
+
+def test_a_peer_that_asks_for_all_is_lent_the_next_sequence_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not ask.  One that wants a part, is late, or takes chunks gets that, and is asked to ask again."""
+    asks, wants = [], []
+    asked, wanted = flows.Outflow.asked, flows.Outflow.wanted
+    monkeypatch.setattr(flows.Outflow, "asked", lambda self, note: (asks.append(note), asked(self, note))[1])
+    monkeypatch.setattr(flows.Outflow, "wanted", lambda self, note: (wants.append(note), wanted(self, note))[1])
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        steps = [
+            (range(60), "receive", 1), (range(60), "receive", 0),  # as before, so it is lent
+            (range(16, 60), "receive", 1), (range(16, 60), "receive", 1),  # a part: the digest of all is of no use
+            (range(60), "receive", 1), (range(60), "send", 1), (range(60), "receive", 0),
+        ]  # fmt: skip
+        for tokens, first, count in steps:
+            asks.clear()
+            assert found.go(tokens, first=first) == [None, None]
+            assert len(asks) == count, (tokens, first)
+            found.require_right(tokens)
+        assert not wants and found.links[1].stats()["pulls"] == len(steps)
+        monkeypatch.setattr(type(found.ends[1].wire), "hold", lambda *_: False)  # no loan is left
+        assert found.go() == [None, None] and wants and found.links[1].stats()["pulls"] == len(steps)
+        found.require_right()
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_what_is_lent_at_once_may_be_given_up(who: str) -> None:
+    """Before the other side is there; and the next attempt is right."""
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        assert found.go() == [None, None]
+        found.require_right()
+        if who == "sender":
+            sending = found.links[0].send("x", Span([5, 3, 8, 1], range(60)))
+            until(lambda: found.links[1]._offers, "the offer is there")
+            sending.abort()
+            assert isinstance(ended([sending])[0], TransferError)
+            assert not found.links[1]._offers and not found.links[0]._flows
+        else:
+            arrival = found.links[1].receive("x", Span([2, 0], range(60)), timeout=0.05)
+            assert isinstance(ended([arrival])[0], TransferError)
+        assert found.go() == [None, None]
+        found.require_right()
 
 
 def card_with(card: bytes, **changes: Any) -> bytes:

@@ -73,11 +73,6 @@ class Cut:
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
         self._parts: dict[int, list[_Part | None]] = {}  # peer → its units, and its single tokens
         for message, listed in packer.listed(span, origin).items():
-            if packer.sends and any((ids < 0).any() for ids in listed.ids):
-                raise BindError(
-                    f"{packer.ends(message)[0].name}: table: an entry without a block among the tokens {span.tokens}: expected "
-                    "blocks for all that is sent; send the tokens that have them"
-                )
             peer, some = packer.peer(message), message.of_layers(layers)
             self.chunks[peer] = ()
             if some is not None:

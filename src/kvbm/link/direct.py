@@ -275,11 +275,6 @@ class Lender:
         packer, found = self._packer, Pass()
         packer.require_usable()
         for message, single, at, ids in _listed(packer, peer, span, origin, layers):
-            if (ids < 0).any():
-                raise BindError(
-                    f"{packer.ends(message)[0].name}: table: an entry without a block among the tokens {span.tokens}: expected "
-                    "blocks for all that is sent; send the tokens that have them"
-                )
             route, num_ids, first = self._routes.get((message, single)) or self._made(message, single)
             _digest(route, packer, num_ids, ids, at + first, found, order, packer)
         return found
@@ -313,6 +308,11 @@ class Piece(NamedTuple):
     far: Ids
     own: Ids
     at: Ids
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return self.is_copied * len(self.own) * self.way.nbytes
 
 
 class Reader:
@@ -364,11 +364,6 @@ class Reader:
                     part = some[begin : begin + each]
                     found.append(Piece(way, is_copied, theirs[part], own[part], at[part] + way.first))
         return found
-
-    def nbytes(self, span: Span, origin: int, layers: range) -> int:
-        """Bytes of a sequence that this rank has from the peer."""
-        some = _listed(self._packer, self._peer, span, origin, layers)
-        return sum(int((one.ids >= 0).sum()) * self._way(one.message, one.single).nbytes for one in some)
 
     def written(self) -> None:
         """Copies into this rank's pool have ended."""

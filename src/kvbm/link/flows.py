@@ -98,6 +98,8 @@ class Outflow:
         self._loan: Loan | None = None  # the peer copies out of the pool itself
         self._again = Repeat()
         self._say_offer()
+        if offer.is_lent:
+            self._lend()
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 
@@ -106,8 +108,10 @@ class Outflow:
             if self.is_over:
                 self.link.say(self.peer, Stopped(self.number, note.arrival, True))
             return
+        if self._loan is not None and not self._loan.arrival and self._loan.is_digested:
+            self._loan = None  # lent before the peer asked, and it wants chunks
         if self._loan or (self.arrival and note.arrival != self.arrival):
-            return  # from an earlier receive, which has sent a stop
+            return  # from an earlier receive, which has sent a stop; or it will be repeated
         if self._cut is None:
             try:
                 self._begin(note)
@@ -138,17 +142,28 @@ class Outflow:
             return
         if self._cut or (self.arrival and note.arrival != self.arrival):
             return
-        if self._loan is None:
+        self._again.reset()
+        loan, is_all = self._loan, (note.tokens, note.origin) == (self.offer.tokens, self.offer.origin)
+        self.link.asked(self.peer, self.offer.group, is_all=is_all)
+        if loan is not None and (note.tokens, note.origin) == (loan.tokens, loan.origin):
+            self.arrival = loan.arrival = note.arrival
+            loan.say()
+        elif loan is None or not loan.arrival:
             try:
                 self._require(note)
-                lender = self.link.lender(self.offer.group)
-                self._loan = Loan(self, lender, note)
+                self._loan = Loan(self, self.link.lender(self.offer.group), note, loan)
             except KvbmError as error:
                 self.fail(error)
-                return
-            self.arrival = note.arrival
-        self._again.reset()
-        self._loan.say()
+            else:
+                self.arrival = note.arrival
+
+    def _lend(self) -> None:
+        """Lend the blocks to a peer that mostly asks for all of them, before it asks."""
+        offer = self.offer
+        with contextlib.suppress(KvbmError):  # it is raised when the peer asks
+            self._loan = Loan(
+                self, self.link.lender(offer.group), Ask(self.number, 0, offer.plan, offer.tokens, offer.origin)
+            )
 
     def _begin(self, note: Want) -> None:
         self._require(note)

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import quoted, seconds
@@ -82,7 +83,8 @@ class Link:
         self._inflows: dict[tuple[str, int], Incoming] = {}
         self._readers: dict[tuple[str, int], Reader] = {}  # peer and group → how its pool is read
         self._lenders: dict[int, Lender] = {}
-        self._asked: set[tuple[str, int]] = set()  # peers and groups that read this side's pool
+        #: Peers and groups that read this side's pool; True if the last of them asked for all that was offered.
+        self._asked: dict[tuple[str, int], bool] = {}
         self._paths: dict[tuple[int, str], str] = {}  # rank and group → "direct", or why not
         #: Inflows that have ended, and the answer for each.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
@@ -218,7 +220,9 @@ class Link:
         identity = _identity(group, self.endpoint.groups, key)
         order = self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
-        if not self._all_direct(packer, identity[0], self._readers):
+        if self._all_direct(packer, identity[0], self._readers):
+            packer.listed(span, span.origin)  # mostly it is the peer's origin, too
+        else:
             with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
                 # Prepare while the offer is on its way: mostly it is of everything that is expected.
                 self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
@@ -267,8 +271,10 @@ class Link:
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
-        if not self._all_direct(packer, identity[0], self._asked):
-            self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)  # raises an error if this cannot be sent
+        if self._all_direct(packer, identity[0], self._asked):  # either way, an error is raised if this cannot be sent
+            packer.listed(span, span.origin)
+        else:
+            self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)
         return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
 
     def _all_direct(self, packer: Packer, group: int, known: Container[tuple[str, int]]) -> bool:
@@ -299,8 +305,9 @@ class Link:
                 sending.fail(self.lost[peer])
                 break
             plan = int(packer.made.fingerprint, 16)
+            is_lent = not pulls and self._asked.get((peer, identity[0]), False)
             offer = Offer(
-                number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls
+                number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls, is_lent=is_lent
             )
             flow = Outflow(self, sending, peer, message.dst, number, offer)
             sending.flows.append(flow)
@@ -327,7 +334,7 @@ class Link:
                 if arrival.has_failed:
                     self._refuse(peer, offer, arrival.number, "another rank's offer does not fit")
                 else:
-                    self._match(peer, offer, began, arrival)
+                    self._match(peer, replace(offer, is_lent=False), began, arrival)  # what followed it is gone
 
     def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival) -> None:
         """Match an offer with the arrival that waits for it."""
@@ -401,7 +408,6 @@ class Link:
             if (flow := self._flows.get(at)) is None:
                 self.say(peer, Stopped(note.sending, note.arrival, True))
             else:
-                self._asked.add((peer, flow.offer.group))
                 flow.asked(note)
         elif isinstance(note, Put | Table | Ready):
             if (inflow := self._inflows.get(at)) is not None:
@@ -425,6 +431,7 @@ class Link:
             inflow = self._inflows.get(at)
             self._offers.pop(at, None)
             if inflow is None:
+                self._ended.setdefault(at, None)  # an offer that is late is of no use
                 self.say(peer, Stopped(note.sending, note.arrival, False))
             else:
                 inflow.stopped(note)
@@ -583,6 +590,10 @@ class Link:
                     path = str(error)
             self._paths[rank, group] = path
             _log.info("kvbm: %s: rank %d, group %r: %s", self.title, rank, group, path if path == "direct" else f"chunks: {path}")
+
+    def asked(self, peer: str, group: int, *, is_all: bool) -> None:
+        """Remember that a peer reads this side's pool, and whether it asked for all that was offered."""
+        self._asked[peer, group] = is_all
 
     def lender(self, group: int) -> Lender:
         """What digests the blocks of a group that peers read."""

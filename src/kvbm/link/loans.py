@@ -9,7 +9,7 @@ from ..reshard.sequence import Span
 from .notes import MOST_BLOCKS, Ask, Ready, Table
 
 if TYPE_CHECKING:
-    from .direct import Lender
+    from .direct import Lender, Pass
     from .flows import Outflow
 
 __all__ = ["Loan"]
@@ -18,53 +18,74 @@ __all__ = ["Loan"]
 class Loan:
     """What one peer reads of a sending.
 
+    Parameters
+    ----------
+    flow : Outflow
+    lender : Lender
+    note : Ask
+        What the peer reads.  `arrival` 0: what it will probably ask for.
+    past : Loan, optional
+        The loan that this one replaces.
+
     Attributes
     ----------
+    arrival : int
+        The number of the peer's `Ask`; 0 before it asks.
+    tokens, origin
+        As of the note.
     is_told : bool
         True if the peer was told that the blocks are complete.
     is_returned : bool
         True if the peer does not read them any more.
     """
 
-    def __init__(self, flow: Outflow, lender: Lender, note: Ask) -> None:
+    def __init__(self, flow: Outflow, lender: Lender, note: Ask, past: Loan | None = None) -> None:
         span, self._flow = flow.sending.span, flow
-        some = Span(span.table, note.tokens, span.origin)
-        self._arrival, self._table = note.arrival, span.table[: lender.entries(some)].astype("<i4")
-        self._pass = lender.digest(flow.rank, some, note.origin, flow.offer.layers, flow.sending.order)
+        some = span if note.tokens == span.tokens else Span(span.table, note.tokens, span.origin)
+        self.arrival, self.tokens, self.origin = note.arrival, note.tokens, note.origin
+        self._table = span.table[: lender.entries(some)].astype("<i4")
         self.is_told = self.is_returned = False
+        self._passes: list[Pass] = [] if past is None else past._passes
+        self._say_table()  # the peer lists its copies while this side digests
+        self._passes.append(lender.digest(flow.rank, some, note.origin, flow.offer.layers, flow.sending.order))
+        self.go_on()
 
     @property
     def digest(self) -> int:
         """The digest of what is lent, after it `is_digested`."""
-        return self._pass.total
+        return self._passes[-1].total
 
     @property
     def is_digested(self) -> bool:
         """True if no kernel of this side reads the blocks: they are complete."""
-        return self._pass.query()
+        return all(one.query() for one in self._passes)
 
     @property
     def is_over(self) -> bool:
         return self.is_returned and self.is_digested
 
     def say(self) -> None:
-        """Tell the block table, and whether the blocks are complete."""
+        """Tell the block table again, and whether the blocks are complete."""
+        self._say_table()
+        self.is_told = False
+        self.go_on()
+
+    def _say_table(self) -> None:
         flow, count = self._flow, len(self._table)
         for first in range(0, max(count, 1), MOST_BLOCKS):  # also of an empty table
             part = self._table[first : first + MOST_BLOCKS].tobytes()
-            flow.link.say(flow.peer, Table(flow.number, self._arrival, first, count, part))
-        self.is_told = False
-        self.go_on()
+            flow.link.say(flow.peer, Table(flow.number, self.arrival, first, count, part))
 
     def go_on(self) -> bool:
         """Tell the peer when the blocks are complete.  True if it was told now."""
         if self.is_told or not self.is_digested:
             return False
         self.is_told = True
-        self._flow.link.say(self._flow.peer, Ready(self._flow.number, self._arrival, self.digest))
+        self._flow.link.say(self._flow.peer, Ready(self._flow.number, self.arrival, self.digest))
         return True
 
     def release(self) -> None:
         """At the end: wait for running kernels."""
-        with contextlib.suppress(Exception):
-            self._pass.synchronize()
+        for one in self._passes:
+            with contextlib.suppress(Exception):
+                one.synchronize()

@@ -58,6 +58,9 @@ class Offer:
         True if the receiver pulls the chunks.
     age : float
         Seconds since the sending began.  A sending that began before a receive failed belongs to the failed receive.
+    is_lent : bool
+        True if the receiver may copy these tokens from the sender's pool without an `Ask`: a `Table` and a `Ready` for arrival 0
+        follow.
     """
 
     sending: int
@@ -69,23 +72,24 @@ class Offer:
     origin: int
     pulls: bool
     age: float = 0.0
+    is_lent: bool = False
 
     KIND: ClassVar[int] = 1
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q16sHIIQQQ?d")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q16sHIIQQQ?d?")
 
     def fields(self) -> tuple[Any, ...]:
         layers, tokens = self.layers, self.tokens
         return (
             self.plan, self.key, self.group, layers.start, layers.stop, tokens.start, tokens.stop, self.origin, self.pulls,
-            self.age,
+            self.age, self.is_lent,
         )  # fmt: skip
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Offer:
-        plan, key, group, first, last, start, stop, origin, pulls, age = values
+        plan, key, group, first, last, start, stop, origin, pulls, age, is_lent = values
         _require(not rest and first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
         _require(0 <= age < 1e12, "an age of an offer")
-        return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age)
+        return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent)
 
 
 @dataclass(frozen=True)
@@ -269,7 +273,9 @@ class Table:
 
     Attributes
     ----------
-    sending, arrival : int
+    sending : int
+    arrival : int
+        The number of the `Ask`; 0 without one.
     first, count : int
         The entry of the table with which the part begins, and the entries of the table.
     blocks : bytes

@@ -31,13 +31,19 @@ class Pull(Incoming):
         self._reader = reader
         self._table: Any = None
         self._ready: int | None = None
+        self._pieces: list[Piece] | None = None  # what is to copy, after the table is known
         self._todo: deque[Piece] = deque()
         self._pass: Pass | None = None  # what is under way
         self._copies = arrival.verify != "before"  # False: the peer's blocks are only digested, before anything is written
         self._is_begun = self._is_stop_told = self._is_returned = False
         self._tries = 0
         self._unanswered: Stop | None = None
-        self._ask()
+        #: Numbers of arrivals whose notes are for this flow; 0: for all that is offered.
+        self._numbers = {arrival.number}
+        if (arrival.span.tokens, arrival.span.origin) == (offer.tokens, offer.origin):
+            self._numbers.add(0)
+        if not (offer.is_lent and 0 in self._numbers):
+            self._ask()
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 
@@ -49,7 +55,7 @@ class Pull(Incoming):
             self._ask()
 
     def table(self, note: Table) -> None:
-        if self._is_begun or note.arrival != self.arrival.number:
+        if self._pieces is not None or note.arrival not in self._numbers:
             return
         if note.count > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
             raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks for fewer tokens")
@@ -64,7 +70,7 @@ class Pull(Incoming):
     def ready(self, note: Ready) -> None:
         if self.is_done:
             self._say_done()
-        elif note.arrival == self.arrival.number and not self._is_begun:
+        elif note.arrival in self._numbers and not self._is_begun:
             self._ready = note.digest
             self._again.reset()
 
@@ -105,7 +111,10 @@ class Pull(Incoming):
             return False
         if self._pass is not None:
             return self._go_on()
-        if self._ready is not None and self._table is not None and (self._table > -2).all():
+        if self._pieces is None and self._table is not None and (self._table > -2).all():
+            arrival, offer = self.arrival, self.offer
+            self._pieces = self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers)
+        if self._ready is not None and self._pieces is not None:
             self._begin()
             return True
         if self._again.is_due(now):
@@ -128,10 +137,9 @@ class Pull(Incoming):
         self._again.reset()
 
     def _begin(self) -> None:
-        arrival, offer = self.arrival, self.offer
+        assert self._pieces is not None
         self._is_begun = True
-        self._todo = deque(self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers))
-        self._pass = Pass()
+        self._todo, self._pass = deque(self._pieces), Pass()
         self._enqueue()
 
     def _enqueue(self) -> None:
@@ -163,7 +171,7 @@ class Pull(Incoming):
         else:
             self.digests[0] = found
             self.link.count("pulls")
-            self.link.count("bytes_received", self._reader.nbytes(self.arrival.span, self.offer.origin, self.offer.layers))
+            self.link.count("bytes_received", sum(one.nbytes for one in self._pieces or ()))
             self._give_back()
             self._finish()
         return True

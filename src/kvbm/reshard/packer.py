@@ -146,6 +146,7 @@ class Packer:
         self._lanes: dict[tuple[Message, bool], Lane] = {}
         self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
         self._fits: Span | None = None  # the last span that was checked
+        self._listed: tuple[Span | None, int, dict[Message, Listed]] = (None, 0, {})  # the last span that was listed
         self._model = _without(place.part(rank), pool.layout.present)
 
     @functools.cached_property
@@ -329,10 +330,16 @@ class Packer:
     # ---- a sequence ------------------------------------------------------------------------------------------------
 
     def listed(self, span: Span, origin: int) -> dict[Message, Listed]:
-        """The units and tokens of a sequence for every message.  `origin` is the origin of the peers' spans."""
+        """The units and tokens of a sequence for every message.  `origin` is the origin of the peers' spans.
+
+        Raises `BindError` if the span does not fit, or if a token that is sent has no block.
+        """
         origin = self.require_spans(span, origin)
+        last, at_origin, found = self._listed
+        if last is span and at_origin == origin:  # spans are immutable
+            return found
         known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind have the same tokens
-        found = {}
+        found = {}  # not the one that another caller may still read
         for message in self.fitting(span.origin - origin):
             mine, far = self.ends(message)
             kind = message.t.tokens, far.turns
@@ -341,8 +348,15 @@ class Packer:
                 at = split(message.t, src, dst, span.tokens, span.origin)
                 slots = message.t.src_slots if self.sends else message.t.dst_slots
                 units = mine.units(span, at.units, message.t.tokens, slots)
-                known[kind] = Listed(at, (units, mine.ids(span, mine.slots(span, at.tokens), 1)))
+                ids = units, mine.ids(span, mine.slots(span, at.tokens), 1)
+                if self.sends and any((one < 0).any() for one in ids):
+                    raise BindError(
+                        f"{mine.name}: table: an entry without a block among the tokens {span.tokens}: expected blocks for all "
+                        "that is sent; send the tokens that have them"
+                    )
+                known[kind] = Listed(at, ids)
             found[message] = known[kind]
+        self._listed = span, origin, found
         return found
 
     def require_spans(self, span: Span, origin: int) -> int:
