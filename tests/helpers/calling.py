@@ -212,6 +212,7 @@ INSIDE = frozenset(
         "Message.of_layers",
         "PoolSection.keys",
         "Layout.same_blocks",
+        "Link.asked",
         "Link.borrow",
         "Link.count",
         "Link.cut",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import gc
 import json
 import sys
@@ -165,6 +166,45 @@ def test_memory_that_changes_under_the_reader_is_found(verify: str, monkeypatch:
         np.testing.assert_array_equal(blocks, expected)
 
 
+def test_the_digest_is_of_what_was_written() -> None:
+    """Red: a copy that cannot digest digested the peer's memory, and read it once more to copy it.
+
+    The memory changes as soon as anything was written.  What comes without an error is what the peer digested.
+    """
+    layouts = "vllm/paged_attn_v0", "vllm/flash_attn_nhd"
+    count = 16 * 1000 + 13  # not whole blocks: tokens one by one
+    spans = [Span(range(-(-count // nt)), range(count)) for nt in (16, 32)]
+    with OneEach("shared", "shared", layouts=layouts, num_blocks=1024) as found:
+        found.meet()
+        near, far = ([np.asarray(array).view("uint8") for array in pool.arrays] for pool in found.pools)
+        first, before = [array.copy() for array in near], [array.copy() for array in far]
+        is_over = threading.Event()
+
+        def go() -> list[Any]:
+            return ended([found.links[1].receive("x", spans[1]), found.links[0].send("x", spans[0])])
+
+        def turn() -> None:
+            while not is_over.is_set() and all(map(np.array_equal, [one[0, 0] for one in far], [one[0, 0] for one in before])):
+                pass
+            for array in near:
+                array ^= 255
+
+        assert go() == [None, None]
+        right, refused = [array.copy() for array in far], 0
+        for _ in range(5):
+            for array, other in zip([*near, *far], [*first, *before], strict=True):
+                array[...] = other
+            is_over.clear()
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                turned = pool.submit(turn)
+                errors = go()
+                is_over.set()
+                turned.result()
+            assert any(errors) or all(map(np.array_equal, far, right))
+            refused += all(isinstance(error, DigestError) for error in errors)
+        assert refused
+
+
 def test_a_single_wrong_copy_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with linked() as found:
         go_on, wrong = pulls.Pull._go_on, []
@@ -233,15 +273,21 @@ def test_blocks_are_lent_until_the_reader_has_ended(who: str, monkeypatch: pytes
 class OneEach:
     """Two engines of one rank each, with pools of the given kinds."""
 
-    def __init__(self, *devices: str, **options: Any) -> None:
+    def __init__(
+        self,
+        *devices: str,
+        layouts: tuple[str, str] = ("vllm/flash_attn_nhd", "universal"),
+        num_blocks: int = 16,
+        **options: Any,
+    ) -> None:
         model = kvbm.load_shape("llama-3.1-8b,nl=2,hd=16,dtype=uint16")
         self.hub = wire.Hub()
         self.pools = []
         self.ends: list[Endpoint] = []
-        kinds = ("prefill", "vllm/flash_attn_nhd", 16), ("decode", "universal", 32)
+        kinds = ("prefill", layouts[0], 16), ("decode", layouts[1], 32)
         for (name, layout, nt), device in zip(kinds, devices, strict=True):
             place = vllm(model, nt=nt, name=name)
-            pool = kvbm.Pool.allocate(layout, place.shape(0), 16, device)
+            pool = kvbm.Pool.allocate(layout, place.shape(0), num_blocks, device)
             for number, array in enumerate(pool.arrays):
                 random = np.random.default_rng(number).integers(0, 1 << 16, array.shape)
                 array[...] = random if name == "prefill" else 0x5555
@@ -375,7 +421,9 @@ def test_a_card_that_lies_is_not_believed(what: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"pieces": 3}, {"places": []}, {"places": [[9, 0]]}, {"places": [[0, -1]]}, {"num_blocks": 0}, {"layout": "x" * 9000},
-     {"pieces": [["1", -1, 1]]}, {"pieces": [[1, 1, 1]]}, {"num_blocks": True}],
+     {"pieces": [["1", -1, 1]]}, {"pieces": [[1, 1, 1]]}, {"num_blocks": True},
+     {"layout": "[" * 999}, {"layout": "{a: " * 65},  # a reader of YAML takes long for a few of these
+     {"pieces": [["1", 4096, 1]] * 2, "places": [[0, 0], [1, 0]]}, {"pieces": [["1", 4096, n] for n in range(99)]}],
 )  # fmt: skip
 def test_cards_that_are_none(changes: dict[str, Any]) -> None:
     with OneEach("shared", "shared") as found, pytest.raises(BindError, match="card: expected"):
@@ -396,6 +444,63 @@ def test_a_table_of_blocks_that_do_not_exist_is_refused(monkeypatch: pytest.Monk
             errors = found.go()
             assert all(reason in str(error) for error in errors), errors
             assert (np.asarray(found.pools[1].arrays[0]).view(np.uint16) == 0x5555).all()
+
+
+def test_entries_that_no_token_needs_may_be_any_number() -> None:
+    """Red: -2, and what became -2 in 32 bits, was an entry that had not come yet, and the message never ended."""
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        tokens = range(16, 48)
+        for first in (-1, -2, 99, (1 << 32) - 5, -(1 << 40)):
+            calls = [found.links[1].receive("x", Span([2, 0], tokens)), found.links[0].send("x", Span([first, 3, 8], tokens))]
+            assert ended(calls) == [None, None]
+            found.require_right(tokens)
+        assert found.links[1].stats()["pulls"] == 5
+
+
+def test_a_pool_that_is_closed_is_not_written() -> None:
+    """Red: it was, if it was closed between `receive` and the copy."""
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        arrays = found.pools[1].arrays
+        arrival = found.links[1].receive("x", Span([2, 0], range(60)))
+        found.pools[1].close()
+        errors = ended([arrival, found.links[0].send("x", Span([5, 3, 8, 1], range(60)))])
+        assert isinstance(errors[0], BindError) and "closed" in str(errors[0])
+        assert errors[1] is not None
+        assert (np.asarray(arrays[0]).view(np.uint16) == 0x5555).all()
+
+
+def test_memory_of_a_peer_that_has_gone_is_not_kept() -> None:
+    """Red: it stayed mapped as long as the link."""
+    gc.collect()
+    before = memory_files("pool")
+    with OneEach("shared", "cpu") as found:
+        found.meet()
+        assert found.go() == [None, None]
+        assert len(memory_files("pool") - before) == 1
+        found.ends.pop(0).close()
+        found.links.pop(0)
+        found.pools.pop(0)
+        until(lambda: found.links[0].lost, "the peer is lost")
+        until(lambda: gc.collect() is not None and not memory_files("pool") - before, "nothing is mapped")
+
+
+def test_a_limit_of_multiprocessors_is_of_no_matter_on_a_cpu() -> None:
+    with OneEach("shared", "shared", max_sms=4) as found:
+        assert found.meet() == "direct"
+        assert found.go() == [None, None]
+        found.require_right()
+
+
+def test_ranks_of_one_engine_have_chunks_of_one_size() -> None:
+    """Else they cut one sequence differently, and whoever reads both puts them together wrong."""
+    with linked(ranks=(2, 1)) as found:
+        cards = [end.card() for end in found.ends[0]]
+        told = json.loads(cards[1])
+        told["chunk_bytes"] *= 2
+        with pytest.raises(BindError, match="ranks 0 and 1 differ in chunk_bytes"):
+            found.ends[1][0].meet([cards[0], json.dumps(told).encode()])
 
 
 def test_a_closed_pool_is_not_lent() -> None:
@@ -459,3 +564,26 @@ def test_a_card_holds_the_pools_of_a_large_model() -> None:
         told = json.loads(end.card())["shared"][""]
         assert len(told["pieces"]) == len(told["places"]) == 80 and len(end.card()) < 80 << 10
         assert base64.b64decode(json.loads(end.card())["wire"])
+
+
+def test_a_card_that_would_be_too_large_lends_less() -> None:
+    """Red: peers refused the whole card, and so the link.  The largest group comes in chunks, and the card says why."""
+    model = kvbm.load_shape("nl=500,no=2,nh=1,nt=16,hd=16,dtype=bfloat16")
+    hub, place = wire.Hub(), vllm(model, name="x")
+    groups = {}
+    for name in ("one", "other", "third"):
+        arrays = [shared_slab(1024, "layer").view(ml_dtypes.bfloat16).reshape(1, 16, 1, 16) for _ in range(1000)]
+        groups[name] = place, kvbm.Pool("vllm/stacked_nhd", place.shape(0), arrays)
+    ends = [
+        Endpoint(name, groups=groups, rank=0, wire=wire.mapped(wire.memory(name, hub)), ring_bytes=1 << 22, chunk_bytes=1 << 20)
+        for name in "ab"
+    ]
+    try:
+        told = json.loads(ends[0].card())["shared"]
+        reasons = [one for one in told.values() if isinstance(one, str)]
+        assert 0 < len(reasons) < 3 and set(reasons) == {"its arrays are too many for a card"}
+        link = ends[1].meet([ends[0].card()])
+        assert sorted(link.paths.values()).count("direct") == 3 - len(reasons)
+    finally:
+        for end in ends:
+            end.close()

@@ -262,7 +262,7 @@ def load_shape(text: str) -> BlockShape:
         if key in given:
             raise SpecError(f"shape {quoted(text)}: {key}: expected once, got twice")
         given.add(key)
-        if key != "dtype" and not (value.isdecimal() and len(value) < 19):
+        if key != "dtype" and not (value.isascii() and value.isdecimal() and len(value) < 19):
             raise SpecError(f"shape {quoted(text)}: {key}: expected a positive integer below 2^63, got {quoted(value)}")
         values[key] = value if key == "dtype" else int(value)
     missing = [name for name in names if name not in values and name != "dtype"]

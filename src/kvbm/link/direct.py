@@ -37,8 +37,8 @@ __all__ = ["Lender", "Pass", "Piece", "Reader", "Shared", "opened", "read_shared
 #: Most arrays of a pool that is lent: their places are part of a card.
 _MOST_ARRAYS = 1024
 
-#: Most bytes of a layout's text in a card.
-_MOST_TEXT = 8 << 10
+#: Most characters and opening brackets of a layout's text in a card.
+_MOST_TEXT, _MOST_BRACKETS = 2 << 10, 64
 
 #: Most ids of a launch that only digests.
 _MOST_IDS = (1 << 31) - 1
@@ -84,8 +84,10 @@ def shared(pool: Pool) -> Shared:
     if any(step.opaque for access in pool.resolved.accesses for step in access.steps):
         raise BindError("its layout promises no order of some axes")
     text = write(pool.layout)
-    if len(text) > _MOST_TEXT:
-        raise BindError(f"its layout's text has {len(text)} characters, and at most {_MOST_TEXT} are told")
+    if not _is_short(text):
+        raise BindError(
+            f"its layout's text has {len(text)} characters: at most {_MOST_TEXT}, and {_MOST_BRACKETS} brackets, are told"
+        )
     if pool.device == "cpu":
         files = [file_of(int(begin), int(end)) for begin, end in pool.spans]
         pieces = {begin: (str(file), end - begin, begin) for file, begin, end in files}
@@ -104,13 +106,18 @@ def shared(pool: Pool) -> Shared:
     return Shared(text, pool.num_blocks, tuple(pieces[int(begin)] for begin in begins), tuple(places))
 
 
+def _is_short(layout: str) -> bool:
+    """True if a layout's text takes little time to read, whatever it says."""
+    return len(layout) <= _MOST_TEXT and layout.count("[") + layout.count("{") <= _MOST_BRACKETS
+
+
 def read_shared(given: Any) -> Shared:
     """Check what a card says.  Raises `BindError` if it is malformed."""
     kinds = {"layout": str, "num_blocks": int, "pieces": list, "places": list}
     if not isinstance(given, dict) or any(type(given.get(key)) is not kind for key, kind in kinds.items()):
         raise BindError(f"card: expected a shared pool with {', '.join(kinds)}, got {quoted(given, 60)}")
     pieces, places = given["pieces"], given["places"]
-    if len(given["layout"]) > _MOST_TEXT or not 0 < given["num_blocks"] < 1 << 31:
+    if not _is_short(given["layout"]) or not 0 < given["num_blocks"] < 1 << 31:
         raise BindError("card: expected a shared pool with a layout and blocks")
     for piece in pieces:
         if not isinstance(piece, list) or [type(one) for one in piece] != [str, int, int] or not all(
@@ -124,6 +131,9 @@ def read_shared(given: Any) -> Shared:
             raise BindError(f"card: expected a piece and a byte of it, got {quoted(place, 60)}")
     if not 0 < len(places) <= _MOST_ARRAYS:
         raise BindError(f"card: expected at most {_MOST_ARRAYS} arrays, got {len(places)}")
+    used, distinct = {piece for piece, _ in places}, {(handle, begin) for handle, _, begin in pieces}
+    if not len(pieces) == len(used) == len(distinct):
+        raise BindError(f"card: expected pieces of shared memory that arrays use, each once, got {len(pieces)} for {len(used)}")
     return Shared(given["layout"], given["num_blocks"], tuple(map(tuple, pieces)), tuple(map(tuple, places)))
 
 
@@ -265,10 +275,11 @@ class Lender:
         self._packer = packer
         self._routes: dict[tuple[Message, bool], tuple[_core.Route, int, int]] = {}
 
-    def entries(self, span: Span) -> int:
-        """Entries of the span's table up to its last token."""
+    def table(self, span: Span) -> Ids:
+        """The span's table up to its last token; -1 for what is no block of the pool."""
         rank = self._packer.ends(self._packer.fitting(0)[0])[0]
-        return -(-rank.extent(span)[1] // rank.nt)
+        table = span.table[: -(-rank.extent(span)[1] // rank.nt)]
+        return np.where((table >= 0) & (table < self._packer.pool.num_blocks), table, -1)
 
     def digest(self, peer: int, span: Span, origin: int, layers: range, order: Mapping[str, Any]) -> Pass:
         """Begin to digest what a peer reads of a sequence.  When it is done, the blocks are complete."""
@@ -372,6 +383,7 @@ class Reader:
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
         packer, way = self._packer, piece.way
+        packer.require_usable()  # it may have been closed since `receive`
         keep = packer, self
         if not (copies and piece.is_copied):
             _digest(way.digests, packer, way.far_ids, piece.far, piece.at, into, order, keep)
@@ -411,7 +423,8 @@ class Reader:
         route = _core.Route(
             packer.device, self._table, packer.table, theirs.num_ids, own.num_ids, direct=_warmed(copies, packer),
             sum_direct=copies if isinstance(sums, list) else (), max_sms=packer.max_sms,
-            digests=(_digest_copies(theirs, packer, message, single), ()),
+            # Of what was written: the peer's memory may change between two passes.
+            digests=((), _digest_copies(own, packer, message, single)), digests_dst=True,
         )  # fmt: skip
         digests = _digesting(theirs, self._table, packer, message, single)
         return _Way(route, digests, theirs.num_ids, own.num_ids, own.of.block_bytes, first)

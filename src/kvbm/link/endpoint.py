@@ -45,7 +45,7 @@ from .model import differences, named
 from .model import read as read_model
 from .notes import read
 from .ring import Ring
-from .secret import Notes, Secret
+from .secret import SIGNATURE, Notes, Secret
 
 __all__ = ["Endpoint"]
 
@@ -242,9 +242,17 @@ class Endpoint:
             "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
             "nonce": self._nonce.hex(),
         }  # fmt: skip
-        if self._shared:
-            held["shared"] = {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()}
-        card = json.dumps(held).encode()
+        if not self._shared:
+            return self._signed(json.dumps(held).encode())
+        told: dict[str, Any] = {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()}
+        card = json.dumps(held | {"shared": told}).encode()
+        while _is_too_large(card) and (lent := [name for name, one in told.items() if not isinstance(one, str)]):
+            largest = max(lent, key=lambda name: len(json.dumps(told[name])))
+            self._shared[largest] = told[largest] = "its arrays are too many for a card"
+            card = json.dumps(held | {"shared": told}).encode()
+        return self._signed(card)
+
+    def _signed(self, card: bytes) -> bytes:
         return card if self.secret is None else self.secret.sign(card)
 
     def join(self, cards: Iterable[bytes], *, timeout: float = _ANSWERS) -> Link:
@@ -664,7 +672,7 @@ class _Card:
         if not isinstance(card, bytes) or len(card) > _MOST_CARD:
             _refuse(f"at most {_MOST_CARD} bytes", repr(card[:40] if isinstance(card, bytes) else card)[:60])
         card = Secret.opened(card, secret)
-        if (count := sum(map(card.count, (b",", b":", b"[", b"{")))) > _MOST_VALUES:
+        if (count := _values(card)) > _MOST_VALUES:
             _refuse(f"at most {_MOST_VALUES} values", f"{count} of them")
         try:
             held = json.loads(card.decode())
@@ -759,11 +767,21 @@ class _Card:
         return place, texts[2], tuple(cuts), formats
 
 
+def _values(card: bytes) -> int:
+    """At least as many values as JSON of these bytes has."""
+    return sum(map(card.count, (b",", b":", b"[", b"{")))
+
+
+def _is_too_large(card: bytes) -> bool:
+    """True if peers would refuse a card, also after it was signed."""
+    return len(card) > _MOST_CARD - SIGNATURE or _values(card) > _MOST_VALUES
+
+
 def _require_alike(cards: list[_Card], title: str) -> None:
     """Raise `BindError` unless the cards are of one engine, one per rank."""
     first = cards[0]
     for one in cards:
-        for name in ("engine", "incarnation", "world", "model", "groups_text"):
+        for name in ("engine", "incarnation", "world", "model", "groups_text", "chunk_bytes"):
             if getattr(one, name) != getattr(first, name):
                 raise BindError(
                     f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {quoted(getattr(first, name))} and "

@@ -555,6 +555,8 @@ class Link:
         for flow in self._all_flows():
             if flow.peer == peer:
                 flow.lost()
+        for at in [one for one in self._readers if one[0] == peer]:  # its memory is unmapped when no flow reads it
+            del self._readers[at]
 
     def _close(self, why: str) -> None:
         self.is_closed = True

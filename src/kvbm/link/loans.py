@@ -43,7 +43,7 @@ class Loan:
         span, self._flow = flow.sending.span, flow
         some = span if note.tokens == span.tokens else Span(span.table, note.tokens, span.origin)
         self.arrival, self.tokens, self.origin = note.arrival, note.tokens, note.origin
-        self._table = span.table[: lender.entries(some)].astype("<i4")
+        self._table = lender.table(some).astype("<i4")
         self.is_told = self.is_returned = False
         self._passes: list[Pass] = [] if past is None else past._passes
         self._say_table()  # the peer lists its copies while this side digests

@@ -30,6 +30,7 @@ class Pull(Incoming):
         super().__init__(link, arrival, peer, rank, offer, began)
         self._reader = reader
         self._table: Any = None
+        self._is_known: Any = None  # entries of the table that have come
         self._ready: int | None = None
         self._pieces: list[Piece] | None = None  # what is to copy, after the table is known
         self._todo: deque[Piece] = deque()
@@ -60,11 +61,12 @@ class Pull(Incoming):
         if note.count > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
             raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks for fewer tokens")
         if self._table is None:
-            self._table = np.full(note.count, -2, np.int64)
+            self._table, self._is_known = np.full(note.count, -1, np.int64), np.zeros(note.count, bool)
         if len(self._table) != note.count:
             raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks, and of {len(self._table)}")
         part = np.frombuffer(note.blocks, "<i4")
         self._table[note.first : note.first + len(part)] = part
+        self._is_known[note.first : note.first + len(part)] = True
         self._again.reset()
 
     def ready(self, note: Ready) -> None:
@@ -111,7 +113,7 @@ class Pull(Incoming):
             return False
         if self._pass is not None:
             return self._go_on()
-        if self._pieces is None and self._table is not None and (self._table > -2).all():
+        if self._pieces is None and self._table is not None and self._is_known.all():
             arrival, offer = self.arrival, self.offer
             self._pieces = self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers)
         if self._ready is not None and self._pieces is not None:

@@ -26,7 +26,7 @@ from typing import Final, NoReturn
 from .._arguments import quoted
 from ..errors import AuthenticationError, BindError
 
-__all__ = ["FRAME", "TAG", "Channel", "Handshake", "Notes", "Secret", "Session", "open_to_all"]
+__all__ = ["FRAME", "SIGNATURE", "TAG", "Channel", "Handshake", "Notes", "Secret", "Session", "open_to_all"]
 
 #: Bytes of a frame of the handshake, of a message's code, and of what a note has in addition.
 FRAME: Final = 40
@@ -47,6 +47,9 @@ MAGIC, _PROVES = b"kvbs", b"kvbp"
 #: First bytes of a conversation without a secret, and of a card with the code of one.
 PLAIN: Final = b"kvb1"
 _CARD = b"kvbm card "
+
+#: Bytes that signing adds to a card.
+SIGNATURE: Final = len(_CARD) + 64 + 1
 
 
 class Secret:

@@ -7,6 +7,7 @@ measures.  They exchange cards and commands over a `Talk`.  All measured data go
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import socket
@@ -302,6 +303,7 @@ class Memory:
         try:
             yield
         finally:
+            gc.collect()  # what has ended may be held by cycles: its memory is free before others may have it
             if not any(end.terms is terms for end in _kept):  # else a peer may still write to it
                 with self._lock:
                     self._used -= nbytes

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -533,7 +534,7 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             resolved = layout.resolve(shape, blocks)
         except LayoutError:
             continue
-        if resolved.table_size != len(reading.arrays):
+        if resolved.table_size != len(reading.arrays) or not _is_in_order(reading.arrays, resolved):
             continue
         kinds, which = resolved.kinds, resolved.kind_of_entry if len(resolved.kinds) > 1 else None
         alike = reading.arrays[:1] if reading.name == "unbound" else reading.arrays
@@ -564,6 +565,15 @@ def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, nu
             rank = (_WORST.index(fit), not call or shape.no == 1, crossed, kinds[0].shape.count(1), reading.name == "perhaps")
             return _Found(Candidate(layout, names, blocks, fit, how), resolved, reading, rank, call if key == "vllm" else "")
     return None
+
+
+def _is_in_order(arrays: Sequence[Array], resolved: Resolved) -> bool:
+    """True unless the arrays are parts of one array whose axes are not those of the table of allocations, or several of them."""
+    if not isinstance(arrays, _Parts) or resolved.has_separate_planes:
+        return True
+    size = resolved.table_size
+    ends = {1, *(size // piece.table for piece in resolved.planes[0].orders[0] if piece.table)}
+    return set(itertools.accumulate(arrays.whole.shape[: arrays.axes], operator.mul)) <= ends
 
 
 def _part(arrays: _Parts, text: str) -> tuple[str, str]:

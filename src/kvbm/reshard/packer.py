@@ -125,7 +125,7 @@ class Packer:
         self.sends = side == "src"
         place = made.src if self.sends else made.dst
         require_pool(place, rank, pool)
-        self.pool, self.max_sms = pool, max_sms or 0
+        self.pool, self.max_sms = pool, 0 if pool.device == "cpu" else max_sms or 0
         self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
         self.table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
         self.made, self.rank = made, rank

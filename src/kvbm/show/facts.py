@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..errors import printable
 from ..layout.resolved import Piece, Resolved
 from ..layout.terms import AXES
 
@@ -308,14 +309,14 @@ def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, 
     """
     layout, shape = resolved.layout, resolved.shape
     sizes = f"nl {shape.nl}, no {shape.no}, nh {shape.nh}, nt {shape.nt}, hd {shape.hd}, {shape.dtype}"
-    found = [("title", layout.title)] if layout.title else []
+    found = [("title", printable(layout.title))] if layout.title else []
     names = ("order",) if len(layout.orders) == 1 else ("order of K", "order of V")
     found += [(name, str(order)) for name, order in zip(names, layout.orders, strict=True)]
     found += [*plane_lines(resolved), *pitch_lines(resolved)]
     found += [(f"axis {axis}", f"{text} = {resolved.sizes[axis]:,}") for axis, text in layout.axes.items()]
     found.append(("fingerprint", layout.fingerprint))
     if layout.used_by:
-        found.append(("used by", ", ".join(layout.used_by)))
+        found.append(("used by", ", ".join(map(printable, layout.used_by))))
     found.append(("shape", f"{shape_text}: {sizes}" if shape_text and "=" not in shape_text else sizes))
     total, count = resolved.nbytes, resolved.table_size
     padding = total - resolved.num_blocks * resolved.block_bytes
