@@ -63,6 +63,16 @@ def test_layouts() -> None:
         assert kvbm.load(name).fingerprint in text
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is of Linux")
+@pytest.mark.parametrize("args", ["--help", "show --help", "layouts", "--version"])
+def test_a_full_disk_is_one_line(args: str) -> None:
+    """Red for the help, which ended with a traceback."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "kvbm", *args.split()], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode and done.stderr.splitlines()[0] == "error: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
 def test_layouts_in_a_pipe() -> None:
     """One line per layout, even for a narrow terminal; name, order, fingerprint and title are never cut."""
     result = CliRunner().invoke(main, ["layouts"], env={"COLUMNS": "40"})

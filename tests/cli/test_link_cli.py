@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from importlib.util import find_spec
@@ -448,6 +450,19 @@ def test_senders_share_the_memory_and_who_gets_none_is_told_at_once(serve: Serve
         with talk.connect("127.0.0.1", port, LIMIT) as third:  # the memory is back
             third.say(**trial._hello(device="cpu", **asdict(terms)))
             third.hear("card", within=LIMIT)
+
+
+def test_memory_is_free_before_another_sender_may_have_it() -> None:
+    """Red: what a trial had made lived on in cycles, and senders in turns got twice what `--memory` allows."""
+    gc.disable()
+    try:
+        with trial.Memory(1 << 30).lent(trial.Terms(**ASKED), 1 << 20):
+            held: dict[str, Any] = {"array": np.zeros(4)}
+            held["itself"], gone = held, weakref.ref(held["array"])
+            del held
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_server_of_one_sender_refuses_the_second(serve: Serve) -> None:

@@ -140,7 +140,8 @@ def test_a_file_with_a_wrong_key(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     "text",
     [None, 7, "", "n" * 5000, "a\0b", "\ud800", "nl=" + "9" * 5000, "llama-3.1-8b,nt=" + "9" * 19, "llama-3.1-8b/tp" + "9" * 5000,
-     "nl=999999999,no=999999999,nh=999999999,nt=1,hd=1", "llama-3.1-8b," + "n" * 5000 + "=1"],
+     "nl=999999999,no=999999999,nh=999999999,nt=1,hd=1", "llama-3.1-8b," + "n" * 5000 + "=1",
+     "llama-3.1-8b,nt=\u0663\u0662"],
     ids=lambda text: str(text)[:30].encode("unicode_escape").decode(),
 )  # fmt: skip
 def test_what_is_no_shape(text: object) -> None:

@@ -528,6 +528,21 @@ def test_what_is_printed_binds_and_reads_right() -> None:
     assert hold(names[4::20], LAW_SHAPES[1:2], ["split", "joined and transposed"]) > 5
 
 
+@pytest.mark.parametrize("rows", ["t h d", "h t d"])
+def test_what_fits_exactly_has_the_order_of_the_array(rows: str) -> None:
+    """Red: parts of one array [no, nl, …] were an exact fit of a table [l o], with the layers and K and V of others."""
+    shape, count = kvbm.load_shape("nl=5,no=2,nh=4,nt=16,hd=32,dtype=bfloat16"), 0
+    for order in itertools.permutations("blo"):
+        memory = Memory(oracle.Placed(oracle.Order(f"{' '.join(order)} {rows}"), shape.sizes, shape.itemsize, 3), shape)
+        for one in kvbm.match(memory.arrays, shape):
+            placed = judged(one.names[0], shape, one.num_blocks)
+            if one.fit == "exact" and placed is not None:
+                pool = run_printed(one.code, memory.arrays, shape)
+                assert alike(memory.positions(pool, placed), memory.true()), (order, one.code)
+                count += 1
+    assert count > 4
+
+
 def test_what_is_printed_for_tensors_of_torch_binds_the_same() -> None:
     torch = pytest.importorskip("torch")
     shape, count = kvbm.load_shape(LAW_SHAPES[0]), 0

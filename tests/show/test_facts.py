@@ -100,3 +100,11 @@ def test_k_and_v_of_other_orders_in_one_allocation_are_one_run_where_they_meet()
     for name in ("vllm/cpu_vec", "nhd", "universal"):
         found = said(facts.runs(kvbm.load(name).resolve(shape, 8), ()))
         assert sum(count * nbytes for _, count, nbytes in found) == shape.nbytes
+
+
+def test_a_file_sends_nothing_to_the_terminal() -> None:
+    """Red: a title or the name of an engine could move the cursor, or change the title of the window."""
+    layout = parse('title: "\\e]0;x\\a"\norder: "[l] b o t h d"\nused_by: ["a\\e[2Jb"]\n', "mine", "mine")
+    said = facts.facts(layout.resolve(kvbm.load_shape("llama-3.1-8b,nl=2"), 2))
+    assert {name for name, _ in said} >= {"title", "used by"}
+    assert all(text.isprintable() for _, text in said), said

@@ -63,8 +63,12 @@ class Group(click.Group):
         """Run the program.  Characters that the terminal cannot show become question marks."""
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="replace")
-        with _signals_as_exceptions():
-            return super().main(*args, **rest)
+        try:
+            with _signals_as_exceptions():
+                return super().main(*args, **rest)
+        except OSError as error:  # of help that cannot be written
+            print_error(error)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command.  A `KvbmError` or an OSError becomes a message and an exit code, and Ctrl-C the exit code 130."""
