@@ -510,3 +510,22 @@ def test_no_flat_assignment_or_mask_stores_numbers_as_pairs_of_elements() -> Non
         assert (np.asarray(array) == 7).all()
         write(np.array([7], np.uint8))
     assert list(array.flat) == [7] * 16 == np.asarray(array.flat).tolist() and array.flat[3] == 7 and len(array.flat) == 16
+
+
+def test_no_arithmetic_computes_with_pairs_of_elements() -> None:
+    """Red: `array *= 2` doubled bytes.  What asks about bytes, and works with their bits, is as of any array."""
+    array = np.full((4, 4), 7, np.uint8).view(arrays.PackedArray)
+    computes: list[Callable[[], object]] = [
+        lambda: array + 1, lambda: array.__imul__(2), lambda: -array, lambda: array.sum(), lambda: array.max(), lambda: 0.5 * array,
+        lambda: np.multiply(np.ones((4, 4)), 2, out=array, casting="unsafe"), lambda: np.add.at(array, 0, 1),
+        lambda: np.copyto(array, np.full((4, 4), 0.5), casting="unsafe"),
+    ]  # fmt: skip
+    for compute in computes:
+        with pytest.raises(kvbm.DTypeError, match="two elements each"):
+            compute()
+        assert (np.asarray(array) == 7).all()
+    assert (array == 7).all() and not (array != array).any() and np.array_equal(array, array) and array.any()
+    assert ((array & 15) == 7).all() and (array >> 4 == 0).all() and (array | array << 4 == 0x77).all()
+    array ^= 255
+    assert isinstance(array, arrays.PackedArray) and (np.asarray(array) == 248).all()
+    np.testing.assert_array_equal(array, np.full((4, 4), 248, np.uint8))

@@ -359,8 +359,9 @@ def other_order(axes: Sequence[str], strides: Sequence[int], copier: str = "") -
 class PackedArray(np.ndarray[Any, Any]):
     """Bytes of which each holds two elements of four bits (``float4_e2m1fn``, ``int4``, ``uint4``).
 
-    An assignment takes bytes: arrays of ``uint8`` or ``int8``, or a Python int.  Other values raise `DTypeError`: NumPy would store
-    each as a byte, and not as an element.  ``numpy.asarray`` and ``view(numpy.ndarray)`` give the plain bytes.
+    An assignment takes bytes: arrays of ``uint8`` or ``int8``, or a Python int.  Other values, and arithmetic, raise `DTypeError`:
+    NumPy would compute with each byte, and not with its elements.  Comparisons and operators on bits give plain arrays.
+    ``numpy.asarray`` and ``view(numpy.ndarray)`` give the plain bytes.
 
     Examples
     --------
@@ -392,9 +393,25 @@ class PackedArray(np.ndarray[Any, Any]):
         self.flat[:] = value
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func in (np.putmask, np.place) and len(args) == 3 and isinstance(args[0], PackedArray):  # they write without a cast rule
+        # These may write without a cast rule.
+        if func in (np.putmask, np.place) and len(args) == 3 and isinstance(args[0], PackedArray):
             args = (*args[:2], args[0]._bytes(args[2]))
+        elif func is np.copyto and len(args) > 1 and isinstance(args[0], PackedArray):
+            args = (args[0], args[0]._bytes(args[1]), *args[2:])
         return super().__array_function__(func, types, args, kwargs)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
+        is_a_question = ufunc.types and ufunc.types[0].endswith("->?") and not out
+        packed = [one for one in (*inputs, *out) if isinstance(one, PackedArray) and one.dtype == np.uint8]
+        if packed and not is_a_question and ufunc not in _OF_BITS:
+            raise DTypeError(
+                f"an array of bytes with two elements each: numpy.{ufunc.__name__} would compute with bytes, not with elements; "
+                "for that, take .view(numpy.ndarray)"
+            )
+        plain = [one.view(np.ndarray) if isinstance(one, PackedArray) else one for one in (*inputs, *out)]
+        given = {"out": tuple(plain[len(inputs) :])} if out else {}
+        result = getattr(ufunc, method)(*plain[: len(inputs)], **given, **kwargs)
+        return out[0] if len(out) == 1 else result
 
     def _bytes(self, value: Any) -> Any:
         if self.dtype != np.uint8 or type(value) is int:
@@ -407,6 +424,10 @@ class PackedArray(np.ndarray[Any, Any]):
                 "bits = values.view(numpy.uint8) & 15; bits[..., ::2] | bits[..., 1::2] << 4"
             )
         return found
+
+
+#: What means the same for bytes as for the elements in them.
+_OF_BITS = frozenset([np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.invert, np.left_shift, np.right_shift])
 
 
 class _Flat:
