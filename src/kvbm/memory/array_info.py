@@ -401,7 +401,7 @@ class PackedArray(np.ndarray[Any, Any]):
         return super().__array_function__(func, types, args, kwargs)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
-        is_a_question = ufunc.types and ufunc.types[0].endswith("->?") and not out
+        is_a_question = not out and all(one.endswith("->?") for one in ufunc.types if "O" not in one)
         packed = [one for one in (*inputs, *out) if isinstance(one, PackedArray) and one.dtype == np.uint8]
         if packed and not is_a_question and ufunc not in _OF_BITS:
             raise DTypeError(
