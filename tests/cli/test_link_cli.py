@@ -309,14 +309,14 @@ def test_a_card_of_another_version(serve: Serve, monkeypatch: pytest.MonkeyPatch
         def changed(self: trial.End, engine: str = engine) -> dict[str, str]:
             found = cards(self)
             if self.side.engine == engine:
-                found["card"] = found["card"].replace('"kvbm-link": 2', '"kvbm-link": 1')
+                found["card"] = found["card"].replace('"kvbm-link": 3', '"kvbm-link": 1')
             return found
 
         monkeypatch.setattr(trial.End, "cards", changed)
         serving = serve()
         done = send(serving.port)
         assert (
-            done.exit_code == BindError.exit_code and "expected version 2: both sides need the same kvbm" in done.stderr
+            done.exit_code == BindError.exit_code and "expected version 3: both sides need the same kvbm" in done.stderr
         )
         serving.close()
         (error,) = serving.errors

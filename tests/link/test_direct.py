@@ -8,6 +8,7 @@ import gc
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ import reshard_oracle
 from kvbm import BindError, DigestError, Span, TransferError, wire
 from kvbm.errors import NotEnoughMemoryError, PeerLostError
 from kvbm.layout.grammar import parse, write
-from kvbm.link import direct, flows, notes, pulls
+from kvbm.link import direct, flows, loans, notes, pulls
 from kvbm.link.link import Link
 from kvbm.memory.shared import file_of, shared_slab
 from kvbm.reshard import Endpoint, vllm
@@ -140,6 +141,7 @@ def test_one_case_is_right() -> None:
 @pytest.mark.parametrize("verify", ["after", "before"])
 def test_memory_that_changes_under_the_reader_is_found(verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner has digested its blocks; then they change.  What was written is zero, and both sides get the error."""
+    monkeypatch.setattr(loans.Loan, "_is_complete", False)  # the copy begins after the digest
     with OneEach("shared", "shared") as found:  # one reader: no digest is made while the blocks are turned for another
         found.meet()
         begin, turned = pulls.Pull._begin, []
@@ -172,6 +174,7 @@ def test_the_digest_is_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> N
     The memory changes as soon as anything was written.  What comes without an error is what the peer digested.
     """
     monkeypatch.setattr(direct, "_PIECE_BYTES", 1 << 30)  # all in one call
+    monkeypatch.setattr(loans.Loan, "_is_complete", False)  # the copy begins after the digest
     layouts = "vllm/paged_attn_v0", "vllm/flash_attn_nhd"
     tokens = range(1, 16_000)
     spans = Span(range(1000), tokens), Span(range(500), tokens, 1)  # not whole blocks: tokens one by one
@@ -221,6 +224,67 @@ def test_a_single_wrong_copy_is_made_again(monkeypatch: pytest.MonkeyPatch) -> N
         assert not any(ended(found.begin()))
         found.check()
         assert wrong and sum(link.stats()["pulls_wrong"] for link in found.links[1]) == 1
+
+
+@pytest.mark.parametrize("is_complete", [True, False], ids=["complete", "not yet"])
+def test_a_copy_waits_for_complete_blocks_and_not_for_their_digest(is_complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer may read what is complete.  It says that it has all when the digests are equal."""
+    may_end, digest = threading.Event(), direct.Lender.digest
+
+    def slow(self: direct.Lender, *args: Any) -> direct.Pass:
+        found = digest(self, *args)
+        query = found.query
+        found.query = lambda: may_end.is_set() and query()  # type: ignore[method-assign]
+        return found
+
+    monkeypatch.setattr(direct.Lender, "digest", slow)
+    if not is_complete:
+        monkeypatch.setattr(loans.Loan, "_is_complete", False)
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        arrival = found.links[1].receive("x", Span([2, 0], range(60)))
+        sending = found.links[0].send("x", Span([5, 3, 8, 1], range(60)))
+        far = [np.asarray(array) for array in found.pools[1].arrays]
+        if is_complete:
+            until(lambda: any(flow._found is not None for flow in found.links[1]._inflows.values()), "it is copied")
+            assert any((array != 0x5555).any() for array in far)
+        else:
+            until(lambda: any(flow._pieces is not None for flow in found.links[1]._inflows.values()), "its table is known")
+            time.sleep(0.05)
+            assert all((array == 0x5555).all() for array in far)
+        assert not arrival.has_ended and not sending.has_ended
+        may_end.set()
+        assert ended([arrival, sending]) == [None, None]
+        found.require_right()
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_the_event_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks are computed long after `send`, on another stream."""
+    import torch
+
+    with Linked(plain_case(), mapped_wires(), gpu_memory()) as found:
+        buffers = found.run.buffers[0]
+        right, stream, event = [one.clone() for one in buffers], torch.cuda.Stream(), torch.cuda.Event()
+        for buffer in buffers:
+            buffer.zero_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # 0.1 s
+            for buffer, one in zip(buffers, right, strict=True):
+                buffer.copy_(one)
+            event.record()
+        send, waited = Link.send, []
+
+        def send_after(self: Link, *args: Any, **options: Any) -> Any:
+            waited.append(not event.query())
+            return send(self, *args, **{**options, "wait": event})
+
+        monkeypatch.setattr(Link, "send", send_after)
+        monkeypatch.setattr(Link, "offer", send_after)
+        assert not any(ended(found.begin()))
+        found.check(lambda tensor: tensor.cpu().numpy())
+        assert any(waited) and pulled(found) > 0
 
 
 class Slow:
@@ -442,7 +506,7 @@ def test_a_table_of_blocks_that_do_not_exist_is_refused(monkeypatch: pytest.Monk
         with OneEach("shared", "shared") as found, monkeypatch.context() as patch:
             found.meet()
             patch.setattr(notes.Table, "tail", lambda _, ids=blocks: np.array(ids, "<i4").tobytes())
-            patch.setattr(notes.Table, "fields", lambda self, ids=blocks: (self.arrival, 0, len(ids)))
+            patch.setattr(notes.Table, "fields", lambda self, ids=blocks: (self.arrival, 0, len(ids), False))
             errors = found.go()
             assert all(reason in str(error) for error in errors), errors
             assert (np.asarray(found.pools[1].arrays[0]).view(np.uint16) == 0x5555).all()

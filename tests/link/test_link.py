@@ -1450,7 +1450,7 @@ def test_a_number_of_an_endpoint_that_is_none_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kvbm-link": 1}, "version 2"),
+        ({"kvbm-link": 1}, "version 3"),
         ({"rank": 1}, "missing"),
         ({"world": 1 << 20}, "world"),
         ({"rank": True}, "'rank' to be of int"),
@@ -1535,8 +1535,8 @@ NOTES = [
     notes.Stop(1, 2, True, False, "why"),
     notes.Stopped(1, 2, True),
     notes.Ask(1, 2, 3, range(4, 6), 4),
-    notes.Table(1, 2, 3, 9, b"abcdefgh"),
-    notes.Table(1, 2, 0, 0, b""),
+    notes.Table(1, 2, 3, 9, True, b"abcdefgh"),
+    notes.Table(1, 2, 0, 0, False, b""),
     notes.Ready(1, 2, 3),
 ]
 

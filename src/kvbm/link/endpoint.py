@@ -49,7 +49,7 @@ from .secret import SIGNATURE, Notes, Secret
 
 __all__ = ["Endpoint"]
 
-_VERSION = 2
+_VERSION = 3
 
 #: Most bytes of a card, and most values in it.
 _MOST_CARD, _MOST_VALUES = 80 << 10, 1 << 13

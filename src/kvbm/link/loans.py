@@ -34,7 +34,7 @@ class Loan:
     tokens, origin
         As of the note.
     is_told : bool
-        True if the peer was told that the blocks are complete.
+        True if the peer was told the digest of the blocks.
     is_returned : bool
         True if the peer does not read them any more.
     """
@@ -46,7 +46,7 @@ class Loan:
         self._table = lender.table(some).astype("<i4")
         self.is_told = self.is_returned = False
         self._passes: list[Pass] = [] if past is None else past._passes
-        self._say_table()  # the peer lists its copies while this side digests
+        self._say_table()  # the peer lists its copies, and mostly makes them, while this side digests
         self._passes.append(lender.digest(flow.rank, some, note.origin, flow.offer.layers, flow.sending.order))
         self.go_on()
 
@@ -65,19 +65,30 @@ class Loan:
         return self.is_returned and self.is_digested
 
     def say(self) -> None:
-        """Tell the block table again, and whether the blocks are complete."""
+        """Tell the block table again, and the digest if it is known."""
         self._say_table()
         self.is_told = False
         self.go_on()
 
     def _say_table(self) -> None:
-        flow, count = self._flow, len(self._table)
+        flow, count, is_complete = self._flow, len(self._table), self._is_complete
         for first in range(0, max(count, 1), MOST_BLOCKS):  # also of an empty table
             part = self._table[first : first + MOST_BLOCKS].tobytes()
-            flow.link.say(flow.peer, Table(flow.number, self.arrival, first, count, part))
+            flow.link.say(flow.peer, Table(flow.number, self.arrival, first, count, is_complete, part))
+
+    @property
+    def _is_complete(self) -> bool:
+        """True if the blocks are known to be complete: the peer may copy them while this side digests them."""
+        order = self._flow.sending.order
+        if order.get("stream") is not (self._flow.link.endpoint.stream if order else None):
+            return self.is_told  # the work of another stream comes before
+        wait = order.get("wait")
+        with contextlib.suppress(Exception):  # an event of any kind
+            return wait is None or self.is_told or bool(wait.query())
+        return False
 
     def go_on(self) -> bool:
-        """Tell the peer when the blocks are complete.  True if it was told now."""
+        """Tell the peer when the blocks are digested.  True if it was told now."""
         if self.is_told or not self.is_digested:
             return False
         self.is_told = True

@@ -278,6 +278,8 @@ class Table:
         The number of the `Ask`; 0 without one.
     first, count : int
         The entry of the table with which the part begins, and the entries of the table.
+    is_complete : bool
+        True if the blocks are complete: the receiver may copy them before the sender has digested them.
     blocks : bytes
         Block ids, as little-endian 32-bit integers.
     """
@@ -286,23 +288,24 @@ class Table:
     arrival: int
     first: int
     count: int
+    is_complete: bool
     blocks: bytes
 
     KIND: ClassVar[int] = 8
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QII")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QII?")
 
     def fields(self) -> tuple[Any, ...]:
-        return self.arrival, self.first, self.count
+        return self.arrival, self.first, self.count, self.is_complete
 
     def tail(self) -> bytes:
         return self.blocks
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Table:
-        arrival, first, count = values
+        arrival, first, count, is_complete = values
         _require(len(rest) % 4 == 0 and bool(rest) == bool(count), "a part of a table")
         _require(first + len(rest) // 4 <= count <= MOST_ENTRIES, "a part of a table")
-        return cls(sending, arrival, first, count, rest)
+        return cls(sending, arrival, first, count, is_complete, rest)
 
 
 #: Most blocks of a `Table`.  With a secret it has its code in addition.
@@ -311,7 +314,7 @@ MOST_BLOCKS = (NOTE_BYTES - NOTE - _HEAD.size - Table.LAYOUT.size) // 4
 
 @dataclass(frozen=True)
 class Ready:
-    """From the sender, to who asks: the blocks are complete, and their cells have this digest."""
+    """From the sender, to who asks: the blocks are complete, and this is the digest of their cells."""
 
     sending: int
     arrival: int

@@ -31,7 +31,9 @@ class Pull(Incoming):
         self._reader = reader
         self._table: Any = None
         self._is_known: Any = None  # entries of the table that have come
-        self._ready: int | None = None
+        self._is_complete = False  # the peer's blocks may be read
+        self._ready: int | None = None  # the peer's digest of them
+        self._found: int | None = None  # the digest of what was read, until the peer's has come
         self._pieces: list[Piece] | None = None  # what is to copy, after the table is known
         self._todo: deque[Piece] = deque()
         self._pass: Pass | None = None  # what is under way
@@ -56,7 +58,10 @@ class Pull(Incoming):
             self._ask()
 
     def table(self, note: Table) -> None:
-        if self._pieces is not None or note.arrival not in self._numbers:
+        if note.arrival not in self._numbers:
+            return
+        self._is_complete |= note.is_complete
+        if self._pieces is not None:
             return
         if note.count > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
             raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks for fewer tokens")
@@ -72,8 +77,8 @@ class Pull(Incoming):
     def ready(self, note: Ready) -> None:
         if self.is_done:
             self._say_done()
-        elif note.arrival in self._numbers and not self._is_begun:
-            self._ready = note.digest
+        elif note.arrival in self._numbers and self._ready is None:
+            self._ready, self._is_complete = note.digest, True
             self._again.reset()
 
     def stopped(self, note: Stop) -> None:
@@ -113,10 +118,13 @@ class Pull(Incoming):
             return False
         if self._pass is not None:
             return self._go_on()
+        if self._found is not None and self._ready is not None:
+            self._compare(self._found, self._ready)
+            return True
         if self._pieces is None and self._table is not None and self._is_known.all():
             arrival, offer = self.arrival, self.offer
             self._pieces = self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers)
-        if self._ready is not None and self._pieces is not None:
+        if self._is_complete and self._pieces is not None and self._found is None:
             self._begin()
             return True
         if self._again.is_due(now):
@@ -162,10 +170,16 @@ class Pull(Incoming):
         assert self._pass is not None
         if not self._pass.query():
             return False
-        found, self._pass = self._pass.total, None
+        self._found, self._pass = self._pass.total, None
         if self._copies:
             self._reader.written()
-        if found != self._ready:
+        if self._ready is not None:
+            self._compare(self._found, self._ready)
+        return True
+
+    def _compare(self, found: int, expected: int) -> None:
+        self._found = None
+        if found != expected:
             self._wrong(found)
         elif not self._copies:
             self._copies = True
@@ -176,7 +190,6 @@ class Pull(Incoming):
             self.link.count("bytes_received", sum(one.nbytes for one in self._pieces or ()))
             self._give_back()
             self._finish()
-        return True
 
     def _wrong(self, found: int) -> None:
         self._tries += 1
