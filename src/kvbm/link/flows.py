@@ -97,9 +97,10 @@ class Outflow:
         self._stops = 0
         self._loan: Loan | None = None  # the peer copies out of the pool itself
         self._again = Repeat()
+        loan = self._lend() if offer.is_lent else None
         self._say_offer()
-        if offer.is_lent:
-            self._lend()
+        if loan is not None:
+            self._begin_loan(loan)
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 
@@ -151,19 +152,30 @@ class Outflow:
         elif loan is None or not loan.arrival:
             try:
                 self._require(note)
-                self._loan = Loan(self, self.link.lender(self.offer.group), note, loan)
+                new = Loan(self, self.link.lender(self.offer.group), note, loan)
             except KvbmError as error:
                 self.fail(error)
             else:
                 self.arrival = note.arrival
+                self._begin_loan(new)
 
-    def _lend(self) -> None:
+    def _lend(self) -> Loan | None:
         """Lend the blocks to a peer that mostly asks for all of them, before it asks."""
-        offer = self.offer
-        with contextlib.suppress(KvbmError):  # it is raised when the peer asks
-            self._loan = Loan(
-                self, self.link.lender(offer.group), Ask(self.number, 0, offer.plan, offer.tokens, offer.origin)
-            )
+        offer, all_of_it = self.offer, Ask(self.number, 0, self.offer.plan, self.offer.tokens, self.offer.origin)
+        try:
+            loan = Loan(self, self.link.lender(offer.group), all_of_it)
+        except KvbmError:  # it is raised when the peer asks
+            self.offer = replace(offer, is_lent=False)
+            return None
+        self.offer = replace(offer, table=loan.small_table())
+        return loan
+
+    def _begin_loan(self, loan: Loan) -> None:
+        self._loan = loan  # from now on the peer may read the blocks
+        try:
+            loan.begin()
+        except KvbmError as error:
+            self.fail(error)
 
     def _begin(self, note: Want) -> None:
         self._require(note)

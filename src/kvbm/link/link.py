@@ -334,7 +334,7 @@ class Link:
                 if arrival.has_failed:
                     self._refuse(peer, offer, arrival.number, "another rank's offer does not fit")
                 else:
-                    self._match(peer, replace(offer, is_lent=False), began, arrival)  # what followed it is gone
+                    self._match(peer, offer, began, arrival)
 
     def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival) -> None:
         """Match an offer with the arrival that waits for it."""
@@ -458,7 +458,8 @@ class Link:
             self._offers.pop(at, None)
             self._refuse(peer, offer, number, why)
             return
-        self._offers[peer, offer.sending] = offer, began
+        # What follows an offer that is lent will be gone: the peer is asked.
+        self._offers[peer, offer.sending] = replace(offer, is_lent=False, table=None), began
         while len(self._offers) > _MOST:
             self._offers.popitem(last=False)  # the peer repeats it
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..reshard.sequence import Span
-from .notes import MOST_BLOCKS, Ask, Ready, Table
+from .notes import MOST_BLOCKS, MOST_OFFERED, Ask, Ready, Table
 
 if TYPE_CHECKING:
     from .direct import Lender, Pass
@@ -40,24 +41,39 @@ class Loan:
     """
 
     def __init__(self, flow: Outflow, lender: Lender, note: Ask, past: Loan | None = None) -> None:
-        span, self._flow = flow.sending.span, flow
-        some = span if note.tokens == span.tokens else Span(span.table, note.tokens, span.origin)
+        span, self._flow, self._lender = flow.sending.span, flow, lender
+        self._span = span if note.tokens == span.tokens else Span(span.table, note.tokens, span.origin)
         self.arrival, self.tokens, self.origin = note.arrival, note.tokens, note.origin
-        self._table = lender.table(some).astype("<i4")
+        self._table = lender.table(self._span).astype("<i4")
         self.is_told = self.is_returned = False
-        self._passes: list[Pass] = [] if past is None else past._passes
-        self._say_table()  # the peer lists its copies, and mostly makes them, while this side digests
-        self._passes.append(lender.digest(flow.rank, some, note.origin, flow.offer.layers, flow.sending.order))
+        self._past = [] if past is None else past._passes
+        self._pass: Pass | None = None  # that digests the blocks, after `begin`
+
+    def small_table(self) -> Table | None:
+        """The table, if it has room in an offer."""
+        return next(self._tables(), None) if len(self._table) <= MOST_OFFERED else None
+
+    def begin(self) -> None:
+        """Tell the table, unless the offer has it, and digest the blocks.  Mostly the peer copies them meanwhile."""
+        flow = self._flow
+        if flow.offer.table is None or self.arrival:
+            self._say_table()
+        self._pass = self._lender.digest(flow.rank, self._span, self.origin, flow.offer.layers, flow.sending.order)
         self.go_on()
 
     @property
     def digest(self) -> int:
-        """The digest of what is lent, after it `is_digested`."""
-        return self._passes[-1].total
+        """The digest of what is lent, after the peer `is_told`."""
+        assert self._pass is not None
+        return self._pass.total
+
+    @property
+    def _passes(self) -> list[Pass]:
+        return self._past if self._pass is None else [*self._past, self._pass]
 
     @property
     def is_digested(self) -> bool:
-        """True if no kernel of this side reads the blocks: they are complete."""
+        """True if no kernel of this side reads the blocks."""
         return all(one.query() for one in self._passes)
 
     @property
@@ -71,10 +87,14 @@ class Loan:
         self.go_on()
 
     def _say_table(self) -> None:
-        flow, count, is_complete = self._flow, len(self._table), self._is_complete
+        for part in self._tables():
+            self._flow.link.say(self._flow.peer, part)
+
+    def _tables(self) -> Iterator[Table]:
+        count, is_complete = len(self._table), self._is_complete
         for first in range(0, max(count, 1), MOST_BLOCKS):  # also of an empty table
             part = self._table[first : first + MOST_BLOCKS].tobytes()
-            flow.link.say(flow.peer, Table(flow.number, self.arrival, first, count, is_complete, part))
+            yield Table(self._flow.number, self.arrival, first, count, is_complete, part)
 
     @property
     def _is_complete(self) -> bool:
@@ -89,7 +109,7 @@ class Loan:
 
     def go_on(self) -> bool:
         """Tell the peer when the blocks are digested.  True if it was told now."""
-        if self.is_told or not self.is_digested:
+        if self.is_told or self._pass is None or not self.is_digested:
             return False
         self.is_told = True
         self._flow.link.say(self._flow.peer, Ready(self._flow.number, self.arrival, self.digest))

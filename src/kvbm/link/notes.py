@@ -61,6 +61,8 @@ class Offer:
     is_lent : bool
         True if the receiver may copy these tokens from the sender's pool without an `Ask`: a `Table` and a `Ready` for arrival 0
         follow.
+    table : Table, optional
+        The table, if it is small: then only the `Ready` follows.
     """
 
     sending: int
@@ -73,6 +75,7 @@ class Offer:
     pulls: bool
     age: float = 0.0
     is_lent: bool = False
+    table: Table | None = None
 
     KIND: ClassVar[int] = 1
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q16sHIIQQQ?d?")
@@ -84,12 +87,17 @@ class Offer:
             self.age, self.is_lent,
         )  # fmt: skip
 
+    def tail(self) -> bytes:
+        return b"" if self.table is None else write(self.table)
+
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Offer:
         plan, key, group, first, last, start, stop, origin, pulls, age, is_lent = values
-        _require(not rest and first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
+        table = read(rest) if rest else None
+        _require(table is None or (isinstance(table, Table) and table.sending == sending), "an offer with its own table")
+        _require(first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
         _require(0 <= age < 1e12, "an age of an offer")
-        return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent)
+        return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent, table)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -311,6 +319,9 @@ class Table:
 #: Most blocks of a `Table`.  With a secret it has its code in addition.
 MOST_BLOCKS = (NOTE_BYTES - NOTE - _HEAD.size - Table.LAYOUT.size) // 4
 
+#: Most blocks of the table of an `Offer`.
+MOST_OFFERED = MOST_BLOCKS - (_HEAD.size + Offer.LAYOUT.size + 3) // 4
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -339,7 +350,7 @@ _KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, S
 
 def write(note: Note) -> bytes:
     """Return the note as bytes, at most `NOTE_BYTES`."""
-    tail = note.tail() if isinstance(note, Want | Stop | Table) else b""
+    tail = note.tail() if isinstance(note, Offer | Want | Stop | Table) else b""
     return _HEAD.pack(_MAGIC, _VERSION, note.KIND, note.sending) + note.LAYOUT.pack(*note.fields()) + tail
 
 

@@ -29,6 +29,7 @@ class Pull(Incoming):
     ) -> None:
         super().__init__(link, arrival, peer, rank, offer, began)
         self._reader = reader
+        self._told = offer.table
         self._table: Any = None
         self._is_known: Any = None  # entries of the table that have come
         self._is_complete = False  # the peer's blocks may be read
@@ -121,6 +122,9 @@ class Pull(Incoming):
         if self._found is not None and self._ready is not None:
             self._compare(self._found, self._ready)
             return True
+        if self._told is not None:
+            self.table(self._told)
+            self._told = None
         if self._pieces is None and self._table is not None and self._is_known.all():
             arrival, offer = self.arrival, self.offer
             self._pieces = self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers)
