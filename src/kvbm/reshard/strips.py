@@ -6,6 +6,7 @@ coordinates of the model, of the source and of the destination.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -132,7 +133,7 @@ class Turns:
     over: int = 1
     index: int = 0
 
-    @property
+    @functools.cached_property
     def period(self) -> int:
         """Number of tokens from one turn of a rank to its next."""
         return self.every * self.over
