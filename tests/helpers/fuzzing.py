@@ -26,6 +26,7 @@ import numpy as np
 import yaml
 
 import kvbm
+import oracle
 from kvbm import BlockShape, KvbmError, Placement, Pool, reshard, store
 from kvbm.layout import shapes, spec
 from kvbm.layout.layout import Layout
@@ -260,12 +261,13 @@ def require_one_to_one(layout: Layout, resolved: Resolved) -> _Places:
         assert (byte >= 0).all() and (byte + part.shape.itemsize <= ends[entry]).all(), f"outside: {layout.meaning}"
         items = starts[entry] + byte
         if part.shape.pack > 1:
-            items, counts = np.unique(items, return_counts=True)
-            assert (counts == part.shape.pack).all(), f"elements of a byte: {layout.meaning}"
+            items = np.sort(items, axis=None).reshape(-1, part.shape.pack)
+            assert (items == items[:, :1]).all(), f"elements of a byte: {layout.meaning}"
+            items = items[:, 0]
         taken += [items.ravel() + i for i in range(part.shape.itemsize)]
         found[part.plane] = coordinates, entry, byte
     all_bytes = np.concatenate(taken)
-    assert np.unique(all_bytes).size == all_bytes.size, f"not one-to-one: {layout.meaning} at {resolved.shape}"
+    assert oracle.are_distinct(all_bytes), f"not one-to-one: {layout.meaning} at {resolved.shape}"
     return found
 
 

@@ -95,7 +95,7 @@ class Held:
             assert (offset >= 0).all() and (offset + plane.itemsize <= limit[entry]).all(), plane.name
             taken += [(start[entry] + offset + k).ravel() for k in range(plane.itemsize)]
         bytes_ = np.concatenate(taken)
-        assert np.unique(bytes_).size == bytes_.size == self.block_bytes * self.num_blocks
+        assert oracle.are_distinct(bytes_) and bytes_.size == self.block_bytes * self.num_blocks
 
     def arena(self, align: int = 0, how: str = "steps") -> Arena:
         return Arena(self, align, how)

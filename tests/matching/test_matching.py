@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -339,6 +340,7 @@ class Memory:
         return {"": (self.arena.positions(ids), self.placed.itemsize)}
 
 
+@functools.cache
 def judged(name: str, shape: kvbm.BlockShape, num_blocks: int) -> Any:
     """A shipped layout at sizes, by the oracles; None if they do not know it, or it does not fit the shape."""
     try:
