@@ -320,7 +320,7 @@ def test_a_card_of_another_version(serve: Serve, monkeypatch: pytest.MonkeyPatch
         )
         serving.close()
         (error,) = serving.errors
-        assert "expected version 2: both sides need the same kvbm" in str(error)
+        assert "expected version 3: both sides need the same kvbm" in str(error)
 
 
 def test_another_version_of_the_command(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
