@@ -15,11 +15,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import test_link_mla
 
 import kvbm
 import reshard_oracle
 from kvbm import BindError, DigestError, Span, TransferError, wire
-from kvbm.errors import NotEnoughMemoryError, PeerLostError
+from kvbm.errors import CudaError, NotEnoughMemoryError, PeerLostError
 from kvbm.layout.grammar import parse, write
 from kvbm.link import direct, flows, loans, notes, pulls
 from kvbm.link.link import Link
@@ -456,6 +457,81 @@ def test_what_is_lent_at_once_may_be_given_up(who: str) -> None:
             assert isinstance(ended([arrival])[0], TransferError)
         assert found.go() == [None, None]
         found.require_right()
+
+
+def test_a_share_that_failed_is_not_passed_on_as_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: it was lent at once, with its digest, and the word that it had failed came later than the copy."""
+    case = test_link_mla.case_of(test_link_mla.SAME, test_link_mla.SAME, gather=True, stripe=True, hd=32)
+    with linked(case) as found:
+        assert not any(ended(found.begin(name="before")))  # now the ranks are lent the next sequence at once
+        found.refill()
+        say, near = Link.say, found.ends[1][0].siblings
+
+        def late(self: Link, peer: str, note: notes.Note) -> None:
+            if self is near and isinstance(note, notes.Stop) and note.by_sender:
+                threading.Timer(0.05, lambda: self.endpoint.submit(lambda: say(self, peer, note))).start()
+            else:
+                say(self, peer, note)
+
+        monkeypatch.setattr(Link, "say", late)
+        arrivals = [link.receive("x", span, timeout=LIMIT) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+        found.links[0][1].send("x", found.spans(0)[1][0], timeout=LIMIT)  # rank 0 sends nothing
+        until(lambda: arrivals[1]._share.has_ended and arrivals[0]._rest.has_ended, "the shares of the other rank are there")
+        arrivals[0].abort()
+        assert all(isinstance(error, TransferError) for error in ended(arrivals))
+
+
+def test_a_sending_ends_that_could_be_lent_to_one_peer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: the second peer was lent it after it had failed, and nobody told that peer."""
+    with linked(test_link_mla.case_of(test_link_mla.ONE, test_link_mla.SAME, hd=32)) as found:
+        assert not any(ended(found.begin(name="before")))
+        digest = direct.Lender.digest
+
+        def fails(self: direct.Lender, peer: int, *args: Any) -> direct.Pass:
+            if peer == 0:
+                raise CudaError("out of memory")
+            return digest(self, peer, *args)
+
+        monkeypatch.setattr(direct.Lender, "digest", fails)
+        [error] = ended([found.links[0][0].send("x", found.spans(0)[0][0], timeout=1)])
+        assert isinstance(error, CudaError)
+
+
+@pytest.mark.parametrize("is_ready_lost", [False, True])
+def test_a_late_offer_of_a_failed_attempt_begins_nothing(is_ready_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: it was copied at once, and the next attempt found nobody."""
+    with OneEach("shared", "shared") as found:
+        found.meet()
+        assert found.go() == [None, None]
+        found.require_right()
+        (near, far), say, held = found.links, Link.say, []
+        here, there = Span([5, 3, 8, 1], range(60)), Span([2, 0], range(60))
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "say", lambda self, peer, note: held.append(note) if self is near else say(self, peer, note))
+            sending, arrival = near.send("x", here), far.receive("x", there)
+            until(lambda: any(isinstance(note, notes.Ready) for note in held), "it is lent")
+            sending.abort()
+            arrival.abort()
+            assert all(isinstance(error, TransferError) for error in ended([arrival]))
+            until(lambda: any(isinstance(note, notes.Stop) for note in held), "the sender has stopped")
+            again = far.receive("x", there)
+            [peer] = near.peers
+            for note in held[: 1 + [isinstance(note, notes.Stop) for note in held].index(True)]:
+                if not (is_ready_lost and isinstance(note, notes.Ready)):
+                    near.endpoint.submit(lambda note=note: say(near, peer, note))
+                    time.sleep(0.01)
+        assert ended([again, near.send("x", here)]) == [None, None]
+        found.require_right()
+
+
+def test_notes_are_read_in_little_time() -> None:
+    """Red: an offer in an offer in an offer, in a note of any length, ended the endpoint's thread."""
+    nested = b""
+    for _ in range(3000):
+        nested = notes.write(notes.Offer(1, 2, bytes(16), 0, range(1), range(1), 0, False)) + nested
+    for length in (4000, len(nested)):
+        with pytest.raises(BindError, match="note: expected"):
+            notes.read(nested[:length])
 
 
 def card_with(card: bytes, **changes: Any) -> bytes:

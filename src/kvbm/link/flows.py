@@ -111,6 +111,7 @@ class Outflow:
             return
         if self._loan is not None and not self._loan.arrival and self._loan.is_digested:
             self._loan = None  # lent before the peer asked, and it wants chunks
+            self.link.asked(self.peer, self.offer.group, is_all=False)
         if self._loan or (self.arrival and note.arrival != self.arrival):
             return  # from an earlier receive, which has sent a stop; or it will be repeated
         if self._cut is None:
@@ -259,7 +260,7 @@ class Outflow:
                 self._end()
             return False
         busy = self._pack()
-        if self._loan is not None:
+        if self._loan is not None and not self._stop and not self._answers:  # what has failed is told no digest
             busy |= self._loan.go_on()
         for serial, packed in list(self._packed.items()):
             busy |= self._go_on(serial, packed)

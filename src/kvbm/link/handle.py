@@ -93,6 +93,10 @@ class Handle:
         return self._error is not None
 
     @property
+    def error(self) -> KvbmError | None:
+        return self._error
+
+    @property
     def why(self) -> str:
         """Why the transfer failed."""
         return str(self._error)

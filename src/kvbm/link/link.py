@@ -305,13 +305,15 @@ class Link:
                 sending.fail(self.lost[peer])
                 break
             plan = int(packer.made.fingerprint, 16)
-            is_lent = not pulls and self._asked.get((peer, identity[0]), False)
+            is_lent = not pulls and not sending.has_failed and self._asked.get((peer, identity[0]), False)
             offer = Offer(
                 number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls, is_lent=is_lent
             )
             flow = Outflow(self, sending, peer, message.dst, number, offer)
             sending.flows.append(flow)
             self._flows[peer, number] = flow
+            if (error := sending.error) is not None:  # before, or at another peer: this one is told, and lent nothing
+                flow.fail(error)
         if not sending.flows and not sending.has_failed:
             sending.settle()
 
@@ -363,6 +365,8 @@ class Link:
                 raise BindError(
                     f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}; expected some of {sorted(missing)}, once"
                 )
+            if self._may_be_late(arrival, began):  # who sends it again is asked
+                offer = replace(offer, is_lent=False, table=None)
             flow = self._incoming(arrival, peer, rank, offer, began)
         except KvbmError as error:
             arrival.fail(error)
@@ -375,7 +379,11 @@ class Link:
         """The flow of an offer: a copy out of the peer's pool if this side has opened it, else chunks."""
         reader = self._readers.get((peer, offer.group))
         if reader is not None and self._guarded(peer, lambda: self.endpoint.wire.hold(peer)):  # type: ignore[attr-defined]
-            return Pull(self, arrival, peer, rank, offer, began, reader)
+            try:
+                return Pull(self, arrival, peer, rank, offer, began, reader)
+            except BaseException:
+                self.give_back(peer)
+                raise
         cut = self.cut(arrival, offer.group, arrival.span.tokens, offer.origin, offer.layers, sends=False)
         return Inflow(self, arrival, peer, rank, offer, began, cut)
 
@@ -465,10 +473,14 @@ class Link:
 
     def leaves(self, flow: Incoming) -> bool:
         """Drop an offer that may belong to a failed attempt, if no chunk of it has come.  The arrival waits for the next offer."""
-        failed_at, _, _ = self._failed.get(flow.arrival.identity, (-_LATE, 0, ""))
-        if flow in flow.arrival.flows and flow.is_untouched and flow.began < failed_at + _LATE:
+        if flow in flow.arrival.flows and flow.is_untouched and self._may_be_late(flow.arrival, flow.began):
             flow.arrival.flows.remove(flow)
         return flow not in flow.arrival.flows
+
+    def _may_be_late(self, arrival: Arrival, began: float) -> bool:
+        """True if an offer that began then may belong to a failed attempt."""
+        failed_at, _, _ = self._failed.get(arrival.identity, (-_LATE, 0, ""))
+        return began < failed_at + _LATE
 
     def tick(self, now: float) -> bool:
         """Advance all transfers.  True if something was done."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
@@ -19,6 +19,7 @@ _MAGIC, _VERSION = b"kn", 1
 
 #: Magic, version, kind, and the number of the sending, which the sender has chosen for this peer.
 _HEAD = struct.Struct("<2sBBQ")
+_KIND_AT: Final = 3
 
 
 class Grant(NamedTuple):
@@ -93,8 +94,9 @@ class Offer:
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Offer:
         plan, key, group, first, last, start, stop, origin, pulls, age, is_lent = values
+        _require(not rest or rest[_KIND_AT : _KIND_AT + 1] == bytes([Table.KIND]), "an offer with a table")  # no offer in an offer
         table = read(rest) if rest else None
-        _require(table is None or (isinstance(table, Table) and table.sending == sending), "an offer with its own table")
+        _require(table is None or table.sending == sending, "an offer with its own table")
         _require(first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
         _require(0 <= age < 1e12, "an age of an offer")
         return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent, table)  # type: ignore[arg-type]
@@ -362,7 +364,7 @@ def read(data: bytes) -> Note:
     BindError
         The bytes are not a note, or have another version.
     """
-    _require(len(data) >= _HEAD.size, "a note")
+    _require(_HEAD.size <= len(data) <= NOTE_BYTES, "a note")
     magic, version, number, sending = _HEAD.unpack_from(data)
     _require(magic == _MAGIC, "a note of a kvbm link")
     _require(version == _VERSION, f"a note of version {_VERSION}: both sides need the same kvbm")

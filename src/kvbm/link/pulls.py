@@ -42,11 +42,11 @@ class Pull(Incoming):
         self._is_begun = self._is_stop_told = self._is_returned = False
         self._tries = 0
         self._unanswered: Stop | None = None
-        #: Numbers of arrivals whose notes are for this flow; 0: for all that is offered.
+        #: Numbers of arrivals whose notes are for this flow; 0: for all that is offered, if it is lent.
         self._numbers = {arrival.number}
-        if (arrival.span.tokens, arrival.span.origin) == (offer.tokens, offer.origin):
+        if offer.is_lent and (arrival.span.tokens, arrival.span.origin) == (offer.tokens, offer.origin):
             self._numbers.add(0)
-        if not (offer.is_lent and 0 in self._numbers):
+        else:
             self._ask()
 
     # ---- notes -----------------------------------------------------------------------------------------------------
