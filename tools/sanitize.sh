@@ -8,7 +8,7 @@
 #
 # The extension is built in build/<the first sanitizer>/lib, which is found before what is installed. Under AddressSanitizer run the
 # sample, and all cases of those with the marker `sanitize`; under ThreadSanitizer those with `thread` in their name or
-# the marker `threads`. A new file of tests belongs to them, unless it or its room is named below.
+# the marker `threads`. A new file of tests belongs to them, unless it is named in `others` below.
 # Each report is a file build/<the first sanitizer>/report.*: one is a failure, even if no test failed. Leaks are not looked for:
 # what CPython and NumPy keep until they end cannot be told from them.
 # UndefinedBehaviorSanitizer writes to the standard error alone, which pytest must therefore not capture.
@@ -18,13 +18,12 @@ PYTHON=${PYTHON:-.venv/bin/python}
 
 # Tests that run no compiled code of kvbm, or mostly that of others: PyTorch, JAX, NVRTC (which does not find its own
 # libraries where a sanitizer stands before dlopen).
-rooms=(bench cli docs engines integrations layout matching show store testing)
 set -f # the shell must not take them for files here
-others=(advice autotune bridge* build cache calling codegen cost_model gpu_extra import locks modules nvcc nvrtc packaging placement
-  plan presets processes release report reshard secret torch* vllm_groups *_gpu)
+others=(address_map advice autotune bench* bridge* build cache calling catalogue cli codegen cost_model docs* engines figure
+  gpu_extra identity import layout locks modules nvcc nvrtc oracle packaging placement plan presets processes readme report reshard
+  reshard_docs reshard_figure schema shapes spec store testing* torch* *_gpu)
 skip=()
 set +f
-for name in "${rooms[@]}"; do skip+=("--ignore=tests/$name"); done
 for name in "${others[@]}"; do skip+=("--ignore-glob=*/test_$name.py"); done
 
 skip+=(--deselect=tests/memory/test_allocation.py::test_more_than_there_is) # limits the address space, which sanitizers need

@@ -83,11 +83,10 @@ def lend_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.threads
 @pytest.mark.parametrize(
-    ("faults", "is_lent"),
-    [pytest.param(0.0, False, id="whole"), pytest.param(0.02, False, id="faults"),
-     pytest.param(0.02, True, id="faults, lent at once", marks=pytest.mark.threads)],
-)  # fmt: skip
+    ("faults", "is_lent"), [(0.0, False), (0.02, False), (0.02, True)], ids=["whole", "faults", "faults, lent at once"]
+)
 @pytest.mark.parametrize("first", range(0, 80, 20))
 def test_every_byte(first: int, faults: float, is_lent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random placements, layouts, planes, ranges, windows of layers, holes in tables, shares that are passed on; lost notes."""

@@ -526,6 +526,8 @@ def test_no_arithmetic_computes_with_pairs_of_elements() -> None:
         assert (np.asarray(array) == 7).all()
     assert (array == 7).all() and not (array != array).any() and np.array_equal(array, array) and array.any()
     assert ((array & 15) == 7).all() and (array >> 4 == 0).all() and (array | array << 4 == 0x77).all()
+    found = np.ones((4, 4), bool)
+    assert not np.not_equal(array, array, out=found).any()
     array ^= 255
     assert isinstance(array, arrays.PackedArray) and (np.asarray(array) == 248).all()
     np.testing.assert_array_equal(array, np.full((4, 4), 248, np.uint8))

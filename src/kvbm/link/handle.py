@@ -94,6 +94,7 @@ class Handle:
 
     @property
     def error(self) -> KvbmError | None:
+        """Why the transfer failed, or fails when nothing is under way; None if it did not."""
         return self._error
 
     @property

@@ -401,9 +401,9 @@ class PackedArray(np.ndarray[Any, Any]):
         return super().__array_function__(func, types, args, kwargs)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
-        is_a_question = not out and all(one.endswith("->?") for one in ufunc.types if "O" not in one)
-        packed = [one for one in (*inputs, *out) if isinstance(one, PackedArray) and one.dtype == np.uint8]
-        if packed and not is_a_question and ufunc not in _OF_BITS:
+        of_pairs = [isinstance(one, PackedArray) and one.dtype == np.uint8 for one in (*inputs, *out)]
+        is_a_question = all(one.endswith("->?") for one in ufunc.types if "O" not in one) and not any(of_pairs[len(inputs) :])
+        if any(of_pairs) and not is_a_question and ufunc not in _OF_BITS:
             raise DTypeError(
                 f"an array of bytes with two elements each: numpy.{ufunc.__name__} would compute with bytes, not with elements; "
                 "for that, take .view(numpy.ndarray)"
@@ -426,7 +426,7 @@ class PackedArray(np.ndarray[Any, Any]):
         return found
 
 
-#: What means the same for bytes as for the elements in them.
+#: What packs elements into bytes, and takes them out.
 _OF_BITS = frozenset([np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.invert, np.left_shift, np.right_shift])
 
 
