@@ -419,7 +419,7 @@ def test_cupy_fences_a_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Memory, cuda=cuda))
     monkeypatch.delitem(sys.modules, "kvbm.cupy", raising=False)
     module = importlib.import_module("kvbm.cupy")
-    monkeypatch.delitem(sys.modules, "kvbm.cupy")
+    del sys.modules["kvbm.cupy"]  # not with monkeypatch, whose undo would leave it to the tests after this one
     monkeypatch.setattr(_bridge, "convert_pools", lambda *_, stream: done.append(f"copy on {stream}"))
     looking = module._BRIDGE._replace(look=lambda memory, what: describe(memory.array, what))
     given = [Memory((2, 3, 4, 16, 2, 32), "float32")]
