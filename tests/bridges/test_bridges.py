@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -417,9 +417,10 @@ def test_cupy_fences_a_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         get_current_stream=lambda: Stream(1), ExternalStream=Stream, alloc=lambda nbytes: f"{nbytes} bytes", Device=None
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Memory, cuda=cuda))
-    monkeypatch.delitem(sys.modules, "kvbm.cupy", raising=False)
-    module = importlib.import_module("kvbm.cupy")
-    del sys.modules["kvbm.cupy"]  # not with monkeypatch, whose undo would leave it to the tests after this one
+    found = importlib.util.find_spec("kvbm.cupy")
+    assert found and found.loader
+    module = importlib.util.module_from_spec(found)  # not imported: sys.modules and kvbm keep no module above a fake CuPy
+    found.loader.exec_module(module)
     monkeypatch.setattr(_bridge, "convert_pools", lambda *_, stream: done.append(f"copy on {stream}"))
     looking = module._BRIDGE._replace(look=lambda memory, what: describe(memory.array, what))
     given = [Memory((2, 3, 4, 16, 2, 32), "float32")]

@@ -343,6 +343,7 @@ def test_keys_of_engines_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache._version.__version__", "0.6.0")
+    monkeypatch.setattr(kvbm.integrations, "lmcache", kvbm.integrations.lmcache)  # the import below replaces it, too
     for name in [name for name in sys.modules if name.startswith("kvbm.integrations.lmcache")]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(kvbm.BindError, match=r"LMCache 0.5.6 or newer, before 0.5.7, got 0.6.0"):
