@@ -1,6 +1,7 @@
-// kernel.cuh: a kernel of one part, of two (K and V in one launch), or of planes; KVBM_KERNEL defines one by its name.
+// kernel.cuh: a kernel of one part, of two (K and V in one launch), of planes, or of a cast; KVBM_KERNEL defines one by its name.
 #pragma once
 
+#include "cast.cuh"
 #include "digest.cuh"
 #include "planes.cuh"
 #include "rows.cuh"
@@ -83,6 +84,9 @@ struct Kernel<Record<OUTER, INNER, SUMS>> : Record<OUTER, INNER, SUMS> {};
 
 template <int OUTER, int INNER, bool GATHERS>
 struct Kernel<Page<OUTER, INNER, GATHERS>> : Page<OUTER, INNER, GATHERS> {};
+
+template <int OUTER, int INNER, class FROM, class TO, class SCALE, int ITEM>
+struct Kernel<Cast<OUTER, INNER, FROM, TO, SCALE, ITEM>> : Cast<OUTER, INNER, FROM, TO, SCALE, ITEM> {};
 
 }  // namespace kvbm
 

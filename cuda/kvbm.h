@@ -98,6 +98,11 @@ typedef struct kvbm_part {
       uint32_t segment_bytes;  /* pages: bytes of the contiguous segment that starts with this part; 0: it is in another's */
       uint32_t word_stride;    /* pages: bytes from word to word of an item in shared memory */
     };
+    struct {
+      uint32_t element_step; /* casts: bytes between the elements of an item that are not contiguous */
+      float given_scale;     /* casts: the scale of all groups, or what stored scales are multiplied by */
+      uint32_t bytewise;     /* casts: 1: codes of this part may lie at any address, so they move byte by byte */
+    };
     uint32_t cell[4]; /* digests: stride, in bytes, of each binary digit of the number of a word in its cell, fastest first */
   };
   uint32_t cell_words; /* digests: words of a cell, a power of two.  tiles: 1: cells are along A, 0: along B */

@@ -12,6 +12,8 @@
 //   tile.cuh      Tile: transposes
 //   digest.cuh    Digest: digests, and copies nothing
 //   planes.cuh    Record, Page: all planes of a block in one launch
+//   formats.cuh   number formats of elements and scales
+//   cast.cuh      Cast: changes the format of values
 //   kernel.cuh    kernels of one part or more
 //
 // The structure of a loop nest is a template parameter; sizes and strides are arguments.  So one kernel serves all models, and

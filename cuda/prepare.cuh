@@ -111,6 +111,39 @@ KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t w
   return p.tile_words * p.tile[p.transposes_on_store ? 1 : 0].n * pitch_of_tile(p, side) * word;
 }
 
+constexpr int kGroup = 3;             // casts: inner modes of a group
+constexpr uint32_t kCastTurns = 4;    // casts: groups that a thread takes, one after the other
+constexpr uint32_t kCastCtas = 12;    // casts: CTAs that a multiprocessor should have before a thread takes several
+
+// Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group of tile[1] items.
+inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_t item_bytes) {
+  kvbm_part& p = a.part[0];
+  uint64_t chunks, groups, items = 1;
+  for (uint32_t i = 0; i < a.num_parts; ++i)
+    if (!set_divisors(a.part[i], s.outer, s.inner, kGroup, chunks, groups)) return false;
+  for (int k = 0; k < kGroup; ++k) items *= p.inner[k].extent.n;
+  if (items >= (1u << 31)) return false;
+  p.words = uint32_t(groups);
+  uint32_t width = 1;
+  if (sms == 0) {
+    p.tile_words = uint32_t(divide_up(kHostTile, items * item_bytes));
+  } else {
+    while (width < 32 && width < items) width *= 2;
+    p.tile_words = s.threads / width;
+    if (a.num_pairs * chunks * divide_up(groups, p.tile_words * kCastTurns) >= uint64_t{kCastCtas} * sms) p.tile_words *= kCastTurns;
+  }
+  p.tile[0] = kvbm_make_div(width);
+  p.tile[1] = kvbm_make_div(uint32_t(items));
+  if (!set_jobs(a, p, s.outer, chunks, divide_up(groups, p.tile_words))) return false;
+  p.ctas = p.jobs;
+  for (uint32_t i = 1; i < a.num_parts; ++i) {  // the scales: the same order of jobs, which are those of part 0
+    a.part[i].faster = p.faster;
+    a.part[i].pairs_first = p.pairs_first;
+    a.part[i].jobs = a.part[i].ctas = 0;
+  }
+  return true;
+}
+
 inline bool prepare_tile(const Structure& s, const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
   uint64_t chunks, rest;
   if (!set_divisors(p, s.outer, s.inner + 2, 2, chunks, rest)) return false;

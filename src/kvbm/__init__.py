@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .layout.shapes import BlockShape, load_shape, shape_names
     from .layout.spec import layouts, load
     from .matching.match import Match, match
+    from .planner.cast import Scale
     from .planner.plan import Plan, plan
     from .pool.pool import Pool
     from .pool.section import PoolSection
@@ -67,6 +68,7 @@ _HOME = {
     "PoolSection": "pool.section",
     "Span": "reshard.sequence",
     "Plan": "planner.plan",
+    "Scale": "planner.cast",
     "Pool": "pool.pool",
     "Transfer": "copy.transfer",
     "convert": "copy.transfer",
@@ -99,6 +101,7 @@ __all__ = [
     "PlanError",
     "Pool",
     "PoolSection",
+    "Scale",
     "Span",
     "SpecError",
     "Transfer",

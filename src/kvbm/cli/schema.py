@@ -98,6 +98,11 @@ def _plane() -> _Schema:
             "patternErrorMessage": "expected axes among l o h t",
             "description": "Axes along which one element serves all: l o h t.",
         },
+        "scales": {
+            "type": ["string", "null"],
+            "pattern": r"^\s*[a-z][a-z0-9_]*\s*$",
+            "description": "The plane whose elements this plane scales; casts need it.",
+        },
     }
     return {
         "type": "object",

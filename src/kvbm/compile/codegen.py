@@ -82,7 +82,7 @@ def kernels(layouts: Sequence[Layout]) -> dict[str, list[Pair]]:
     add(Form("record", MAX_OUTER, MAX_INNER, 0, 0))
     for kind in ("page_in", "page_out"):
         add(Form(kind, MAX_OUTER, MAX_INNER - 1, 0, 0))
-    for forms in (*((form,) for form in _few()), *_digests()):
+    for forms in (*((form,) for form in _few()), *_digests(), *((form,) for form in _casts())):
         add(*forms)
     named = {kernel_name(kernel): pairs for kernel, pairs in found.items()}
     return {name: sorted(named[name]) for name in sorted(named)}
@@ -235,6 +235,24 @@ def _digests() -> Iterator[Kernel]:
         yield tile(1, 1, WIDEST), tile(1, 2, element)
 
 
+#: Quantised formats with the formats of their scales that layouts declare; without: one scale of the caller.
+_SCALED = (
+    ("e4m3", "f32"), ("e4m3", "e8m0"), ("e5m2", "f32"), ("i8", "f32"), ("e2m1", "e4m3"), ("e2m1", "e8m0"),
+    ("e4m3",), ("e5m2",), ("i8",),
+)  # fmt: skip
+
+
+def _casts() -> Iterator[Form]:
+    """Kernels that cast, in both directions.  One kernel serves every loop nest of its formats."""
+    for plain, (quantised, *scale) in itertools.product(("bf16", "f16", "f32"), _SCALED):
+        for formats in ((plain, quantised), (quantised, plain)):
+            for element in (8, 2 if quantised == "e2m1" else 1):
+                yield Form("cast", MAX_OUTER, MAX_INNER, element, 0, values="_".join((*formats, *scale)))
+    for formats in itertools.permutations(("bf16", "f16", "f32"), 2):
+        for element in (8, 1):
+            yield Form("cast", MAX_OUTER, MAX_INNER, element, 0, values="_".join(formats))
+
+
 def _variants(form: Form) -> Iterator[Form]:
     """The kernels of the same structure for every element size and alignment."""
     if form.of_planes:
@@ -270,7 +288,10 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
     chosen = list(layouts) if layouts is not None else load_dir(layouts_dir())
     names = kernels(chosen)
     # Kernels with neighbouring names have similar machine code.  In one file they compress a quarter better.
-    images = {name: index * min(_FILES, len(names)) // len(names) for index, name in enumerate(names)}
+    casts = [name for name in names if name.startswith("cast_")]
+    copies = [name for name in names if name not in casts]
+    images = {name: index * min(_FILES, len(copies)) // len(copies) for index, name in enumerate(copies)}
+    images |= dict.fromkeys(casts, _FILES)
     template = Template((cuda_dir() / "kernels.cu.in").read_text(encoding="utf-8"))
     files: dict[str, str] = {}
     for image in sorted(set(images.values())):
@@ -289,6 +310,8 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
 def _parts(name: str) -> int:
     """Number of parts of a launch; 0 if the kernel takes any number."""
     forms = parse_kernel(name)
+    if forms[0].kind == "cast":
+        return 2 if forms[0].values.count("_") == 2 else 1  # elements and scales
     return 0 if forms[0].of_planes else len(forms)
 
 
@@ -313,6 +336,9 @@ def _types(name: str) -> str:
     threads = "kTileThreads" if any(form.kind == "tile" for form in forms) else "kRowThreads"
 
     def of(form: Form) -> str:
+        if form.kind == "cast":
+            types = [name.capitalize() for name in form.values.split("_")]
+            return f"Cast<{_commas(form.outer, form.inner, *types, *['None'] * (3 - len(types)), form.element)}>"
         if form.kind == "digest":
             return f"Digest<{_commas(form.outer, form.inner, form.word, *([form.element] if form.element else []))}>"
         if form.kind == "record":
@@ -351,6 +377,10 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
             inside = f"sum up the digests of a run of cells, in words of {form.word} bytes"
             inside += f", of elements of {form.element} that are turned" if form.element else ""
+        elif form.kind == "cast":
+            loops += [f"group{k}" for k in reversed(range(3, form.inner))]
+            how = "contiguous elements" if form.element == 8 else f"elements{' in pairs' * (form.element == 2)} at any strides"
+            inside = f"cast the elements of a group, {how}"
         elif form.of_planes:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"

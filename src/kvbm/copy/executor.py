@@ -21,6 +21,7 @@ from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_one_format
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, torch_stream
+from ..planner.cast import PLAIN, Scale
 from ..planner.lowering import Launch, Steps
 from ..planner.plan import Plan, between_layers, size_text
 from ..pool.pool import Pool
@@ -131,15 +132,16 @@ class Executor:
         *,
         keeps: bool,
         model: Model | None = None,
+        cast: Scale | None = None,
     ) -> None:
         src, dst = src_part.pool, dst_part.pool
         self.whole = src_part.is_whole and dst_part.is_whole
+        self.cast = cast
         if self.whole:
-            require_compatible(src, dst)
+            require_compatible(src, dst, cast)
         else:
             require_usable(src, dst)
-            planes = {access.plane for access in src_part.of.accesses}
-            require_one_format(f"{src.layout.name} → {dst.layout.name}", src.formats, dst.formats, planes)
+        require_formats(src_part, dst_part, cast)
         self.src, self.dst = _End.of(src_part), _End.of(dst_part)
         self.title = f"{src.layout.name} → {dst.layout.name}"
         self.strategy = strategy
@@ -244,9 +246,17 @@ class Executor:
                 if found is None:
                     more = self._digests(layers, plain.steps)
                     self._warm(more.copies)
-                    route = plain.make(**more.options(not (self.on_host or self.gathers)))
+                    route = plain.make(**more.options(self._digests_dst))
                     found = self.routes[key] = replace(plain, route=route, digests=more)
         return found
+
+    @property
+    def _digests_dst(self) -> bool:
+        """Which side separate digests read: True for the destination.  Of a cast, the quantised side."""
+        if self.cast is None:
+            return not (self.on_host or self.gathers)
+        quantised = [bool(end.section.layout.scales) or end.shape.dtype not in PLAIN for end in (self.src, self.dst)]
+        return quantised[1] or not quantised[0]
 
     def _warm(self, copies: Sequence[_core.Copy]) -> None:
         """Load kernels now, not while a model runs."""
@@ -257,10 +267,13 @@ class Executor:
     def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> CopyDigests:
         """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
         src, dst = self.src, self.dst
-        ours, theirs, keys = src.section, dst.section, keys_of(src.whole, self.model, src.choices)
+        ours, theirs = src.section, dst.section
+        named = dst if self.cast is not None and self._digests_dst else src  # of a cast: the side that is digested
+        keys = keys_of(named.whole, self.model, named.choices)
         if layers is not None:
             of_src, of_dst = layers if isinstance(layers, tuple) else (layers, layers)
-            ours, theirs, keys = ours.select("l", of_src), theirs.select("l", of_dst), keys.select("l", of_src)
+            ours, theirs = ours.select("l", of_src), theirs.select("l", of_dst)
+            keys = keys.select("l", of_src if named is src else of_dst)
 
         def by_itself(section: Section, end: _End) -> list[_core.Copy]:
             return digest_copies(alone(section, keys, end.alignment, self.title, turns=self.device >= 0), keys.lanes, end.steps)
@@ -273,6 +286,10 @@ class Executor:
             return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, *ends)
 
         none = Steps()
+        if self.cast is not None:
+            why = "kernels that cast do not digest"
+            both = ([], by_itself(theirs, dst)) if self._digests_dst else (by_itself(ours, src), [])
+            return CopyDigests(why, why, both)
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
         if self.on_host:
             permute: list[_core.Copy] | str = []
@@ -286,7 +303,7 @@ class Executor:
     def _route(self, layers: Layers) -> _Route:
         src, dst = self.src, self.dst
         try:
-            made = between_layers(src.section, dst.section, self.title, layers)
+            made = between_layers(src.section, dst.section, self.title, layers, self.cast)
         except PlanError as error:
             if layers is not None and "layers:" in str(error):
                 raise BindError(str(error)) from None
@@ -304,14 +321,17 @@ class Executor:
             return _Route(made, make(), direct, "the host's kernels copy on all cores", launches, (made, made), make)
         steps = made.staged(gathers=self.gathers)
         move = steps[1].flat(None, dst.steps.whole) if self.gathers else steps[0].flat(src.steps.whole, None)
-        runs = made.flat(src.steps.whole, dst.steps.whole)
+        runs = made if made.casts else made.flat(src.steps.whole, dst.steps.whole)
         slot_block = (steps[0].dst if self.gathers else steps[1].src).accesses[0].block[0]
-        move_runs, all_runs = engine_copies(move), engine_copies(runs)
+        move_runs = engine_copies(move)
+        all_runs = [] if made.casts else engine_copies(runs)
         # Do not look up kernels that no batch uses: they may have to be compiled.
         is_aside = self.strategy == "aside" and bool(move_runs or all_runs)
+        if made.casts and self.strategy != "direct" and self.direction in ("d2h", "h2d") and move_runs:
+            is_aside = True  # kernels that cast know no limit of multiprocessors
         takes_direct = not self.unreached and self.strategy in ("direct", *CHOICES) and not is_aside
         if takes_direct:
-            launches = launches_of(made, alignments, self.max_sms > 0, self.device)
+            launches = launches_of(made, alignments, self.max_sms > 0 and not made.casts, self.device)
         direct = copies_of(made, launches, src.steps, dst.steps)
         ways = {
             "direct": Way(_mean_run(made), len(direct)),
@@ -483,7 +503,7 @@ class Executor:
     def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
         assert found.digests
         names = dict.fromkeys(found.route.choose(1 << power) for power in range(24))
-        sentences = found.digests.explain(names, not (self.on_host or self.gathers))
+        sentences = found.digests.explain(names, self._digests_dst)
         if verifies and self.unreached:
             sentences.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
         elif verifies:
@@ -553,6 +573,8 @@ def _max_sms(executor: Executor, asked: object) -> int:
         raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
     if executor.strategy == "engine":
         raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
+    if executor.cast is not None:
+        raise BindError("max_sms: kernels that cast know no limit of multiprocessors; leave it out")
     return asked
 
 
@@ -562,6 +584,8 @@ def _check_strategy(executor: Executor) -> None:
         raise BindError(f"strategy: expected 'auto', 'aside', 'direct', 'staged' or 'engine', got {quoted(executor.strategy)}")
     if executor.on_host and executor.strategy in ("aside", "staged", "engine"):
         raise BindError(f"strategy: {executor.strategy!r} needs a GPU, and both pools are in host memory; leave it out")
+    if executor.cast is not None and executor.strategy == "engine":
+        raise BindError("strategy: 'engine' moves bytes as they are, and cast changes them; leave one of the two out")
     if executor.strategy == "direct" and executor.unreached:
         raise BindError(
             f"strategy: 'direct' needs a kernel on {executor.src.device} that can access {executor.dst.device}, and "
@@ -608,17 +632,36 @@ def require_usable(src: Any, dst: Any) -> None:
         raise BindError(f"{src.layout.name} → {dst.layout.name}: the destination is read-only")
 
 
-def require_compatible(src: Pool, dst: Pool) -> None:
+def require_formats(src: PoolSection, dst: PoolSection, cast: Scale | None) -> None:
+    """Check that the arrays' own dtypes do not contradict: no plane is copied into another format, or cast from another one."""
+    title = f"{src.pool.layout.name} → {dst.pool.layout.name}"
+    ours, theirs = ({access.plane: access.dtype for access in part.of.accesses} for part in (src, dst))
+    if cast is None:
+        require_one_format(title, src.pool.formats, dst.pool.formats, ours)
+        return
+    copied = {plane for plane in ours.keys() & theirs.keys() if ours[plane] == theirs[plane]}
+    require_one_format(title, src.pool.formats, dst.pool.formats, copied)
+    for part, dtypes, where in ((src, ours, "source"), (dst, theirs, "destination")):
+        for plane in dtypes.keys() - copied:
+            found = part.pool.formats.get(plane)
+            if found and found != dtypes[plane]:
+                raise DTypeError(
+                    f"{title}: cast: {f'plane {plane!r} of ' if plane else ''}the {where} is declared as {dtypes[plane]}, and its "
+                    f"arrays are {found}; bind them with a layout or shape of that dtype"
+                )
+
+
+def require_compatible(src: Pool, dst: Pool, cast: Scale | None = None) -> None:
     """Check that blocks can be copied: equal block shapes except for layers, and a writable destination."""
     require_usable(src, dst)
     title = f"{src.layout.name} → {dst.layout.name}"
     # The planes of layouts may all have their own dtypes.  Then the shape's has no meaning, and the plan compares the planes.
     both_use = src.layout.uses_shape_dtype and dst.layout.uses_shape_dtype
-    if src.shape.dtype != dst.shape.dtype and both_use:
+    if src.shape.dtype != dst.shape.dtype and both_use and cast is None:
         raise DTypeError(
-            f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype"
+            f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype, unless it is "
+            "told to: cast='amax' for a layout with scales, cast=kvbm.Scale(1.0) without"
         )
-    require_one_format(title, src.formats, dst.formats)
     if replace(src.shape, nl=1, dtype=dst.shape.dtype) != replace(dst.shape, nl=1):
         raise BindError(
             f"{title}: expected pools of one block shape, got {src.shape} and {dst.shape}; for different numbers of tokens "

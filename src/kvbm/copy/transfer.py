@@ -6,15 +6,19 @@ import weakref
 from typing import Any, Literal
 
 from .. import _core
-from .._arguments import flag
+from .._arguments import flag, quoted
 from ..digest.cells import Model
 from ..errors import BindError
 from ..pool.pool import Pool
+from ..planner.cast import AMAX, Scale
 from ..pool.section import PoolSection
 from . import autotune
 from .executor import CHOICES, Executor, Layers, part_of, require_usable
 
-__all__ = ["Strategy", "Transfer", "convert"]
+__all__ = ["Cast", "Strategy", "Transfer", "as_cast", "convert"]
+
+#: How values are cast; `Transfer` documents it.
+Cast = Literal["amax"] | Scale | None
 
 #: The strategies; `Transfer` documents them.
 Strategy = Literal["auto", "aside", "direct", "staged", "engine"]
@@ -44,6 +48,11 @@ class Transfer:
         the digests.  `Done.synchronize` raises `DigestError` if they differ.  It costs one read of each side.
     model : kvbm.Model, optional
         Which layers and heads of a model the source holds, for `digests`.
+    cast : {"amax"} or kvbm.Scale, optional
+        Change the format of values: quantise bfloat16, float16 or float32, or the reverse.  ``"amax"``: each group of elements of a
+        layout with scales has the scale of its largest value.  A `Scale` in addition gives one scale to planes that have none, and
+        the scale of the tensor for NVFP4.  Planes of the same format on both sides are copied.  Default: no value changes, and
+        different formats are an error.  Digests of a copy that casts are those of the quantised bits.
 
     Raises
     ------
@@ -79,10 +88,14 @@ class Transfer:
         *,
         verify: bool = False,
         model: Model | None = None,
+        cast: Cast = None,
     ) -> None:
         src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
-        self._executor = _begun(Executor(src, dst, strategy, max_sms, chunk_bytes, keeps=True, model=model))
+        scale = as_cast(cast)
+        self._executor = _begun(Executor(src, dst, strategy, max_sms, chunk_bytes, keeps=True, model=model, cast=scale))
         self._verifies = verify if type(verify) is bool else flag("verify", verify)  # type: ignore[redundant-expr]
+        if self._verifies and scale is not None:
+            raise BindError("verify: it compares the bits of both sides, and cast changes them; take digests= of the copy instead")
         self._src, self._dst = src.pool.watch, dst.pool.watch
         whole = self._executor.routes.get(None)
         self._whole = None if whole is None else whole.route
@@ -204,15 +217,32 @@ def _begun(executor: Executor) -> Executor:
     return executor
 
 
-def _bind(src: Pool | PoolSection, dst: Pool | PoolSection) -> Executor:
+def as_cast(given: object) -> Scale | None:
+    """The scale of a cast as users give it; None for a copy that changes no value.
+
+    Raises
+    ------
+    BindError
+        It is neither None, ``"amax"`` nor a `Scale`.
+    """
+    if given is None or isinstance(given, Scale):
+        return given
+    if isinstance(given, str) and given == "amax":
+        return AMAX
+    raise BindError(f"cast: expected 'amax' or a kvbm.Scale, got {quoted(given)}")
+
+
+def _bind(src: Pool | PoolSection, dst: Pool | PoolSection, cast: Scale | None) -> Executor:
     ours, theirs = (given if isinstance(given, Pool) else given.pool for given in (src, dst))
     targets = _executors.setdefault(ours, weakref.WeakKeyDictionary())
     parts = targets.setdefault(theirs, {})
     # If two threads create one at the same time, the first one is kept: what graphs and copies read lives as long as the pools.
-    key = None if src is ours and dst is theirs else (part_of(src, "source").of, part_of(dst, "destination").of)
+    key: Any = None if src is ours and dst is theirs else (part_of(src, "source").of, part_of(dst, "destination").of)
+    if cast is not None:
+        key = (key, cast)
     executor = parts.get(key)
     if executor is None:
-        made = Executor(part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False)
+        made = Executor(part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False, cast=cast)
         executor = parts.setdefault(key, _begun(made))
     return executor
 
@@ -224,6 +254,7 @@ def convert(
     dst_ids: Any = None,
     *,
     stream: Any = None,
+    cast: Cast = None,
 ) -> None:
     """Copy blocks from one pool into another and convert them to the destination's layout.
 
@@ -238,6 +269,8 @@ def convert(
         The stream of a GPU copy: an object with ``__cuda_stream__`` (cuda.core, torch, CuPy), a cuda.bindings handle or an int.
         Default: the current stream of torch or CuPy for their arrays.  The call returns after the copy was enqueued, and you may
         change the ids then.  On the CPU the copy is complete when the call returns.
+    cast : {"amax"} or kvbm.Scale, optional
+        Change the format of values, as for `Transfer`.  Default: no value changes, and different formats are an error.
 
     Raises
     ------
@@ -257,5 +290,5 @@ def convert(
     dst: Any = dst_pool.pool if isinstance(dst_pool, PoolSection) else dst_pool
     if not (isinstance(src, Pool) and isinstance(dst, Pool)):
         require_usable(src, dst)  # says which one it is
-    executor = _bind(src_pool, dst_pool)
+    executor = _bind(src_pool, dst_pool, as_cast(cast))
     executor.found(None).copy(src_ids, dst_ids, executor.stream(stream, None), None, src.watch, dst.watch)

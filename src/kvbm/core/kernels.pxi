@@ -205,7 +205,9 @@ cdef class Copy:
         ``(extent, src, dst)`` for each mode inside a chunk, fastest first.  ``src`` and ``dst`` are bytes, tables are
         entries. ``strides``: for each side the stride of blocks, and of each digit of a unit, fastest first, in bytes.
         ``words``: for kernels of records the bytes of a word; for kernels of pages also the bytes of an item, the
-        stride of its words in shared memory, the offset of the part there, and the bytes of its segment.
+        stride of its words in shared memory, the offset of the part there, and the bytes of its segment; for kernels
+        that cast the bytes between the elements of an item, the scale of the caller, and whether codes move byte by
+        byte.
     src_id, dst_id : tuple of two ints
         The strides of a block id: ``(table entries, bytes)``.  The bytes are used for parts without ``strides``.
     units : tuple of two tuples of int
@@ -229,6 +231,7 @@ cdef class Copy:
 
     def __init__(self, str kernel, parts, src_id, dst_id, units=((), ()), digest=None):
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
+        cdef kvbm_part *part
         parts = tuple(parts)
         if not 0 < len(parts) <= KVBM_MAX_PARTS or (
                 index >= 0 and kvbm_kernel_at(index).parts not in (0, len(parts))):
@@ -250,7 +253,11 @@ cdef class Copy:
                 raise PlanError(f"part {number} of the plan for {kernel!r}: expected a stride for each digit of a unit")
             try:
                 blocks = src_block, dst_block
-                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, tuple(words))
+                casts = kernel is not None and kernel.startswith("cast_")
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, () if casts else tuple(words))
+                if casts:
+                    part = &self.args.part[number]
+                    part.element_step, part.given_scale, part.bytewise = words
                 for digit, step in enumerate(src_steps):
                     digits.part[number].src[digit] = step
                 for digit, step in enumerate(dst_steps):

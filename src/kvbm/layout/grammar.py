@@ -11,6 +11,7 @@ import yaml
 from ..errors import LayoutError
 from .layout import Layout
 from .naming import ITEMSIZE, SPELLINGS, suggestion
+from .scales import why_not_scales
 from .terms import AXES, Expression, Order, Pitch, Plane, Term
 from .yamlfile import YamlFile
 
@@ -20,7 +21,7 @@ __all__ = ["KEYS", "PLANE_KEYS", "parse", "write"]
 KEYS = ("title", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
 
 #: Keys of a plane.
-PLANE_KEYS = ("order", "dtype", "offset", "pitch", "shared")
+PLANE_KEYS = ("order", "dtype", "offset", "pitch", "shared", "scales")
 
 # An order is a sequence of these tokens; each becomes a bracket or a term.
 _TOKEN = re.compile(
@@ -63,7 +64,7 @@ def write(layout: Layout) -> str:
 
     def plane(given: Plane) -> dict[str, Any]:
         offset = f"{given.offset.text} B" if given.offset else ""
-        keys = orders(given.orders), given.dtype, offset, pitch(given.pitch), " ".join(given.shared)
+        keys = orders(given.orders), given.dtype, offset, pitch(given.pitch), " ".join(given.shared), given.scales
         return {key: value for key, value in zip(PLANE_KEYS, keys, strict=True) if value}
 
     keys = {
@@ -215,7 +216,11 @@ class _File(YamlFile):
         for name in term.axes:
             if name not in declared:
                 self.fail(node, f"planes: {name!r} missing: the order names it, so declare it here")
-        return tuple(self.plane(name, declared[name], order, extra) for name in term.axes)
+        planes = tuple(self.plane(name, declared[name], order, extra) for name in term.axes)
+        for plane in planes:
+            if why := why_not_scales(plane, planes):
+                self.fail(self.mapping(declared[plane.name], "", PLANE_KEYS)["scales"], f"plane '{plane.name}': scales: {why}")
+        return planes
 
     def plane(self, name: str, node: yaml.Node, outer: Order, extra: dict[str, Expression]) -> Plane:
         what = f"plane '{name}'"
@@ -243,7 +248,8 @@ class _File(YamlFile):
         for axis in shared:
             if axis not in AXES or axis in "bd":
                 self.fail(keys["shared"], f"{what}: shared: expected some of the axes l o h t, got {axis!r}")
-        return Plane(name, orders, dtype, offset, self.pitch(keys.get("pitch"), orders), shared)
+        scales = self.scalar(keys["scales"], f"scales of {what}") if "scales" in keys else ""
+        return Plane(name, orders, dtype, offset, self.pitch(keys.get("pitch"), orders), shared, scales)
 
     def line(self, node: yaml.Node) -> str:
         return f"{self.file}:{node.start_mark.line + 1}"

@@ -109,6 +109,11 @@ class Layout(Shown):
         """True if two shapes give the same blocks: they are equal, or differ in a dtype that no plane uses."""
         return one == other or (not self.uses_shape_dtype and replace(one, dtype=other.dtype) == other)
 
+    @cached_property
+    def scales(self) -> dict[str, str]:
+        """Name of each plane of scales → name of the plane that it scales."""
+        return {plane.name: plane.scales for plane in self.planes if plane.scales}
+
     @property
     def where(self) -> str:
         """File and line of the order; without a file, the name."""

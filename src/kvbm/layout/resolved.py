@@ -17,6 +17,7 @@ from .address_map import Access, Index, Step, declared
 from .loops import loops_of
 from .overlap import meet, reach
 from .region import Section
+from .scales import group_of
 from .shapes import ITEMSIZE, LIMIT, BlockShape
 from .terms import AXES, Order, Pitch, Plane, Term
 
@@ -206,6 +207,9 @@ def _resolve_planes(
     try:
         if not is_separate:
             _require_disjoint(found)
+        sizes_of = {one.plane.name: one.sizes for one in found}
+        for scale, scaled in layout.scales.items():
+            group_of(scaled, sizes_of[scaled], scale, sizes_of[scale])
         planes = [
             _place_plane(layout, index, one, names, one.held if is_separate else end) for index, one in enumerate(found)
         ]

@@ -223,6 +223,9 @@ class Plane:
         As for `Layout`, for the plane's terms; sorted.
     shared : tuple of str
         Axes of the shape along which the plane has a single value, such as one scale for all tokens of a block.
+    scales : str
+        Name of the plane whose elements this plane scales (`kvbm.layout.scales`).  A copy without a cast does not use it, so it
+        does not change the meaning of a layout.
     """
 
     name: str
@@ -231,6 +234,7 @@ class Plane:
     offset: Expression | None = None
     pitch: tuple[tuple[str, Pitch], ...] = ()
     shared: tuple[str, ...] = ()
+    scales: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         text = " / ".join(map(str, self.orders))

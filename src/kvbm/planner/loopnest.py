@@ -19,6 +19,7 @@ __all__ = [
     "MAX_LAUNCHES",
     "MAX_OUTER",
     "MAX_PARTS",
+    "STRIDE_LIMIT",
     "WIDEST",
     "Arguments",
     "Form",
@@ -44,7 +45,7 @@ WIDEST = 16
 
 #: Kernels index the words of a chunk with 31 bits and their strides with 32.  Larger modes select chunks instead.
 _CHUNK_LIMIT = 1 << 31
-_STRIDE_LIMIT = 1 << 32
+STRIDE_LIMIT = 1 << 32
 
 
 class Mode(NamedTuple):
@@ -111,21 +112,24 @@ class Form:
 
     Attributes
     ----------
-    kind : {"copy", "rows", "tile", "record", "page_in", "page_out", "digest"}
+    kind : {"copy", "rows", "tile", "record", "page_in", "page_out", "digest", "cast"}
         ``copy``: a chunk is one run.  ``rows``: runs are copied whole, in another order.  ``tile``: source and destination are
         contiguous along different axes, so elements are transposed in a tile.  ``record``: rows of several parts, the planes of a
         block.  ``page_in``, ``page_out``: as ``record``, with the source or the destination in shared memory.  ``digest``: cells
-        are read and summed up.
+        are read and summed up.  ``cast``: elements change their format, and their scales are made or used.
     outer, inner : int
         Number of modes that select a chunk, and of modes inside it (for tiles: without the two that span the tile).
     element : int
-        For tiles, and for digests of transposed cells: bytes that stay together.
+        For tiles, and for digests of transposed cells: bytes that stay together.  For casts: elements that a thread
+        moves at a time.
     word : int
-        Bytes of a load and store; 0 for records and pages, as each part has its own word.
+        Bytes of a load and store; 0 for records and pages, as each part has its own word.  For casts: see `CastPart.form`.
     sm_limited : bool
         True if the kernel accepts a limit of multiprocessors.
     sums : bool
         True if the kernel also digests the words that it copies; each word is then a cell.
+    values : str
+        For casts: formats of the source and of the destination, and of stored scales, such as ``bf16_e4m3_f32``.
     """
 
     kind: str
@@ -135,6 +139,7 @@ class Form:
     word: int
     sm_limited: bool = False
     sums: bool = False
+    values: str = ""
 
     @property
     def name(self) -> str:
@@ -144,6 +149,8 @@ class Form:
             return f"{prefix}copy_o{self.outer}_w{self.word}"
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
+        if self.kind == "cast":
+            return f"cast_{self.values}_o{self.outer}_i{self.inner}_e{self.element}"
         if self.kind == "digest":
             turned = f"_e{self.element}" if self.element else ""
             return f"digest_o{self.outer}_i{self.inner}{turned}_w{self.word}"
@@ -187,6 +194,10 @@ def parse_kernel(name: str) -> Kernel:
     """
     forms = []
     for part in name.split("__"):
+        if match := _CAST.fullmatch(part):
+            values, *numbers = match.groups()
+            forms.append(Form("cast", *map(int, numbers), 0, values=values))
+            continue
         match = _NAME.fullmatch(part)
         if match is None:
             raise PlanError(f"kernel {name!r}: expected names such as rows_o1_i3_w16, got {part!r}")
@@ -198,6 +209,7 @@ def parse_kernel(name: str) -> Kernel:
     return tuple(forms)
 
 
+_CAST = re.compile(r"cast_([a-z0-9]+_[a-z0-9]+(?:_[a-z0-9]+)?)_o(\d)_i(\d)_e(\d)")
 _NAME = re.compile(
     r"(few_|sum_)?(copy|rows|tile|record|page_in|page_out|digest)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?"
 )
@@ -256,7 +268,7 @@ class Part:
         inner: list[Mode] = []
         size = 1
         for mode in nest(modes):
-            if mode.src_table or mode.dst_table or mode.src >= _STRIDE_LIMIT or mode.dst >= _STRIDE_LIMIT:
+            if mode.src_table or mode.dst_table or mode.src >= STRIDE_LIMIT or mode.dst >= STRIDE_LIMIT:
                 outer.append(mode)
             else:
                 inner.append(mode)
@@ -294,6 +306,11 @@ class Part:
     def nbytes(self) -> int:
         """Bytes per block."""
         return self.chunks * self.chunk_bytes
+
+    @property
+    def side_bytes(self) -> tuple[int, int]:
+        """Bytes per block of the source and of the destination: equal, unless values are cast."""
+        return self.nbytes, self.nbytes
 
     @property
     def spans(self) -> tuple[Mode, Mode] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import MissingKernelError
+from .cast import CastPart
 from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name, parse_kernel
 from .shared_tiles import Staged, stage
 
@@ -124,8 +125,12 @@ def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool
     pages : bool
         True if planes may be staged in shared memory, as on a GPU.
     """
+    casts = [part for part in parts if isinstance(part, CastPart)]
+    if casts:
+        rest = [part for part in parts if not isinstance(part, CastPart)]
+        return [*launches(rest, alignments, planes=planes, pages=pages), *(_cast(part, alignments) for part in casts)]
     work = [(part, part.form(*alignments)) for part in parts]
-    if planes:
+    if planes and work:
         return _of_planes(work, alignments) if pages else _of_records(work)
     if len(work) > 2:  # pieces of a section
         return _of_records(work)
@@ -137,6 +142,14 @@ def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool
 
 def _launch(kernel: Kernel, work: Sequence[tuple[Part, Form]], staged: Sequence[Staged] = ()) -> Launch:
     return Launch(kernel, tuple(work), kernel, tuple(staged))
+
+
+def _cast(part: CastPart, alignments: tuple[int, int]) -> Launch:
+    form = part.form(*alignments)
+    work: list[tuple[Part, Form]] = [(part, form)]
+    if part.scales:
+        work.append((part.scales, part.scales.scale_form(form, alignments[part.quantises])))
+    return _launch((replace(form, word=0),), work)
 
 
 def _of_planes(work: Sequence[tuple[Part, Form]], alignments: tuple[int, int]) -> list[Launch]:
@@ -244,6 +257,11 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False
     """
     made = []
     for launch in asked:
+        if launch.kernel[0].kind == "cast":
+            if not kernels.has(launch.kernel):
+                raise MissingKernelError(f"{launch.name} was not built: kvbm casts no values between these formats")
+            made.append(launch)
+            continue
         if launch.staged or (len(launch.work) > 1 and not sm_limited):
             if kernels.has(launch.kernel):
                 made.append(launch)

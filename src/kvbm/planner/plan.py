@@ -20,8 +20,10 @@ from ..layout.address_map import Access, Step
 from ..layout.layout import Layout
 from ..layout.loops import refine
 from ..layout.region import Section, pieces
+from ..layout.scales import QUANTISED, group_of
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
+from .cast import PLAIN, CastPart, Scale, cast_part
 from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
@@ -38,25 +40,34 @@ class Plan(Shown):
     src, dst : Section
         The copied part of each side: all of a block, a range of layers, or packed slots.
     parts : tuple of Part
-        One part; two parts if K and V have different orders; one or two per plane.
+        One part; two parts if K and V have different orders; one or two per plane.  A plane of scales belongs to the part of the
+        elements that are cast.
+    cast : Scale, optional
+        The values of a cast are quantised or dequantised.
     """
 
     src: Section
     dst: Section
     parts: tuple[Part, ...]
+    cast: Scale | None = None
 
     @property
     def shape(self) -> BlockShape:
         return self.src.shape
 
     @property
+    def casts(self) -> bool:
+        """True if some values change their format."""
+        return any(isinstance(part, CastPart) for part in self.parts)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes per block.  Each is read once and written once."""
+        """Bytes per block.  Each is read once and written once.  Of elements that are cast, those of the smaller side."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def kind(self) -> str:
-        """``copy``, ``rows`` or ``tile``; for example ``tile+rows`` if K and V differ."""
+        """``copy``, ``rows``, ``tile`` or ``cast``; for example ``tile+rows`` if K and V differ."""
         return "+".join(dict.fromkeys(part.kind for part in self.parts))
 
     @property
@@ -96,7 +107,8 @@ class Plan(Shown):
             The first and the second step.  The step on the far side copies runs as long as those of that side.
         """
         slot = (self.dst if gathers else self.src).packed()
-        return between(self.src, slot, self.title), between(slot, self.dst, self.title)
+        casts = (self.cast, None) if gathers else (None, self.cast)
+        return between(self.src, slot, self.title, cast=casts[0]), between(slot, self.dst, self.title, cast=casts[1])
 
     def flat(self, src_step: int | None, dst_step: int | None) -> Plan:
         """The plan for pools with equal steps between allocations: strides replace tables.  None: no equal steps on that side."""
@@ -131,6 +143,9 @@ class Plan(Shown):
             f"{'unit' if max(self.src.units, self.dst.units) > 1 else 'block'}."
         ]
         for number, (part, form) in enumerate(zip(self.parts, self.forms(), strict=True), 1):
+            if isinstance(part, CastPart):
+                paragraphs.append(_cast_text(part, form))
+                continue
             label = part.label or (f"part {number}" if len(self.parts) > 1 else "")
             who = f"In {label}, every" if label else "Every"
             steps = " and ".join(
@@ -169,8 +184,9 @@ class Plan(Shown):
                 text += f" With aligned bases words are {form.word} bytes{narrow}; kernel {form.name}."
             paragraphs.append(text + _fitted(part))
         if self._of_planes:
-            paragraphs += [f"{_OF_PLANES[run.kernel[0].kind]}: {run.name}." for run in self.launches()]
-        elif len(self.parts) == 2:
+            runs = [(run.kernel[0].kind, run.name) for run in self.launches()]
+            paragraphs += [f"{_OF_PLANES[kind]}: {name}." for kind, name in runs if kind != "cast"]
+        elif len(self.parts) == 2 and self.cast is None:
             paragraphs.append("Both go in one launch where the joined kernel is built, else in one launch each.")
         return "\n".join(paragraphs)
 
@@ -201,7 +217,20 @@ def _fitted(part: Part) -> str:
     return f"{text}the slowest pick chunks instead." if pieces[0] is not part else ""
 
 
-_CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles"}
+_CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles", "cast": "values in another format"}
+
+
+def _cast_text(part: CastPart, form: Form) -> str:
+    src, dst, scale = part.formats
+    who = f"In {part.label}, values" if part.label else "Values"
+    if not scale:
+        how = f"with the scale {part.given:g} of the caller"
+    elif part.quantises:
+        how = f"each group of {part.group} with a {scale} scale from its largest value, rounded to nearest, ties to even"
+    else:
+        how = f"each group of {part.group} with its {scale} scale"
+    wide = "" if form.element == 8 else f", element by element ({part.group} are not contiguous and aligned on both sides)"
+    return f"{who} change from {src} to {dst}, {how}; kernel {form.name}{wide}."
 
 
 def _narrowing(part: Part, form: Form) -> str:
@@ -361,25 +390,105 @@ def _windows(title: str, counts: tuple[int, int], layers: object) -> tuple[range
     return sides[0], sides[1]
 
 
-def between(src: Section, dst: Section, title: str, keys: Section | None = None) -> Plan:
+def between(src: Section, dst: Section, title: str, keys: Section | None = None, cast: Scale | None = None) -> Plan:
     """Plan the copy between two sections.
 
     With `keys` (`kvbm.digest.cells`) the loops are also refined for the keys, and have strides in keys.  Then each axis of
-    the sections must be one loop.
+    the sections must be one loop.  With `cast` planes of different formats are cast.
     """
+    casts: list[CastPart] = []
     try:
-        parts = [part for here, there in pieces(src, dst) for part in _parts(title, here, there, keys)]
+        parts = []
+        for here, there in pieces(src, dst):
+            if cast is not None:
+                here, there, found = _casts(title, here, there, cast)
+                casts += found
+            if here.accesses:
+                parts += _parts(title, here, there, keys)
     except LayoutError as error:
         raise PlanError(f"{title}: {error}") from None
     if src.chosen or dst.chosen:
         parts = in_step(parts)
-    made = Plan(src, dst, tuple(parts))
-    if not made.nbytes == src.block_bytes == dst.block_bytes:  # every rule above must keep this true
+    made = Plan(src, dst, (*parts, *casts), cast)
+    moved = [sum(part.side_bytes[side] for part in made.parts) for side in (0, 1)]
+    if moved != [src.block_bytes, dst.block_bytes]:  # every rule above must keep this true
         raise PlanError(
-            f"{title}: the plan moves {made.nbytes} bytes per block, the source holds {src.block_bytes} and the destination "
-            f"{dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
+            f"{title}: the plan reads {moved[0]} bytes per block and writes {moved[1]}, the source holds {src.block_bytes} and the "
+            f"destination {dst.block_bytes}: this is a defect of kvbm; please report both layouts and the shape"
         )
     return made
+
+
+def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section, Section, list[CastPart]]:
+    """The loop nests of the planes that are cast, and the two sections without these planes."""
+    sides = [{plane: _maps_of(side, plane) for plane in _plane_names(side)} for side in (src, dst)]
+    scales = [{data: scale for scale, data in side.layout.scales.items() if scale in maps and data in maps}
+              for side, maps in zip((src, dst), sides, strict=True)]  # fmt: skip
+    values = [[plane for plane in maps if plane not in of.values()] for maps, of in zip(sides, scales, strict=True)]
+    pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
+    if not pairs and len(values[0]) == len(values[1]) == 1:  # one kind of values on each side: names do not matter
+        pairs = [(values[0][0], values[1][0])]
+    made: list[CastPart] = []
+    done: tuple[set[str], set[str]] = (set(), set())
+    for ours, theirs in pairs:
+        here, there = sides[0][ours], sides[1][theirs]
+        formats = here[0].dtype, there[0].dtype
+        own = scales[0].get(ours), scales[1].get(theirs)
+        if formats[0] == formats[1] and (own[0] is None) == (own[1] is None):
+            continue  # a copy
+        scaled = _direction(title, ours or theirs, formats, own, cast)
+        done[0].update(filter(None, (ours, own[0])) if ours else [ours])
+        done[1].update(filter(None, (theirs, own[1])) if theirs else [theirs])
+        group = of_scales = None
+        if scaled is not None:
+            name = own[scaled]
+            assert name is not None
+            of_scales, data = sides[scaled][name], sides[scaled][(ours, theirs)[scaled]]
+            group = group_of(data[0].plane, dict(data[0].sizes), name, dict(of_scales[0].sizes))
+        maps = [one for one in (here, there, of_scales) if one]
+        for o in range(src.shape.no) if any(len(one) > 1 for one in maps) else (None,):
+            at = [_half(title, one, o) for one in maps]
+            made.append(cast_part(title, at[0], at[1], at[2] if of_scales else None, group, cast.value, o))
+    rest = [
+        replace(side, accesses=tuple(access for access in side.accesses if access.plane not in gone))
+        for side, gone in zip((src, dst), done, strict=True)
+    ]
+    if bool(rest[0].accesses) != bool(rest[1].accesses):
+        where, other = (src, dst) if rest[0].accesses else (dst, src)
+        left = ", ".join(repr(access.plane) for access in (*rest[0].accesses, *rest[1].accesses))
+        raise PlanError(
+            f"{title}: {where.layout.name} has the planes {left}, which {other.layout.name} lacks; expected the same planes on "
+            "both sides, apart from scales (`scales:` of a plane in the layout file)"
+        )
+    return rest[0], rest[1], made
+
+
+def _direction(
+    title: str, plane: str, formats: tuple[str, str], scales: tuple[str | None, str | None], cast: Scale
+) -> int | None:
+    """Which side has the scales of a cast: 0 the source, 1 the destination; None: neither."""
+    where = f"{title}: {f'plane {plane!r}: ' if plane else ''}{formats[0]} to {formats[1]}"
+    for side, dtype in enumerate(formats):
+        if dtype not in (*PLAIN, *QUANTISED):
+            raise PlanError(f"{where}: expected one of {', '.join((*PLAIN, *QUANTISED))} on each side, got {dtype}")
+        if scales[side] and dtype in PLAIN:
+            raise PlanError(f"{where}: plane {scales[side]!r} holds scales of elements that are not quantised")
+    if all(dtype in QUANTISED for dtype in formats):
+        raise PlanError(f"{where}: both are quantised; cast to bfloat16, float16 or float32 first, and from there")
+    if not any(scales) and not cast.is_given:
+        raise PlanError(
+            f"{where}: no plane holds scales; expected a layout that declares them (`scales:` of a plane), or cast=Scale(1.0) for "
+            "one scale of the caller"
+        )
+    return 0 if scales[0] else 1 if scales[1] else None
+
+
+def _plane_names(section: Section) -> list[str]:
+    return list(dict.fromkeys(access.plane for access in section.accesses))
+
+
+def _maps_of(section: Section, plane: str) -> _Maps:
+    return tuple(access for access in section.accesses if access.plane == plane)
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
@@ -387,18 +496,24 @@ def joined(plans: Sequence[Plan]) -> Plan:
     return Plan(plans[0].src, plans[0].dst, tuple(in_step([part for made in plans for part in made.parts])))
 
 
-def between_layers(src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None) -> Plan:
+def between_layers(
+    src: Section, dst: Section, title: str, layers: range | tuple[range, range] | None, cast: Scale | None = None
+) -> Plan:
     """`between` for some layers of the sections; plans are cached."""
     if layers is not None:
         ours, theirs = _windows(title, (src.count("l"), dst.count("l")), layers)
         src, dst = src.select("l", ours), dst.select("l", theirs)
-    return _cached(src, dst, title, src.layout.name, dst.layout.name)
+    names = (src.layout.name, dst.layout.name)
+    if cast is None:
+        return _cached(src, dst, title, *names)
+    # Layouts that differ only in what they declare of scales are equal.
+    return _cached(src, dst, title, *names, *map(repr, (src.layout.scales, dst.layout.scales)), cast=cast)
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached(src: Section, dst: Section, title: str, *_names: str) -> Plan:
+def _cached(src: Section, dst: Section, title: str, *_names: str, cast: Scale | None = None) -> Plan:
     """`between`.  Layouts with the same meaning are equal; their names are in the key, so that a plan has those of its call."""
-    return between(src, dst, title)
+    return between(src, dst, title, cast=cast)
 
 
 def _parts(title: str, src: Section, dst: Section, keys: Section | None = None) -> tuple[Part, ...]:
@@ -449,7 +564,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             plane = f"plane '{name}': " if name else ""
             raise PlanError(
                 f"{title}: {plane}{ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
-                "converts no dtype"
+                "converts no dtype, unless it is told to by cast="
             )
     pairs = [(maps, destinations[name]) for name, maps in sources.items()]
     for ours, theirs in pairs:

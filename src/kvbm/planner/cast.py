@@ -1,0 +1,363 @@
+"""Casts: the loop nests of copies that change the format of values.
+
+A cast is a copy with a third address map, that of the scales.  Its loops are the common refinement of all three.  The loops without
+a stride in the scales go through a group, the others go from group to group.  ``docs/reference/cast.md`` has the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..errors import LayoutError, MissingKernelError, PlanError
+from ..layout.address_map import Access, Step
+from ..layout.loops import coalesce, refine
+from ..layout.scales import Group
+from .loopnest import MAX_INNER, MAX_OUTER, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
+
+__all__ = ["AMAX", "FORMATS", "PLAIN", "CastPart", "Scale", "cast_part"]
+
+#: Formats of elements and scales → their names in kernels.
+FORMATS = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "i8",
+    "float4_e2m1fn": "e2m1", "float8_e8m0fnu": "e8m0",
+}  # fmt: skip
+
+#: Formats of values that are not quantised.
+PLAIN = ("bfloat16", "float16", "float32")
+
+#: Elements that a thread moves at a time, if they are contiguous and aligned.
+_ITEM = 8
+
+#: Inner modes of a group (``kGroup`` of ``cuda/prepare.cuh``).
+_GROUP_MODES = 3
+
+#: Most elements that share a scale of the caller and are cast by the same threads.
+_RUN = 256
+
+#: Range of a scale that the caller gives: it and its reciprocal, multiplied by a stored scale, stay in the range of float32.
+_LEAST, _MOST = 2.0**-100, 2.0**100
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale that the caller gives for a cast.
+
+    Parameters
+    ----------
+    value : float
+        For planes without scales of their own: an element's value is its code times this.  For scales of e4m3 (NVFP4): the scale of
+        the whole tensor, by which they are multiplied.  It is rounded to float32.
+
+    is_given : bool
+        False: every plane that is cast must have scales of its own.
+
+    Raises
+    ------
+    PlanError
+        The value is not a number from 2**-100 to 2**100.
+    """
+
+    value: float = 1.0
+    is_given: bool = field(default=True, repr=False)
+
+    def __post_init__(self) -> None:
+        given: object = self.value
+        if isinstance(given, bool) or not isinstance(given, int | float) or not _LEAST <= given <= _MOST:
+            raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {given!r:.100}")
+        object.__setattr__(self, "value", float(given))
+
+
+#: A cast in which each scale is computed from, or stored with, the elements of its group.
+AMAX = Scale(is_given=False)
+
+
+@dataclass(frozen=True)
+class CastPart(Part):
+    """The loop nest of a cast, of its elements or of its scales.  Both have the same modes.
+
+    Modes count elements; of elements that share a byte, they count pairs.  ``inner[:3]`` go through a group.
+
+    Attributes
+    ----------
+    formats : tuple of str
+        Dtypes of the source and of the destination, and of the scales; empty if none are stored.
+    element : int
+        Elements that a step of ``inner[0]`` moves: 2 if two share a byte.
+    element_step : int
+        Bytes between two elements on the side where they do not share a byte.
+    given : float
+        The scale of the caller.
+    scales : CastPart, optional
+        The loop nest of the scales.
+    """
+
+    formats: tuple[str, str, str] = ("", "", "")
+    element: int = 1
+    element_step: int = 0
+    given: float = 1.0
+    scales: CastPart | None = None
+
+    @property
+    def kind(self) -> str:
+        return "cast"
+
+    @property
+    def quantises(self) -> bool:
+        """True if the destination has the scales."""
+        return self.formats[0] in PLAIN
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of a block."""
+        return self.element * math.prod(mode.extent for mode in (*self.inner, *self.outer))
+
+    @property
+    def group(self) -> int:
+        """Number of elements that share a scale."""
+        return self.element * math.prod(mode.extent for mode in self.inner[:_GROUP_MODES])
+
+    @property
+    def side_bytes(self) -> tuple[int, int]:
+        """Bytes per block of the source and of the destination."""
+        sides = [self.elements * _bits(dtype) // 8 for dtype in self.formats[:2]]
+        if self.formats[2]:
+            sides[self.quantises] += self.elements // self.group * _bits(self.formats[2]) // 8
+        return sides[0], sides[1]
+
+    @property
+    def nbytes(self) -> int:
+        return min(self.side_bytes)
+
+    @property
+    def run_bytes(self) -> int:
+        return max(1, self.inner[0].extent * self.element * min(map(_bits, self.formats[:2])) // 8)
+
+    def fit(self, kind: str) -> tuple[Part, ...]:
+        del kind
+        return (self,)
+
+    def form(self, src_alignment: int, dst_alignment: int) -> Form:
+        """The kernel form for base addresses that are multiples of these.
+
+        Its `element` is the number of elements that a thread moves at a time.  Its `word` is 1 if codes must move byte by byte.
+        """
+        steps = [
+            math.gcd(alignment, offset, *of.steps, *(mode[side] for mode in (*self.inner[1:], *self.outer)))
+            for side, alignment, offset, of in (
+                (1, src_alignment, self.src_offset, self.src_id), (2, dst_alignment, self.dst_offset, self.dst_id)
+            )
+        ]  # fmt: skip
+        run = self.inner[0]
+        widths = [_bits(dtype) for dtype in self.formats[:2]]
+        item = self.element
+        if (
+            run.extent * self.element % _ITEM == 0
+            and (run.src, run.dst) == tuple(width * self.element // 8 for width in widths)
+            and (self.element == 1 or self.element_step == max(widths) // 8)
+            and not any(step % min(WIDEST, width * _ITEM // 8) for step, width in zip(steps, widths, strict=True))
+        ):
+            item = _ITEM
+        whole = [math.gcd(step, mode) for step, mode in zip(steps, (run.src, run.dst), strict=True)]
+        if self.element > 1:
+            whole[not self.quantises] = math.gcd(whole[not self.quantises], self.element_step)
+        bytewise = any(step % max(1, width // 8) for step, width in zip(whole, widths, strict=True))
+        return self._form(item, bytewise)
+
+    def scale_form(self, values: Form, alignment: int) -> Form:
+        """The form of the loop nest of scales, for base addresses that are multiples of the alignment."""
+        side, offset, of = (2, self.dst_offset, self.dst_id) if self.quantises else (1, self.src_offset, self.src_id)
+        step = math.gcd(alignment, offset, *of.steps, *(mode[side] for mode in (*self.inner, *self.outer)))
+        return replace(values, word=int(step % (_bits(self.formats[2]) // 8) > 0))
+
+    def _form(self, item: int, bytewise: bool) -> Form:
+        names = "_".join(FORMATS[dtype] for dtype in self.formats if dtype)
+        return Form("cast", MAX_OUTER, MAX_INNER, item, int(bytewise), values=names)  # one kernel serves every loop nest
+
+    def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
+        still = Mode(1, 0, 0)
+        outer = [*self.outer, *[still] * (form.outer - len(self.outer))]
+        inner = [self.inner[0].split(form.element // self.element)[1], *self.inner[1:]]
+        inner += [still] * (form.inner - len(inner))
+        offsets = (self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        return (
+            offsets,
+            [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
+            [(m.extent, m.src, m.dst) for m in inner],
+            (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
+            (self.element_step, self.given, form.word),
+        )
+
+
+def cast_part(
+    title: str, src: Access, dst: Access, scale: Access | None, group: Group | None, given: float, half: int | None
+) -> CastPart:
+    """The loop nest of a cast between two planes.
+
+    Parameters
+    ----------
+    title : str
+        Start of messages.
+    src, dst : Access
+        Address maps of the elements.  Exactly one is quantised, or none.
+    scale : Access, optional
+        Address map of the scales, on the quantised side.
+    group : Group, optional
+        The elements that share one of these scales.
+    given : float
+        The scale of the caller.
+    half : int, optional
+        0 for K and 1 for V, if both are separate.
+
+    Raises
+    ------
+    PlanError
+        The maps have no common refinement, or a group lies in several allocations.
+    MissingKernelError
+        The nest has more loops than kernels support.
+    """
+    quantises = src.dtype in PLAIN
+    label = " ".join(filter(None, (src.plane or dst.plane, "KV"[half] if half is not None else "")))
+    where = f"{title}: {f'plane {label!r}: ' if label else ''}"
+    sides = [src, dst] if scale is None else [src, dst, scale]
+    if any(step.opaque or len(step.axes) > 1 for side in sides for step in side.steps):
+        raise PlanError(
+            f"{where}axes are fused, or in a group without a promised order: a cast cannot tell the elements of a group; use a "
+            "layout in which every axis stands for itself"
+        )
+    quantised = dst if quantises else src
+    plain = src if quantises else dst
+    pack, packed = quantised.pack, "".join(quantised.packed)
+    if pack > 1 and (len(packed) != 1 or (group and packed not in (group.axis, *group.whole))):
+        raise PlanError(f"{where}{pack} elements of {quantised.dtype} that share a byte must be neighbours in one group")
+    step = _pair_step(where, plain, packed) if pack > 1 else 0
+    loops = list(_loops(where, src, dst, scale, group, packed, pack))
+    if scale is not None:
+        inside = _nested([loop for loop in loops if not any(loop[5:])])
+        rest = _nested([loop for loop in loops if any(loop[5:])])
+    else:
+        inside, rest = _cut(_nested(loops))
+    if any(loop[2] or loop[4] or max(loop[1], loop[3]) >= STRIDE_LIMIT for loop in inside):
+        raise PlanError(f"{where}the elements of one scale lie in several allocations, or far apart; expected one allocation")
+    chunk = [loop for loop in rest if not any(loop[2::2]) and max(loop[1::2]) < STRIDE_LIMIT]
+    outer = [loop for loop in rest if loop not in chunk]
+    while len(chunk) > MAX_INNER - _GROUP_MODES:
+        outer.insert(0, chunk.pop())
+    if len(inside) > _GROUP_MODES or len(outer) > MAX_OUTER:
+        raise MissingKernelError(
+            f"{where}a cast of {len(inside)} loops inside a group, {len(chunk)} between groups of a chunk and {len(outer)} between "
+            f"chunks: expected at most {_GROUP_MODES}, {MAX_INNER - _GROUP_MODES} and {MAX_OUTER}; convert in two steps, through a "
+            "layout with an order between both"
+        )
+    still = (1, 0, 0, 0, 0, 0, 0)
+    inner = [*inside, *[still] * (_GROUP_MODES - len(inside)), *chunk]
+    formats = (src.dtype, dst.dtype, scale.dtype if scale else "")
+
+    def nest(one: Access, other: Access, a: int, b: int, scales: CastPart | None) -> CastPart:
+        """The nest with strides `a` and `b` of each loop for source and destination; none if below 0."""
+
+        def mode(loop: Sequence[int]) -> Mode:
+            strides = [loop[k] if k >= 0 else 0 for k in (a, b)]
+            tables = [loop[k + 1] if k >= 0 else 0 for k in (a, b)]
+            return Mode(loop[0], *strides, *tables)
+
+        ids = [Id(side.block[1], side.block[0], side.units) for side in (one, other)]
+        return CastPart(
+            one.at[0], other.at[0], one.at[1], other.at[1], tuple(map(mode, outer)), tuple(map(mode, inner)), ids[0], ids[1],
+            label, half, 0, formats, pack, step, given, scales,
+        )  # fmt: skip
+
+    scales = None
+    if scale is not None:
+        scales = nest(src, scale, -1, 5, None) if quantises else nest(scale, dst, 5, -1, None)
+    made = nest(src, dst, 1, 3, scales)
+    if made.elements != math.prod(step.extent for step in plain.steps):  # every rule above must keep this true
+        raise PlanError(
+            f"{where}the cast has {made.elements} elements per block: this is a defect of kvbm; please report both layouts"
+        )
+    return made
+
+
+def _bits(dtype: str) -> int:
+    return {"float32": 32, "bfloat16": 16, "float16": 16, "float4_e2m1fn": 4}.get(dtype, 8)
+
+
+#: A loop: extent; bytes and entries of the source, of the destination and of the scales.
+_Loop = tuple[int, ...]
+
+
+def _nesting(loop: Sequence[int]) -> tuple[int, ...]:
+    """Sort key of loops: fastest in the destination first."""
+    return loop[4], loop[3], loop[2], loop[1]
+
+
+def _nested(loops: Sequence[_Loop]) -> list[_Loop]:
+    return coalesce(sorted(loops, key=_nesting))
+
+
+def _cut(loops: Sequence[_Loop]) -> tuple[list[_Loop], list[_Loop]]:
+    """A run of at most `_RUN` elements of the fastest loop, and the loops outside of it; no run if it selects allocations."""
+    if not loops or loops[0][2] or loops[0][4]:
+        return [], list(loops)
+    extent, *strides = loops[0]
+    run = max(size for size in range(1, min(extent, _RUN) + 1) if extent % size == 0)
+    inside = [(run, *strides)] if run > 1 else []
+    left = [(extent // run, *(stride * run for stride in strides))] if extent > run else []
+    return inside, [*left, *loops[1:]]
+
+
+def _pair_step(where: str, plain: Access, axis: str) -> int:
+    """Bytes between two elements that share a byte on the other side."""
+    first = next((step for step in plain.steps if step.axes == (axis,)), None)
+    if first is None or first.extent % 2 or first.entries:
+        raise PlanError(f"{where}two elements share a byte on one side, and are split along '{axis}' on the other")
+    return first.nbytes
+
+
+def _loops(
+    where: str, src: Access, dst: Access, scale: Access | None, group: Group | None, packed: str, pack: int
+) -> Iterator[_Loop]:
+    """The common refinement of both sides and of the scales."""
+    if src.sizes != dst.sizes:
+        raise PlanError(f"{where}the source has the sizes {_sizes(src)}, the destination {_sizes(dst)}; expected the same")
+    for axis, size in src.sizes:
+        low = pack if axis == packed else 1
+        digits = [_digits(side, axis, low if side.pack == 1 else 1) for side in (src, dst)]
+        if scale is not None and group is not None:
+            if axis == group.axis:
+                shared = [(low, group.size // low, 0, 0)] if group.size > low else []
+                own = [(step.divisor * group.size, *step[2:5]) for step in scale.digits(group.scale_axis)]
+                if group.size % low:
+                    raise PlanError(f"{where}{low} elements share a byte, and {group.size} a scale; expected a multiple")
+                digits.append([*shared, *own])
+            elif axis in group.whole:
+                digits.append([(low, size // low, 0, 0)] if size > low else [])
+            else:
+                digits.append(_digits(scale, axis, 1))
+        if not any(digits):  # two elements in one byte
+            continue
+        try:
+            for extent, *strides in refine(digits):
+                yield (extent, *strides, *(0,) * (6 - len(strides)))
+        except (LayoutError, IndexError):
+            splits = ["(" + ",".join(str(digit[1]) for digit in reversed(side)) + ")" for side in digits]
+            raise PlanError(
+                f"{where}splits {' and '.join(splits)} of '{axis}' (source, destination, scales) have no common refinement"
+            ) from None
+
+
+def _digits(access: Access, axis: str, low: int) -> list[tuple[int, int, int, int]]:
+    """Digits of an axis from `low` on: divisor, extent, bytes and entries."""
+    return [digit for digit in (_above(step, low) for step in access.digits(axis)) if digit[1] > 1]
+
+
+def _above(step: Step, low: int) -> tuple[int, int, int, int]:
+    """A digit without its `low` fastest coordinates, if it begins below."""
+    if step.divisor >= low:
+        return step[1:5]
+    return low, step.extent * step.divisor // low, step.nbytes * low // step.divisor, step.entries * low // step.divisor
+
+
+def _sizes(access: Access) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in access.sizes) or "of one element"
