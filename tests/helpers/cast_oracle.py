@@ -86,7 +86,9 @@ def from_code(bits: np.ndarray) -> np.ndarray:
 
 
 def encode(values: np.ndarray, fmt: str, nan: int) -> np.ndarray:
-    """The codes of values that the format has, of inf where it has that, and of NaN."""
+    """The codes of values that the format has, of inf where it has that, and of NaN; no NaN in float8_e8m0fnu."""
+    if fmt == "float8_e8m0fnu":
+        return (np.frexp(values)[1] + 126).astype(np.uint8)
     this = FORMATS[fmt]
     size = np.abs(values)
     negative = np.signbit(values)
@@ -215,10 +217,7 @@ def quantise(
         a = largest(x)
         s = scales(a, fmt, scale_fmt, global_scale)
         zeros = int(np.count_nonzero(a == 0))
-        if scale_fmt == "float8_e8m0fnu":
-            bits = (np.frexp(s)[1] - 1 + 127).astype(np.uint8)
-        else:
-            bits = encode(s, scale_fmt, nan=0)
+        bits = encode(s, scale_fmt, nan=0)
         e = effective(s, scale_fmt, global_scale)
     t = fl32(x * reciprocal(e)[..., None])
     missing = np.isnan(x)
