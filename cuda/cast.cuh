@@ -15,7 +15,8 @@ namespace kvbm {
 template <int OUTER, int INNER, class FROM, class TO, class SCALE, int ITEM>
 struct Cast {
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>;
-  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 10;
+  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 8;
+  static constexpr uint32_t kTogether = 2;  // groups whose elements are loaded before the first is cast
   
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (!prepare_cast({OUTER, INNER, 0, 0, kThreads, kTeams}, *a, sms, ITEM * (FROM::kBits + TO::kBits) / 8)) return KVBM_TOO_LARGE;
@@ -39,71 +40,89 @@ struct Cast {
     dst += uint64_t(c) * uint32_t(p.inner[0].dst);
   }
 
-  // The codes of an item.  `p.element_step`: bytes from element to element of an item whose elements are not contiguous.
+  // The codes of an item, packed as in memory: 32 bits, or more for wide formats.
   template <class F>
-  static KVBM_INLINE void load_item(const kvbm_part& p, const char* from, uint32_t (&code)[ITEM]) {
+  struct Codes {
+    static constexpr int kWords = ITEM * F::kBits < 32 ? 1 : ITEM * F::kBits / 32;
+    uint32_t x[kWords];
+    // Two codes of F, for formats of at most 16 bits.
+    KVBM_INLINE uint32_t two(int pair) const {
+      constexpr int kPairs = 16 / F::kBits;  // in a word
+      return x[pair / kPairs] >> pair % kPairs * 2 * F::kBits & (~0u >> (32 - 2 * F::kBits));
+    }
+    KVBM_INLINE void set_two(int pair, uint32_t codes) {
+      constexpr int kPairs = 16 / F::kBits;
+      if (pair % kPairs == 0) x[pair / kPairs] = 0;
+      x[pair / kPairs] |= codes << pair % kPairs * 2 * F::kBits;
+    }
+  };
+
+  // `p.element_step`: bytes from element to element of an item whose elements are not contiguous.  `p.narrow`: an item of eight
+  // codes of 8 bits is only aligned to 4 bytes; other codes may lie at any address.
+  template <class F>
+  static KVBM_INLINE void load_item(const kvbm_part& p, const char* from, Codes<F>& codes) {
     if constexpr (ITEM == 8) {
+      if (F::kBits == 8 && p.narrow) {
+        load(codes.x[0], from);
+        load(codes.x[F::kBits == 8], from + 4);
+        return;
+      }
       constexpr int kBytes = F::kBits < 16 ? F::kBits : 16;
       KVBM_UNROLL
       for (int w = 0; w < F::kBits / kBytes; ++w) {
         Word<kBytes> v;
         load(v, from + w * kBytes);
-        unpack<F::kBits, kBytes>(v, code + w * (8 * kBytes / F::kBits));
+        if constexpr (kBytes == 4) {
+          codes.x[0] = v;
+        } else {
+          KVBM_UNROLL
+          for (int i = 0; i < kBytes / 4; ++i) codes.x[w * 4 + i] = v.x[i];
+        }
       }
     } else if constexpr (F::kBits == 4) {
       uint8_t v;
       load(v, from);
-      code[0] = v & 15;
-      code[1] = v >> 4;
+      codes.x[0] = v;
     } else {
+      codes.x[0] = 0;
       KVBM_UNROLL
-      for (int i = 0; i < ITEM; ++i) code[i] = load_code<F::kBits / 8>(from + uint64_t(i) * p.element_step, p.bytewise);
+      for (int i = 0; i < ITEM; ++i) {
+        const uint32_t code = load_code<F::kBits / 8>(from + uint64_t(i) * p.element_step, p.narrow);
+        if constexpr (F::kBits == 32)
+          codes.x[i] = code;
+        else
+          codes.x[0] |= code << i * F::kBits;
+      }
     }
   }
   template <class F>
-  static KVBM_INLINE void store_item(const kvbm_part& p, char* to, const uint32_t (&code)[ITEM]) {
+  static KVBM_INLINE void store_item(const kvbm_part& p, char* to, const Codes<F>& codes) {
     if constexpr (ITEM == 8) {
+      if (F::kBits == 8 && p.narrow) {
+        store(to, codes.x[0]);
+        store(to + 4, codes.x[F::kBits == 8]);
+        return;
+      }
       constexpr int kBytes = F::kBits < 16 ? F::kBits : 16;
       KVBM_UNROLL
       for (int w = 0; w < F::kBits / kBytes; ++w) {
         Word<kBytes> v;
-        pack<F::kBits, kBytes>(v, code + w * (8 * kBytes / F::kBits));
+        if constexpr (kBytes == 4) {
+          v = codes.x[0];
+        } else {
+          KVBM_UNROLL
+          for (int i = 0; i < kBytes / 4; ++i) v.x[i] = codes.x[w * 4 + i];
+        }
         store(to + w * kBytes, v);
       }
     } else if constexpr (F::kBits == 4) {
-      store(to, uint8_t(code[0] | code[1] << 4));
+      store(to, uint8_t(codes.x[0]));
     } else {
       KVBM_UNROLL
-      for (int i = 0; i < ITEM; ++i) store_code<F::kBits / 8>(to + uint64_t(i) * p.element_step, code[i], p.bytewise);
-    }
-  }
-
-  template <int BITS, int BYTES, class W>
-  static KVBM_INLINE void unpack(const W& word, uint32_t* code) {
-    constexpr int kEach = 32 / BITS;
-    KVBM_UNROLL
-    for (int i = 0; i < BYTES / 4; ++i) {
-      uint32_t x;
-      if constexpr (BYTES == 4)
-        x = word;
-      else
-        x = word.x[i];
-      KVBM_UNROLL
-      for (int k = 0; k < kEach; ++k) code[i * kEach + k] = BITS == 32 ? x : x >> (k * BITS % 32) & ((1u << BITS % 32) - 1);
-    }
-  }
-  template <int BITS, int BYTES, class W>
-  static KVBM_INLINE void pack(W& word, const uint32_t* code) {
-    constexpr int kEach = 32 / BITS;
-    KVBM_UNROLL
-    for (int i = 0; i < BYTES / 4; ++i) {
-      uint32_t x = 0;
-      KVBM_UNROLL
-      for (int k = 0; k < kEach; ++k) x |= code[i * kEach + k] << (k * BITS % 32);
-      if constexpr (BYTES == 4)
-        word = x;
-      else
-        word.x[i] = x;
+      for (int i = 0; i < ITEM; ++i) {
+        const uint32_t code = F::kBits == 32 ? codes.x[i % Codes<F>::kWords] : codes.x[0] >> i * F::kBits % 32;
+        store_code<F::kBits / 8>(to + uint64_t(i) * p.element_step, code & (~0u >> (32 - F::kBits)), p.narrow);
+      }
     }
   }
 
@@ -131,30 +150,108 @@ struct Cast {
     for (int i = 0; i < BYTES; ++i) store(to + i, uint8_t(code >> 8 * i));
   }
 
-  // The larger of `most` and the finite |x| of an item, as bits.
-  static KVBM_INLINE uint32_t largest_of(const uint32_t (&code)[ITEM], uint32_t most) {
-    KVBM_UNROLL
-    for (int i = 0; i < ITEM; ++i) {
-      const uint32_t size = bits_of(FROM::value(code[i])) & ~kSign, finite = size < kInfinity ? size : 0;
-      most = finite > most ? finite : most;
+  // The larger of `most` and the codes of an item, without signs.  Codes of larger values are larger.
+  static KVBM_INLINE uint32_t largest_of(const Codes<FROM>& codes, uint32_t most) {
+    if constexpr (FROM::kBits == 32) {
+      KVBM_UNROLL
+      for (int i = 0; i < ITEM; ++i) most = larger(most, codes.x[i] & ~kSign);
+    } else if constexpr (ITEM == 1) {
+      most = larger(most, codes.x[0] & 0x7fff);
+    } else {
+      uint32_t both = codes.x[0] & 0x7fff7fff;
+      KVBM_UNROLL
+      for (int i = 1; i < ITEM / 2; ++i) both = larger_halves(both, codes.x[i] & 0x7fff7fff);
+      most = larger(most, larger(both & 0xffff, both >> 16));
     }
     return most;
   }
-  static KVBM_INLINE void cast(uint32_t (&code)[ITEM], float factor) {
+  // The same of finite values only.
+  static KVBM_INLINE uint32_t largest_finite(const Codes<FROM>& codes, uint32_t most) {
     KVBM_UNROLL
-    for (int i = 0; i < ITEM; ++i) code[i] = TO::round(FROM::value(code[i]) * factor);
+    for (int i = 0; i < ITEM; ++i) {
+      const uint32_t code = FROM::kBits == 32 ? codes.x[i % Codes<FROM>::kWords] & ~kSign
+                                              : codes.x[i / 2 % Codes<FROM>::kWords] >> i % 2 * 16 & 0x7fff;
+      if (code < FROM::kInfinite) most = larger(most, code);
+    }
+    return most;
   }
-  static KVBM_INLINE void cast_item(const kvbm_part& p, const char* from, char* to, float factor) {
-    uint32_t code[ITEM];
-    load_item<FROM>(p, from, code);
-    cast(code, factor);
-    store_item<TO>(p, to, code);
+  static KVBM_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+  static KVBM_INLINE uint32_t larger_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __vmaxu2(a, b);
+#else
+    return larger(a & 0xffff, b & 0xffff) | larger(a >> 16, b >> 16) << 16;
+#endif
   }
 
-  // The factor of a group that is read; `s` is the part of the scales.
+  // FINITE: no element is infinite or NaN.
+  template <bool FINITE = false>
+  static KVBM_INLINE Codes<TO> cast(const Codes<FROM>& codes, float factor) {
+    Codes<TO> made;
+    if constexpr (ITEM == 1) {
+      made.x[0] = TO::round(FROM::value(codes.x[0]) * factor);
+    } else {
+      KVBM_UNROLL
+      for (int i = 0; i < ITEM / 2; ++i) {
+        float first, second;
+        if constexpr (FROM::kBits == 32) {
+          first = float_of(codes.x[2 * i]);
+          second = float_of(codes.x[2 * i + 1]);
+        } else {
+          value_of_two<FROM>(codes.two(i), first, second);
+        }
+        if constexpr (TO::kBits == 32) {
+          made.x[2 * i] = TO::round(first * factor);
+          made.x[2 * i + 1] = TO::round(second * factor);
+        } else {
+          made.set_two(i, FINITE ? round_two_finite<TO>(first * factor, second * factor) : round_two<TO>(first * factor, second * factor));
+        }
+      }
+    }
+    return made;
+  }
+
+  // Addresses of the first element of a group on both sides, and of its scale.
+  struct Place {
+    const char* src;
+    char *dst, *scale;
+  };
+  // `s` is the part of the scales, `at` and `scales` are the first addresses of the chunk.
+  static KVBM_INLINE Place find(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales, uint32_t group) {
+    uint64_t src = 0, dst = 0, scale = 0;
+    KVBM_UNROLL
+    for (int k = kGroup; k < INNER; ++k) {
+      const uint32_t c = k + 1 < INNER ? take(group, p.inner[k].extent) : group;
+      src += uint64_t(c) * uint32_t(p.inner[k].src);
+      dst += uint64_t(c) * uint32_t(p.inner[k].dst);
+      if constexpr (kHasScales) scale += uint64_t(c) * uint32_t(kQuantises ? s.inner[k].dst : s.inner[k].src);
+    }
+    char* const of_scale = !kHasScales ? nullptr : (kQuantises ? scales.dst : const_cast<char*>(scales.src)) + scale;
+    return {at.src + src, at.dst + dst, of_scale};
+  }
+  static KVBM_INLINE uint32_t largest_of_item(const kvbm_part& p, const Place& at, uint32_t item, uint32_t most) {
+    uint64_t src = 0, dst = 0;
+    step_item(p, item, src, dst);
+    Codes<FROM> codes;
+    load_item(p, at.src + src, codes);
+    return largest_finite(codes, most);
+  }
+  static KVBM_INLINE void cast_item(const kvbm_part& p, const Place& at, uint32_t item, float factor) {
+    uint64_t src = 0, dst = 0;
+    step_item(p, item, src, dst);
+    Codes<FROM> codes;
+    load_item(p, at.src + src, codes);
+    store_item(p, at.dst + dst, cast(codes, factor));
+  }
+  // Stores the scale of a group, and returns the factor for its elements.
+  static KVBM_INLINE float put_scale(const kvbm_part& p, const kvbm_part& s, uint32_t largest, char* scale) {
+    const uint32_t code = Scale<SCALE, TO>::of(bits_of(FROM::value(largest)), p.given_scale);
+    if (scale) store_code<SCALE::kBits / 8>(scale, code, s.narrow);
+    return 1.0f / factor_of<SCALE>(code, p.given_scale);
+  }
   static KVBM_INLINE float stored_factor(const kvbm_part& p, const kvbm_part& s, const char* scale) {
     if constexpr (kHasScales)
-      return factor_of<SCALE>(load_code<SCALE::kBits / 8>(scale, s.bytewise), p.given_scale);
+      return factor_of<SCALE>(load_code<SCALE::kBits / 8>(scale, s.narrow), p.given_scale);
     else
       return kQuantises ? 1.0f / p.given_scale : p.given_scale;
   }
@@ -178,47 +275,64 @@ struct Cast {
     if (!found[0].copies) return;
     const uint32_t width = p.tile[0].n, items = p.tile[1].n, lane = threadIdx.x % width;
     const uint32_t mask = (width == 32 ? ~0u : (1u << width) - 1) << (threadIdx.x % 32 & ~(width - 1));
-    const uint32_t last = min((tile + 1) * p.tile_words, p.words);
-    for (uint32_t group = tile * p.tile_words + threadIdx.x / width; group < last; group += kThreads / width) {
-      uint64_t src = 0, dst = 0, scale_src = 0, scale_dst = 0;
-      step<kGroup, INNER - kGroup>(p, group, src, dst);
-      const char* const from = found[0].at.src + src;
-      char* const to = found[0].at.dst + dst;
-      if constexpr (kHasScales) step<kGroup, INNER - kGroup>(s, group, scale_src, scale_dst);
-      if constexpr (!kQuantises || !kHasScales) {
-        const float factor = stored_factor(p, s, found[1].at.src + scale_src);
-        for (uint32_t i = lane; i < items; i += width) {
-          uint64_t x = 0, q = 0;
-          step_item(p, i, x, q);
-          cast_item(p, from + x, to + q, factor);
+    const uint32_t last = min((tile + 1) * p.tile_words, p.words), teams = kThreads / width;
+    const uint32_t first = tile * p.tile_words + threadIdx.x / width;
+    if (items > width) {
+      for (uint32_t group = first; group < last; group += teams) run_long(p, s, found[0].at, found[1].at, group, lane, mask);
+      return;
+    }
+    for (uint32_t group = first; group < last; group += kTogether * teams) {
+      Codes<FROM> codes[kTogether];
+      char *to[kTogether], *scale[kTogether];
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kTogether; ++u) {
+        const Place at = find(p, s, found[0].at, found[1].at, group + u * teams);
+        uint64_t src = 0, dst = 0;
+        step_item(p, lane, src, dst);
+        to[u] = at.dst + dst;
+        scale[u] = at.scale;
+        if (group + u * teams < last && lane < items) load_item(p, at.src + src, codes[u]);
+      }
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < kTogether; ++u) {
+        if (group + u * teams >= last) break;  // the same for all threads of a group
+        float factor;
+        if constexpr (kQuantises && kHasScales) {
+          uint32_t largest = largest_in_group(lane < items ? largest_of(codes[u], 0) : 0, width, mask);
+          const bool finite = largest < FROM::kInfinite;
+          if (!finite) largest = largest_in_group(lane < items ? largest_finite(codes[u], 0) : 0, width, mask);
+          factor = put_scale(p, s, largest, lane == 0 ? scale[u] : nullptr);
+          if (finite) {
+            if (lane < items) store_item(p, to[u], cast<true>(codes[u], factor));
+            continue;
+          }
+        } else {
+          factor = stored_factor(p, s, scale[u]);
         }
-      } else {
-        uint32_t code[ITEM];  // of the thread's last item; most groups have one item per thread
-        uint64_t x = 0, q = 0;
-        uint32_t largest = 0, i = lane;
-        for (; i < items; i += width) {
-          x = q = 0;
-          step_item(p, i, x, q);
-          load_item<FROM>(p, from + x, code);
-          largest = largest_of(code, largest);
-        }
-        for (uint32_t other = width / 2; other; other /= 2) {
-          const uint32_t theirs = __shfl_xor_sync(mask, largest, other);
-          largest = theirs > largest ? theirs : largest;
-        }
-        const uint32_t scale = Scale<SCALE, TO>::of(largest, p.given_scale);
-        if (lane == 0) store_code<SCALE::kBits / 8>(found[1].at.dst + scale_dst, scale, s.bytewise);
-        const float factor = 1.0f / factor_of<SCALE>(scale, p.given_scale);
-        if (i == lane) continue;  // a thread without an item
-        cast(code, factor);
-        store_item<TO>(p, to + q, code);
-        for (i -= 2 * width; i < items; i -= width) {  // below 0 it is above all items
-          x = q = 0;
-          step_item(p, i, x, q);
-          cast_item(p, from + x, to + q, factor);
-        }
+        if (lane < items) store_item(p, to[u], cast(codes[u], factor));
       }
     }
+  }
+
+  // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.
+  static __device__ __noinline__ void run_long(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales,
+                                               uint32_t group, uint32_t lane, uint32_t mask) {
+    const uint32_t width = p.tile[0].n, items = p.tile[1].n;
+    const Place place = find(p, s, at, scales, group);
+    float factor;
+    if constexpr (kQuantises && kHasScales) {
+      uint32_t largest = 0;
+      for (uint32_t i = lane; i < items; i += width) largest = largest_of_item(p, place, i, largest);
+      factor = put_scale(p, s, largest_in_group(largest, width, mask), lane == 0 ? place.scale : nullptr);
+    } else {
+      factor = stored_factor(p, s, place.scale);
+    }
+    for (uint32_t i = lane; i < items; i += width) cast_item(p, place, i, factor);
+  }
+
+  static __device__ __forceinline__ uint32_t largest_in_group(uint32_t largest, uint32_t width, uint32_t mask) {
+    for (uint32_t other = width / 2; other; other /= 2) largest = larger(largest, __shfl_xor_sync(mask, largest, other));
+    return largest;
   }
 #else
   static void run_host(const kvbm_args* a, uint32_t, uint32_t first, uint32_t last, int) {
@@ -237,30 +351,16 @@ struct Cast {
       if (kHasScales) locate<OUTER>(a, s, place, scales);
       const uint32_t end = (tile + 1) * p.tile_words < p.words ? (tile + 1) * p.tile_words : p.words;
       for (uint32_t group = tile * p.tile_words; group < end; ++group) {
-        uint64_t src = 0, dst = 0, scale_src = 0, scale_dst = 0;
-        step<kGroup, INNER - kGroup>(p, group, src, dst);
-        if constexpr (kHasScales) step<kGroup, INNER - kGroup>(s, group, scale_src, scale_dst);
+        const Place place = find(p, s, at, scales, group);
         float factor;
         if constexpr (kQuantises && kHasScales) {
           uint32_t largest = 0;
-          for (uint32_t i = 0; i < items; ++i) {
-            uint64_t x = src, q = dst;
-            step_item(p, i, x, q);
-            uint32_t code[ITEM];
-            load_item<FROM>(p, at.src + x, code);
-            largest = largest_of(code, largest);
-          }
-          const uint32_t scale = Scale<SCALE, TO>::of(largest, p.given_scale);
-          store_code<SCALE::kBits / 8>(scales.dst + scale_dst, scale, s.bytewise);
-          factor = 1.0f / factor_of<SCALE>(scale, p.given_scale);
+          for (uint32_t i = 0; i < items; ++i) largest = largest_of_item(p, place, i, largest);
+          factor = put_scale(p, s, largest, place.scale);
         } else {
-          factor = stored_factor(p, s, scales.src + scale_src);
+          factor = stored_factor(p, s, place.scale);
         }
-        for (uint32_t i = 0; i < items; ++i) {
-          uint64_t x = src, q = dst;
-          step_item(p, i, x, q);
-          cast_item(p, at.src + x, at.dst + q, factor);
-        }
+        for (uint32_t i = 0; i < items; ++i) cast_item(p, place, i, factor);
       }
     }
   }

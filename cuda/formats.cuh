@@ -39,6 +39,7 @@ constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kLeastNormal = 
 template <int EXPONENT, int MANTISSA, int BIAS, uint32_t LARGEST, uint32_t NOT_A_NUMBER>
 struct Float {
   static constexpr int kBits = 1 + EXPONENT + MANTISSA, kShift = 23 - MANTISSA;
+  static constexpr uint32_t kInfinite = ((1u << EXPONENT) - 1) << MANTISSA;  // codes from here on are not finite, if it has infinity
   static constexpr uint32_t kCodes = (1u << (kBits - 1)) - 1;           // codes without sign
   static constexpr uint32_t kFirstNormal = uint32_t(128 - BIAS) << 23;  // float32 bits of the least normal value
   // float32 whose last bit is worth the least subnormal value: adding it rounds to a multiple of that.
@@ -72,6 +73,7 @@ using E2m1 = Float<2, 1, 1, 0x7, 0>;
 
 struct Bf16 {
   static constexpr int kBits = 16;
+  static constexpr uint32_t kInfinite = 0x7f80;
   static KVBM_INLINE uint32_t round(float x) {
     const uint32_t bits = bits_of(x);
     return (bits & ~kSign) > kInfinity ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -81,6 +83,7 @@ struct Bf16 {
 
 struct F32 {
   static constexpr int kBits = 32;
+  static constexpr uint32_t kInfinite = kInfinity;
   static KVBM_INLINE uint32_t round(float x) {
     const uint32_t bits = bits_of(x);
     return (bits & ~kSign) > kInfinity ? 0x7fffffff : bits;
@@ -91,10 +94,16 @@ struct F32 {
 struct I8 {
   static constexpr int kBits = 8;
   static KVBM_INLINE uint32_t round(float x) {
+#ifdef __CUDA_ARCH__
+    int whole;  // NaN: 0
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(whole) : "f"(x));
+    return uint32_t(max(min(whole, 127), -127)) & 0xff;
+#else
     constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: its last bit is worth one
     const float most = x > 127.0f ? 127.0f : x;
     const float both = most < -127.0f ? -127.0f : most;
     return x != x ? 0 : bits_of(both + kWhole) & 0xff;
+#endif
   }
   static KVBM_INLINE float value(uint32_t code) { return float(int8_t(uint8_t(code))); }
 };
@@ -111,6 +120,80 @@ struct E8m0 {
 struct None {
   static constexpr int kBits = 0;
 };
+
+// ---- two codes at a time -------------------------------------------------------------------------------------------
+
+// Two values in a format; the first code is in the low bits.  Instructions that round like `round`, where there are some.
+template <class F>
+KVBM_INLINE uint32_t round_two(float first, float second) {
+#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kSame<F, E4m3> || kSame<F, E5m2>) {
+    uint16_t codes;
+    if constexpr (kSame<F, E4m3>)
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+    else
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+    return codes;
+  }
+#endif
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kSame<F, Bf16> || kSame<F, F16>) {
+    uint32_t codes;
+    if constexpr (kSame<F, Bf16>)
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(second), "f"(first));
+    else
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(second), "f"(first));
+    return codes;
+  }
+#endif
+#endif
+  return F::round(first) | F::round(second) << F::kBits;
+}
+
+// E2m1 has a unit of 1/2 below 2, of 1 below 4, and of 2 above.  Adding a number whose last bit is worth the unit rounds to it.
+// Its lower bits are those of the code that the value 0 would have there.
+KVBM_INLINE uint32_t round_e2m1(float x) {
+  const float whole = float_of(bits_of(x) & ~kSign), size = whole < 6.0f ? whole : 6.0f;
+  const float unit = size < 2.0f ? 4194304.0f : size < 4.0f ? 8388610.0f : 16777224.0f;
+  return (bits_of(size + unit) & 7) | (bits_of(x) >> 28 & 8);
+}
+// The same for finite values.
+template <class F>
+KVBM_INLINE uint32_t round_two_finite(float first, float second) {
+  if constexpr (kSame<F, E2m1>)
+    return round_e2m1(first) | round_e2m1(second) << 4;
+  else
+    return round_two<F>(first, second);
+}
+
+template <class F>
+KVBM_INLINE void value_of_two(uint32_t codes, float& first, float& second) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kSame<F, E5m2>) return value_of_two<F16>((codes & 0xff) << 8 | (codes & 0xff00) << 16, first, second);
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kSame<F, E4m3>) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(codes)));
+    return value_of_two<F16>(halves, first, second);
+  }
+#endif
+  if constexpr (kSame<F, E2m1>) {  // as the least bits of float32, which are subnormal, and back by a multiplication
+    first = float_of((codes & 7) << 22 | (codes & 8) << 28) * 8.507059173e37f;
+    second = float_of((codes & 0x70) << 18 | (codes & 0x80) << 24) * 8.507059173e37f;  // 2^126
+    return;
+  }
+  if constexpr (kSame<F, F16>) {
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(first), "=f"(second)
+        : "r"(codes));
+    return;
+  }
+#endif
+  constexpr uint32_t kCode = (1u << F::kBits) - 1;
+  first = F::value(codes & kCode);
+  second = F::value(codes >> F::kBits & kCode);
+}
 
 // ---- scales --------------------------------------------------------------------------------------------------------
 
@@ -186,7 +269,7 @@ template <class Q>
 struct Scale<E4m3, Q> {
   static KVBM_INLINE uint32_t of(uint32_t largest, float given) {
     if (largest == 0) return 0x38;  // 1
-    const uint32_t code = E4m3::round(plain_scale<Q>(largest) / given);
+    const uint32_t code = round_two<E4m3>(plain_scale<Q>(largest) / given, 0);
     return code < 1 ? 1 : code;
   }
 };
@@ -196,12 +279,15 @@ struct Scale<E4m3, Q> {
 // factor nor its reciprocal is zero or infinite.
 template <class S>
 KVBM_INLINE float factor_of(uint32_t scale, float given) {
-  if constexpr (kSame<S, None>)
+  if constexpr (kSame<S, None>) {
     return given;
-  else if constexpr (kSame<S, E4m3>)
-    return S::value(scale) * given;
-  else
+  } else if constexpr (kSame<S, E4m3>) {
+    float factor, none;
+    value_of_two<E4m3>(scale, factor, none);
+    return factor * given;
+  } else {
     return S::value(scale);
+  }
 }
 
 #ifndef __CUDACC__

@@ -101,7 +101,7 @@ typedef struct kvbm_part {
     struct {
       uint32_t element_step; /* casts: bytes between the elements of an item that are not contiguous */
       float given_scale;     /* casts: the scale of all groups, or what stored scales are multiplied by */
-      uint32_t bytewise;     /* casts: 1: codes of this part may lie at any address, so they move byte by byte */
+      uint32_t narrow;       /* casts: 1: codes are less aligned than their word: see cast.cuh */
     };
     uint32_t cell[4]; /* digests: stride, in bytes, of each binary digit of the number of a word in its cell, fastest first */
   };

@@ -18,6 +18,7 @@ from ..layout.layout import Layout
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
 from ..layout.spec import layouts_dir, load_dir
+from ..planner.cast import FEW_MODES
 from ..planner.loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
 from ..planner.plan import between
 from ..system.cache import replacing
@@ -243,14 +244,16 @@ _SCALED = (
 
 
 def _casts() -> Iterator[Form]:
-    """Kernels that cast, in both directions.  One kernel serves every loop nest of its formats."""
-    for plain, (quantised, *scale) in itertools.product(("bf16", "f16", "f32"), _SCALED):
-        for formats in ((plain, quantised), (quantised, plain)):
-            for element in (8, 2 if quantised == "e2m1" else 1):
-                yield Form("cast", MAX_OUTER, MAX_INNER, element, 0, values="_".join((*formats, *scale)))
-    for formats in itertools.permutations(("bf16", "f16", "f32"), 2):
-        for element in (8, 1):
-            yield Form("cast", MAX_OUTER, MAX_INNER, element, 0, values="_".join(formats))
+    """Kernels that cast, in both directions: for common loop nests, for any, and for elements that are not contiguous."""
+    names = [
+        ("_".join((*formats, *scale)), 2 if quantised == "e2m1" else 1)
+        for plain, (quantised, *scale) in itertools.product(("bf16", "f16", "f32"), _SCALED)
+        for formats in ((plain, quantised), (quantised, plain))
+    ]
+    names += [("_".join(formats), 1) for formats in itertools.permutations(("bf16", "f16", "f32"), 2)]
+    for values, element in names:
+        for inner, item in ((FEW_MODES, 8), (MAX_INNER, 8), (MAX_INNER, element)):
+            yield Form("cast", MAX_OUTER, inner, item, 0, values=values)
 
 
 def _variants(form: Form) -> Iterator[Form]:

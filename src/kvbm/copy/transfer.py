@@ -9,8 +9,8 @@ from .. import _core
 from .._arguments import flag, quoted
 from ..digest.cells import Model
 from ..errors import BindError
-from ..pool.pool import Pool
 from ..planner.cast import AMAX, Scale
+from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from . import autotune
 from .executor import CHOICES, Executor, Layers, part_of, require_usable

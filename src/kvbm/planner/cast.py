@@ -16,7 +16,7 @@ from ..layout.loops import coalesce, refine
 from ..layout.scales import Group
 from .loopnest import MAX_INNER, MAX_OUTER, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
 
-__all__ = ["AMAX", "FORMATS", "PLAIN", "CastPart", "Scale", "cast_part"]
+__all__ = ["AMAX", "FEW_MODES", "FORMATS", "PLAIN", "CastPart", "Scale", "cast_part"]
 
 #: Formats of elements and scales → their names in kernels.
 FORMATS = {
@@ -29,6 +29,9 @@ PLAIN = ("bfloat16", "float16", "float32")
 
 #: Elements that a thread moves at a time, if they are contiguous and aligned.
 _ITEM = 8
+
+#: Inner modes of the kernels for common loop nests.
+FEW_MODES = 6
 
 #: Inner modes of a group (``kGroup`` of ``cuda/prepare.cuh``).
 _GROUP_MODES = 3
@@ -141,7 +144,8 @@ class CastPart(Part):
     def form(self, src_alignment: int, dst_alignment: int) -> Form:
         """The kernel form for base addresses that are multiples of these.
 
-        Its `element` is the number of elements that a thread moves at a time.  Its `word` is 1 if codes must move byte by byte.
+        Its `element` is the number of elements that a thread moves at a time.  Its `word` is 1 if codes are less aligned than their
+        word: items of eight codes of 8 bits then move in words of 4 bytes, others byte by byte.
         """
         steps = [
             math.gcd(alignment, offset, *of.steps, *(mode[side] for mode in (*self.inner[1:], *self.outer)))
@@ -151,19 +155,17 @@ class CastPart(Part):
         ]  # fmt: skip
         run = self.inner[0]
         widths = [_bits(dtype) for dtype in self.formats[:2]]
-        item = self.element
         if (
             run.extent * self.element % _ITEM == 0
             and (run.src, run.dst) == tuple(width * self.element // 8 for width in widths)
             and (self.element == 1 or self.element_step == max(widths) // 8)
-            and not any(step % min(WIDEST, width * _ITEM // 8) for step, width in zip(steps, widths, strict=True))
+            and not any(step % _least_alignment(width) for step, width in zip(steps, widths, strict=True))
         ):
-            item = _ITEM
+            return self._form(_ITEM, any(step % 8 for step, width in zip(steps, widths, strict=True) if width == 8))
         whole = [math.gcd(step, mode) for step, mode in zip(steps, (run.src, run.dst), strict=True)]
         if self.element > 1:
             whole[not self.quantises] = math.gcd(whole[not self.quantises], self.element_step)
-        bytewise = any(step % max(1, width // 8) for step, width in zip(whole, widths, strict=True))
-        return self._form(item, bytewise)
+        return self._form(self.element, any(step % max(1, width // 8) for step, width in zip(whole, widths, strict=True)))
 
     def scale_form(self, values: Form, alignment: int) -> Form:
         """The form of the loop nest of scales, for base addresses that are multiples of the alignment."""
@@ -171,9 +173,11 @@ class CastPart(Part):
         step = math.gcd(alignment, offset, *of.steps, *(mode[side] for mode in (*self.inner, *self.outer)))
         return replace(values, word=int(step % (_bits(self.formats[2]) // 8) > 0))
 
-    def _form(self, item: int, bytewise: bool) -> Form:
+    def _form(self, element: int, narrow: bool) -> Form:
         names = "_".join(FORMATS[dtype] for dtype in self.formats if dtype)
-        return Form("cast", MAX_OUTER, MAX_INNER, item, int(bytewise), values=names)  # one kernel serves every loop nest
+        modes = _GROUP_MODES + sum(mode.extent > 1 for mode in self.inner[_GROUP_MODES:])
+        few = element == _ITEM and modes <= FEW_MODES
+        return Form("cast", MAX_OUTER, FEW_MODES if few else MAX_INNER, element, int(narrow), values=names)
 
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
         still = Mode(1, 0, 0)
@@ -277,6 +281,11 @@ def cast_part(
             f"{where}the cast has {made.elements} elements per block: this is a defect of kvbm; please report both layouts"
         )
     return made
+
+
+def _least_alignment(bits: int) -> int:
+    """Alignment in bytes that items of eight elements need."""
+    return 4 if bits <= 8 else WIDEST
 
 
 def _bits(dtype: str) -> int:
