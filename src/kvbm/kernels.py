@@ -358,7 +358,7 @@ def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool, layers: 
     shape, chunk = _block_shape(layout, arrays[0].shape, arrays[0].dtype)
     window = _window(layers, shape.nl)
     per, exact = len(window) * shape.no, layout != "operational"
-    count = "nl*no" if layers is None else f"no for each of {len(window)} layers"
+    count = "nl*no" if layers is None else "len(layers)*no, only those of the layers"
     flat, chunks = _chunks(blocks, len(arrays), per, chunk, exact=exact, count=count)
     layouts, held = _pair(layout), replace(shape, nl=len(window))
     pools = (Pool.trusted(layouts[0], held, chunks, flat), Pool.trusted(layouts[1], shape, arrays, tensors))
