@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from ._arguments import flag, quoted
+from ._arguments import flag, listed, quoted
 from .compile.prepare import prepare
 from .copy.executor import current_stream, require_compatible, require_disjoint, torch_stream
 from .errors import BindError, DTypeError
@@ -237,13 +237,14 @@ def _whole(tensors: Any, name: str, rank: int) -> tuple[list[Any], list[Array]]:
     if not isinstance(tensors, Sequence):
         found = describe(tensors, name)
         tensors = [tensors[i] for i in range(found.shape[0])] if len(found.shape) == rank + 1 else [tensors]
+    tensors = _items(tensors, name, "tensors, one per block")
     arrays = [_described(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
     for index, array in enumerate(arrays):
         if len(array.shape) != rank:
             raise BindError(f"{name}[{index}]: expected {rank} axes, got shape {array.shape}")
         if array.shape != arrays[0].shape:
             raise BindError(f"{name}[{index}]: expected shape {arrays[0].shape} as {name}[0], got {array.shape}")
-    return list(tensors), arrays
+    return tensors, arrays
 
 
 def _described(tensor: Any, what: str) -> Array:
@@ -263,20 +264,35 @@ def _described(tensor: Any, what: str) -> Array:
     return array
 
 
+def _items(given: Any, name: str, words: str = "lists of tensors, one per block") -> list[Any]:
+    """What a sequence holds, read once: it may be an object whose length is not so."""
+    return list(given) if type(given) in (list, tuple) else listed(name, given, words)
+
+
+def _rows(given: Sequence[Any], name: str, *, may_be_flat: bool = True) -> list[Any]:
+    """Lists of chunks, one per block, each read once, whatever it is; what is no list stays as it is."""
+    rows = _items(given, name)
+    if may_be_flat and rows and not isinstance(rows[0], Sequence):
+        return [rows]
+    return [
+        _items(row, f"{name}[{at}]", "a list of tensors") if isinstance(row, Sequence) else row
+        for at, row in enumerate(rows)
+    ]
+
+
 def _chunks(
     blocks: Any, batch: int, chunks: int, expected: tuple[int, ...], *, exact: bool, count: str, name: str = "blocks"
 ) -> tuple[list[Any], list[Array]]:
     """``[nb][nl*no]`` chunks as one list in table order, each of the expected shape (or only with as many elements)."""
     if not isinstance(blocks, Sequence):
         raise BindError(f"{name}: expected {batch} lists of {chunks} tensors, got a {type(blocks).__name__}")
-    if batch == 1 and blocks and not isinstance(blocks[0], Sequence):
-        blocks = [blocks]
-    if len(blocks) != batch:
-        raise BindError(f"{name}: expected {batch} lists, one per block, got {len(blocks)}")
+    rows = _rows(blocks, name, may_be_flat=batch == 1)
+    if len(rows) != batch:
+        raise BindError(f"{name}: expected {batch} lists, one per block, got {len(rows)}")
     flat: list[Any] = []
-    for index, block in enumerate(blocks):
-        if not isinstance(block, Sequence) or len(block) != chunks:
-            got = f"{len(block)}" if isinstance(block, Sequence) else f"a {type(block).__name__}"
+    for index, block in enumerate(rows):
+        if not isinstance(block, list) or len(block) != chunks:
+            got = f"{len(block)}" if isinstance(block, list) else f"a {type(block).__name__}"
             raise BindError(f"{name}[{index}]: expected {chunks} tensors ({count}), got {got}")
         flat.extend(block)
     arrays = []
@@ -382,8 +398,10 @@ def _require_fitting(src: Pool, dst: Pool) -> int:
 
 
 def _require_empty(blocks: Any, name: str) -> None:
-    if not isinstance(blocks, Sequence) or len(blocks):
-        got = len(blocks) if isinstance(blocks, Sequence) else f"a {type(blocks).__name__}"
+    is_list = isinstance(blocks, Sequence)
+    rows = _items(blocks, "blocks") if is_list else []
+    if rows or not is_list:
+        got = len(rows) if is_list else f"a {type(blocks).__name__}"
         raise BindError(f"blocks: expected 0 lists, as {name} is empty, got {got}")
 
 
@@ -412,7 +430,7 @@ def _look_closely_at_chunks(src: Any, dst: Any, name: str) -> _Sides | None:
     """Check each tensor of any framework, as `_look_closely`; None where there is no chunk."""
     if not isinstance(src, Sequence):
         raise BindError(f"src: expected a list of lists of tensors, one per block, got a {type(src).__name__}")
-    rows = src if not src or isinstance(src[0], Sequence) else [src]
+    rows = _rows(src, "src")
     batch, per = len(rows), len(rows[0]) if rows else 0
     expected: tuple[int, ...] = ()
     if per:
