@@ -3,6 +3,8 @@
 These functions are for callers that have tensors or addresses instead of pools.  Names and shapes are those of Dynamo's KVBM:
 stacked blocks, universal and operational tensors.  An engine that copies often binds its memory once with `kvbm.Pool` and calls
 `kvbm.convert`.
+
+A function returns when its copies are on the stream: it does not wait for them.  Dynamo's Python bindings waited after each call.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from ._arguments import flag, quoted
+from ._arguments import flag, listed, quoted
 from .compile.prepare import prepare
 from .copy.executor import current_stream, require_compatible, require_disjoint, torch_stream
 from .errors import BindError, DTypeError
@@ -37,6 +40,7 @@ __all__ = [
     "is_memcpy_batch_available",
     "is_using_stubs",
     "memcpy_batch",
+    "nhd_hnd_transpose",
     "operational_to_block",
     "universal_to_block",
     "vectorized_copy",
@@ -84,7 +88,9 @@ def is_memcpy_batch_available() -> bool:
     return _core.has_memcpy_batch()
 
 
-def block_to_universal(blocks: Any, universals: Any, layout: Inner = "NHD", *, stream: Any = None) -> None:
+def block_to_universal(
+    blocks: Any, universals: Any, layout: Inner = "NHD", *, layers: range | None = None, stream: Any = None
+) -> None:
     """Gather stacked blocks into universal tensors.
 
     Parameters
@@ -95,6 +101,9 @@ def block_to_universal(blocks: Any, universals: Any, layout: Inner = "NHD", *, s
         nb tensors of shape ``[nh, nl, no, nt, hd]``, one such tensor, or one tensor ``[nb, nh, nl, no, nt, hd]``.
     layout : {"NHD", "HND"}
         Order of axes inside a chunk; upper or lower case.
+    layers : range, optional
+        The layers of the universal tensors that the blocks hold, as ``range(first, last)``.  Then `blocks` has
+        ``[nb][len(layers)*no]`` chunks, and the other layers are neither read nor written.  Default: all nl.
     stream : optional
         As for `kvbm.convert`.
 
@@ -102,7 +111,7 @@ def block_to_universal(blocks: Any, universals: Any, layout: Inner = "NHD", *, s
     ------
     BindError (a ValueError)
         Tensors have a wrong count, rank or shape, are not contiguous, are not on one CUDA device, or overlap.  The layout is
-        unknown.
+        unknown, or the layers are not within those of the universal tensors.
     DTypeError (a TypeError)
         A dtype is not supported, or differs between tensors.
     CudaError
@@ -110,12 +119,47 @@ def block_to_universal(blocks: Any, universals: Any, layout: Inner = "NHD", *, s
     CudaUnavailableError
         There is no GPU, no driver, or no CUDA kernel in this build.
     """
-    _permute(blocks, universals, layout, stream, to_universal=True)
+    _permute(blocks, universals, layout, layers, stream, to_universal=True)
 
 
-def universal_to_block(universals: Any, blocks: Any, layout: Inner = "NHD", *, stream: Any = None) -> None:
+def universal_to_block(
+    universals: Any, blocks: Any, layout: Inner = "NHD", *, layers: range | None = None, stream: Any = None
+) -> None:
     """Scatter universal tensors into stacked blocks; the parameters are those of `block_to_universal`."""
-    _permute(blocks, universals, layout, stream, to_universal=False)
+    _permute(blocks, universals, layout, layers, stream, to_universal=False)
+
+
+def nhd_hnd_transpose(src: Any, dst: Any, src_layout: Inner = "NHD", *, stream: Any = None) -> None:
+    """Copy chunks into chunks of the other order: NHD into HND, or HND into NHD.
+
+    It is not done in place: no destination may share memory with a source.
+
+    Parameters
+    ----------
+    src : sequence of sequences of CUDA tensors
+        ``[nb][nl*no]`` chunks, each of shape ``[nt, nh, hd]`` (NHD) or ``[nh, nt, hd]`` (HND).  A flat list if nb = 1.
+    dst : sequence of sequences of CUDA tensors
+        As many chunks in the same order, with the first two axes exchanged.
+    src_layout : {"NHD", "HND"}
+        Order of axes inside a chunk of the source; upper or lower case.  The destination has the other one.
+    stream : optional
+        As for `kvbm.convert`.
+
+    Raises
+    ------
+    BindError, DTypeError, CudaError, CudaUnavailableError
+        As `block_to_universal`.
+
+    Examples
+    --------
+    >>> nhd_hnd_transpose(pages, torch.empty(len(pages), nh, nt, hd, device="cuda").unbind())  # doctest: +SKIP
+    """
+    name = _stacked(src_layout, "src_layout")
+    sides = _look_at_chunks(src, dst) or _look_closely_at_chunks(src, dst, name)
+    if sides is not None:
+        copies = _prepared_transpose(name, sides.sizes, sides.dtype, sides.alignments, sides.device)
+        _launch(sides, copies, stream, to_whole=True)
+        _written(sides, dst, are_chunks=True)
 
 
 def block_to_operational(blocks: Any, operationals: Any, backend: Backend | None = None, *, stream: Any = None) -> None:
@@ -149,11 +193,25 @@ def operational_to_block(operationals: Any, blocks: Any, backend: Backend | None
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
-def _stacked(layout: str) -> str:
+def _stacked(layout: str, what: str = "layout") -> str:
     name = layout.lower() if isinstance(layout, str) else ""  # type: ignore[redundant-expr]
     if name not in ("nhd", "hnd"):
-        raise BindError(f"layout: expected 'NHD' or 'HND', got {quoted(layout)}")
+        raise BindError(f"{what}: expected 'NHD' or 'HND', got {quoted(layout)}")
     return name
+
+
+def _require_range(layers: range | None) -> None:
+    if layers is not None and (not isinstance(layers, range) or layers.step != 1):  # type: ignore[redundant-expr]
+        raise BindError(f"layers: expected range(first, last) or None, got {quoted(layers)}")
+
+
+def _window(layers: range | None, nl: int) -> range:
+    """The layers to copy."""
+    if layers is None:
+        return range(nl)
+    if not 0 <= layers.start < layers.stop <= nl:
+        raise BindError(f"layers: expected a range within 0 to {nl}, the layers of universals[0], got {layers}")
+    return layers
 
 
 @functools.cache
@@ -179,13 +237,14 @@ def _whole(tensors: Any, name: str, rank: int) -> tuple[list[Any], list[Array]]:
     if not isinstance(tensors, Sequence):
         found = describe(tensors, name)
         tensors = [tensors[i] for i in range(found.shape[0])] if len(found.shape) == rank + 1 else [tensors]
+    tensors = _items(tensors, name, "tensors, one per block")
     arrays = [_described(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
     for index, array in enumerate(arrays):
         if len(array.shape) != rank:
             raise BindError(f"{name}[{index}]: expected {rank} axes, got shape {array.shape}")
         if array.shape != arrays[0].shape:
             raise BindError(f"{name}[{index}]: expected shape {arrays[0].shape} as {name}[0], got {array.shape}")
-    return list(tensors), arrays
+    return tensors, arrays
 
 
 def _described(tensor: Any, what: str) -> Array:
@@ -205,25 +264,40 @@ def _described(tensor: Any, what: str) -> Array:
     return array
 
 
+def _items(given: Any, name: str, words: str = "lists of tensors, one per block") -> list[Any]:
+    """What a sequence holds, read once: it may be an object whose length is not so."""
+    return list(given) if type(given) in (list, tuple) else listed(name, given, words)
+
+
+def _rows(given: Sequence[Any], name: str, *, may_be_flat: bool = True) -> list[Any]:
+    """Lists of chunks, one per block, each read once, whatever it is; what is no list stays as it is."""
+    rows = _items(given, name)
+    if may_be_flat and rows and not isinstance(rows[0], Sequence):
+        return [rows]
+    return [
+        _items(row, f"{name}[{at}]", "a list of tensors") if isinstance(row, Sequence) else row
+        for at, row in enumerate(rows)
+    ]
+
+
 def _chunks(
-    blocks: Any, batch: int, chunks: int, expected: tuple[int, ...], *, exact: bool
+    blocks: Any, batch: int, chunks: int, expected: tuple[int, ...], *, exact: bool, count: str, name: str = "blocks"
 ) -> tuple[list[Any], list[Array]]:
     """``[nb][nl*no]`` chunks as one list in table order, each of the expected shape (or only with as many elements)."""
     if not isinstance(blocks, Sequence):
-        raise BindError(f"blocks: expected {batch} lists of {chunks} tensors, got a {type(blocks).__name__}")
-    if batch == 1 and len(blocks) == chunks and not isinstance(blocks[0], Sequence):
-        blocks = [blocks]
-    if len(blocks) != batch:
-        raise BindError(f"blocks: expected {batch} lists, one per block, got {len(blocks)}")
+        raise BindError(f"{name}: expected {batch} lists of {chunks} tensors, got a {type(blocks).__name__}")
+    rows = _rows(blocks, name, may_be_flat=batch == 1)
+    if len(rows) != batch:
+        raise BindError(f"{name}: expected {batch} lists, one per block, got {len(rows)}")
     flat: list[Any] = []
-    for index, block in enumerate(blocks):
-        if not isinstance(block, Sequence) or len(block) != chunks:
-            got = f"{len(block)}" if isinstance(block, Sequence) else f"a {type(block).__name__}"
-            raise BindError(f"blocks[{index}]: expected {chunks} tensors (nl*no), got {got}")
+    for index, block in enumerate(rows):
+        if not isinstance(block, list) or len(block) != chunks:
+            got = f"{len(block)}" if isinstance(block, list) else f"a {type(block).__name__}"
+            raise BindError(f"{name}[{index}]: expected {chunks} tensors ({count}), got {got}")
         flat.extend(block)
     arrays = []
     for index, chunk in enumerate(flat):
-        what = f"blocks[{index // chunks}][{index % chunks}]"
+        what = f"{name}[{index // chunks}][{index % chunks}]"
         array = _described(chunk, what)
         if array.shape != expected if exact else math.prod(array.shape) != math.prod(expected):
             wanted = f"shape {expected}" if exact else f"{math.prod(expected)} elements"
@@ -236,7 +310,10 @@ def _chunks(
 
 
 class _Sides(NamedTuple):
-    """Blocks and whole tensors that fit each other and share no byte, on one GPU."""
+    """Blocks and whole tensors that fit each other and share no byte, on one GPU; or two lists of chunks, the source first.
+
+    `layers`: the layers of the whole tensors that the blocks hold; None if they hold all.
+    """
 
     blocks: _core.Table
     whole: _core.Table
@@ -245,6 +322,7 @@ class _Sides(NamedTuple):
     device: int
     alignments: tuple[int, int]
     pools: tuple[Pool, Pool] | None
+    layers: range | None = None
 
 
 def _pair(layout: str) -> tuple[Layout, Layout]:
@@ -261,12 +339,12 @@ def _block_shape(layout: str, sizes: tuple[int, ...], dtype: str) -> tuple[Block
     return BlockShape(nl, no, nh, nt, hd, dtype), (nt, nh, hd) if layout == "nhd" else (nh, nt, hd)
 
 
-def _sides(blocks: Any, whole: Any, layout: str, *, to_whole: bool) -> _Sides | None:
+def _sides(blocks: Any, whole: Any, layout: str, *, to_whole: bool, layers: range | None = None) -> _Sides | None:
     """Both sides, checked; None where the batch is empty."""
-    return _look(blocks, whole, layout, to_whole) or _look_closely(blocks, whole, layout, to_whole)
+    return _look(blocks, whole, layout, to_whole, layers) or _look_closely(blocks, whole, layout, to_whole, layers)
 
 
-def _look(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None:
+def _look(blocks: Any, whole: Any, layout: str, to_whole: bool, layers: range | None) -> _Sides | None:
     """Check torch's tensors in C.  None if anything is wrong: `_look_closely` then raises the error."""
     rank = 3 if layout == "operational" else 5
     found = _core.whole_tensors(whole, rank)
@@ -274,18 +352,19 @@ def _look(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None
         return None
     whole_table, sizes, dtype, device, whole_alignment = found
     shape, chunk = _block_shape(layout, sizes, dtype)
+    window = _window(layers, shape.nl)
     exact = layout != "operational"
-    chunks = _core.chunk_tensors(blocks, len(whole_table), shape.nl * shape.no, chunk, exact, dtype, device)
+    chunks = _core.chunk_tensors(blocks, len(whole_table), len(window) * shape.no, chunk, exact, dtype, device)
     if chunks is None:
         return None
     table, alignment = chunks
     sides = [(table, math.prod(chunk) * shape.itemsize), (whole_table, shape.nbytes)]
     if _core.tables_clash(*sides[not to_whole], *sides[to_whole]):
         return None
-    return _Sides(table, whole_table, sizes, dtype, device, (alignment, whole_alignment), None)
+    return _Sides(table, whole_table, sizes, dtype, device, (alignment, whole_alignment), None, layers)
 
 
-def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Sides | None:
+def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool, layers: range | None) -> _Sides | None:
     """Check each tensor of any framework, and raise an error for a wrong one."""
     name, rank = ("operationals", 3) if layout == "operational" else ("universals", 5)
     tensors, arrays = _whole(whole, name, rank)
@@ -293,27 +372,85 @@ def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool) -> _Side
         _require_empty(blocks, name)
         return None
     shape, chunk = _block_shape(layout, arrays[0].shape, arrays[0].dtype)
-    flat, chunks = _chunks(blocks, len(arrays), shape.nl * shape.no, chunk, exact=layout != "operational")
-    layouts = _pair(layout)
-    pools = (Pool.trusted(layouts[0], shape, chunks, flat), Pool.trusted(layouts[1], shape, arrays, tensors))
-    src, dst = pools if to_whole else pools[::-1]
+    window = _window(layers, shape.nl)
+    per, exact = len(window) * shape.no, layout != "operational"
+    count = "nl*no" if layers is None else "len(layers)*no, only those of the layers"
+    flat, chunks = _chunks(blocks, len(arrays), per, chunk, exact=exact, count=count)
+    layouts, held = _pair(layout), replace(shape, nl=len(window))
+    pools = (Pool.trusted(layouts[0], held, chunks, flat), Pool.trusted(layouts[1], shape, arrays, tensors))
+    ends = pools if to_whole else pools[::-1]
+    device = _require_fitting(*ends)
+    # These lists exist for one call: the launch passes their addresses, instead of uploading and keeping a table.
+    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
+    alignments = pools[0].alignment, pools[1].alignment
+    return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, ends, layers)
+
+
+def _require_fitting(src: Pool, dst: Pool) -> int:
+    """The one GPU of both pools, whose blocks can be copied."""
     require_compatible(src, dst)
     if src.device != dst.device:
         title = f"{src.layout.name} → {dst.layout.name}"
         raise BindError(f"{title}: the source is on {src.device}, the destination on {dst.device}; expected one device")
     require_disjoint(src, dst)
     dst.require_distinct()
-    device = int(src.device.partition(":")[2])
-    # These lists exist for one call: the launch passes their addresses, instead of uploading and keeping a table.
-    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
-    alignments = pools[0].alignment, pools[1].alignment
-    return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, (src, dst))
+    return int(src.device.partition(":")[2])
 
 
 def _require_empty(blocks: Any, name: str) -> None:
-    if not isinstance(blocks, Sequence) or len(blocks):
-        got = len(blocks) if isinstance(blocks, Sequence) else f"a {type(blocks).__name__}"
+    is_list = isinstance(blocks, Sequence)
+    rows = _items(blocks, "blocks") if is_list else []
+    if rows or not is_list:
+        got = len(rows) if is_list else f"a {type(blocks).__name__}"
         raise BindError(f"blocks: expected 0 lists, as {name} is empty, got {got}")
+
+
+def _look_at_chunks(src: Any, dst: Any) -> _Sides | None:
+    """Check torch's tensors in C, as `_look`."""
+    if type(src) not in (list, tuple) or not src:
+        return None
+    rows = type(src[0]) in (list, tuple)
+    first = src[0] if rows else src
+    found = _core.whole_tensors(first[:1], 3)
+    if found is None:
+        return None
+    _, sizes, dtype, device, _ = found
+    batch, per = len(src) if rows else 1, len(first)
+    ours = _core.chunk_tensors(src, batch, per, sizes, True, dtype, device)
+    theirs = _core.chunk_tensors(dst, batch, per, (sizes[1], sizes[0], sizes[2]), True, dtype, device)
+    if ours is None or theirs is None:
+        return None
+    nbytes = math.prod(sizes) * ITEMSIZE[dtype]
+    if nbytes == 0 or _core.tables_clash(ours[0], nbytes, theirs[0], nbytes):
+        return None
+    return _Sides(ours[0], theirs[0], sizes, dtype, device, (ours[1], theirs[1]), None)
+
+
+def _look_closely_at_chunks(src: Any, dst: Any, name: str) -> _Sides | None:
+    """Check each tensor of any framework, as `_look_closely`; None where there is no chunk."""
+    if not isinstance(src, Sequence):
+        raise BindError(f"src: expected a list of lists of tensors, one per block, got a {type(src).__name__}")
+    rows = _rows(src, "src")
+    batch, per = len(rows), len(rows[0]) if rows else 0
+    expected: tuple[int, ...] = ()
+    if per:
+        expected = _described(rows[0][0], "src[0][0]").shape
+        if len(expected) != 3:
+            axes = "[nt, nh, hd]" if name == "nhd" else "[nh, nt, hd]"
+            raise BindError(f"src[0][0]: expected 3 axes, {axes}, got shape {expected}")
+    ours, arrays = _chunks(rows, batch, per, expected, exact=True, count="as in src[0]", name="src")
+    turned = (expected[1], expected[0], expected[2]) if per else ()
+    theirs, others = _chunks(dst, batch, per, turned, exact=True, count="as in src[0]", name="dst")
+    if not arrays:
+        return None
+    shape = _chunk_shape(name, expected, arrays[0].dtype)
+    layouts = _turned(name)
+    # Each chunk is a block of one layer.
+    pools = Pool.trusted(layouts[0], shape, arrays, ours), Pool.trusted(layouts[1], shape, others, theirs)
+    device = _require_fitting(*pools)
+    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
+    alignments = pools[0].alignment, pools[1].alignment
+    return _Sides(tables[0], tables[1], expected, shape.dtype, device, alignments, pools)
 
 
 def _stream_of(sides: _Sides, stream: Any) -> int:
@@ -322,17 +459,17 @@ def _stream_of(sides: _Sides, stream: Any) -> int:
     return torch_stream(sides.device) if sides.pools is None else current_stream(sides.pools[0])
 
 
-def _written(sides: _Sides, blocks: Any, whole: Any, to_whole: bool) -> None:
+def _written(sides: _Sides, dst: Any, *, are_chunks: bool) -> None:
     """Tell autograd, as `Pool.written` does.  Not for many chunks: that would take as long as checking them."""
     if sides.pools is not None:
         sides.pools[1].written()
-    elif to_whole:
-        written(whole if isinstance(whole, Sequence) else [whole])
+    elif not are_chunks:
+        written(dst if isinstance(dst, Sequence) else [dst])
     elif len(sides.blocks) <= TOLD:
-        written(list(itertools.chain.from_iterable(blocks) if isinstance(blocks[0], Sequence) else blocks))
+        written(list(itertools.chain.from_iterable(dst) if isinstance(dst[0], Sequence) else dst))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)  # a loop over the layers of a model has one for each
 def _prepared(
     layout: str,
     sizes: tuple[int, ...],
@@ -341,28 +478,60 @@ def _prepared(
     alignments: tuple[int, int],
     device: int,
     to_whole: bool,
+    layers: range | None,
 ) -> tuple[_core.Copy, ...]:
     """The launches between blocks and whole tensors."""
     shape, _ = _block_shape(layout, sizes, dtype)
     src, dst = _pair(layout) if to_whole else _pair(layout)[::-1]
-    made = plan(src, dst, shape, num_blocks=(batch, batch))
+    shapes, windows = (shape, shape), None
+    if layers is not None:
+        held, given = replace(shape, nl=len(layers)), range(len(layers))
+        shapes, windows = ((held, shape), (given, layers)) if to_whole else ((shape, held), (layers, given))
+    made = plan(src, dst, shapes, num_blocks=(batch, batch), layers=windows)
     return tuple(prepare(made, *(alignments if to_whole else alignments[::-1]), device=device))
 
 
-def _launch(sides: _Sides, layout: str, stream: Any, to_whole: bool) -> None:
+def _turned(name: str) -> tuple[Layout, Layout]:
+    return _shipped(name), _shipped("hnd" if name == "nhd" else "nhd")
+
+
+def _chunk_shape(name: str, sizes: tuple[int, ...], dtype: str) -> BlockShape:
+    """A block that is one chunk."""
+    nt, nh = sizes[:2] if name == "nhd" else sizes[1::-1]
+    return BlockShape(1, 1, nh, nt, sizes[2], dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared_transpose(
+    name: str, sizes: tuple[int, ...], dtype: str, alignments: tuple[int, int], device: int
+) -> tuple[_core.Copy, ...]:
+    """The launches between chunks, each of which is a block."""
+    made = plan(*_turned(name), _chunk_shape(name, sizes, dtype))
+    return tuple(prepare(made, *alignments, device=device))
+
+
+def _launch(sides: _Sides, copies: tuple[_core.Copy, ...], stream: Any, to_whole: bool) -> None:
     handle, batch = _stream_of(sides, stream), len(sides.whole)
     pairs = _core.Pairs(None, None, batch, batch)
     src, dst = (sides.blocks, sides.whole) if to_whole else (sides.whole, sides.blocks)
-    for copy in _prepared(layout, sides.sizes, sides.dtype, batch, sides.alignments, sides.device, to_whole):
+    for copy in copies:
         copy.launch(src, dst, pairs, sides.device, handle)
 
 
-def _permute(blocks: Any, universals: Any, layout: str, stream: Any, *, to_universal: bool) -> None:
+def _launch_whole(sides: _Sides, layout: str, stream: Any, to_whole: bool) -> None:
+    known = len(sides.whole), sides.alignments, sides.device, to_whole, sides.layers
+    _launch(sides, _prepared(layout, sides.sizes, sides.dtype, *known), stream, to_whole)
+
+
+def _permute(
+    blocks: Any, universals: Any, layout: str, layers: range | None, stream: Any, *, to_universal: bool
+) -> None:
     name = _stacked(layout)
-    sides = _sides(blocks, universals, name, to_whole=to_universal)
+    _require_range(layers)
+    sides = _sides(blocks, universals, name, to_whole=to_universal, layers=layers)
     if sides is not None:
-        _launch(sides, name, stream, to_universal)
-        _written(sides, blocks, universals, to_universal)
+        _launch_whole(sides, name, stream, to_universal)
+        _written(sides, universals if to_universal else blocks, are_chunks=not to_universal)
 
 
 def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: Any, *, to_operational: bool) -> None:
@@ -371,7 +540,7 @@ def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: An
     if sides is None:
         return
     if how == "kernel":
-        _launch(sides, "operational", stream, to_operational)
+        _launch_whole(sides, "operational", stream, to_operational)
     else:
         handle = _stream_of(sides, stream)
         size = sides.sizes[2] * ITEMSIZE[sides.dtype]
@@ -381,7 +550,7 @@ def _copy_chunks(blocks: Any, operationals: Any, backend: str | None, stream: An
             _core.spread(table, pieces[-1], size)
         mode, merge = (2, True) if how == "batch" else (1, False)
         _core.memcpy_batch(pieces[1], pieces[0], size, mode, sides.device, handle, merge)
-    _written(sides, blocks, operationals, to_operational)
+    _written(sides, operationals if to_operational else blocks, are_chunks=not to_operational)
 
 
 # ---- raw addresses -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 import kvbm
 import matrix
 import oracle
+import stacks
 from coordinates import in_case
 from digest_oracle import of_cells
 from kvbm import PlanError, _core, kernels
@@ -242,9 +243,231 @@ def test_stream_of_nothing() -> None:
 
 
 def test_stream_is_keyword_only() -> None:
-    for call in (*TO.values(), *FROM.values()):
+    for call in (*TO.values(), *FROM.values(), kernels.nhd_hnd_transpose):
         with pytest.raises(TypeError):
             call([], [], "NHD", 0)
+
+
+# ---- some layers ---------------------------------------------------------------------------------------------------
+
+
+def some(layers: int, nb: int = NB, **rest: Any) -> list[list[FakeCuda]]:
+    """The chunks of so many layers."""
+    return [[FakeCuda(rest.get("shape", (NT, NH, HD))) for _ in range(layers * NO)] for _ in range(nb)]
+
+
+def test_blocks_hold_only_the_chunks_of_the_layers() -> None:
+    one = range(1, 2)
+    only = r"\(len\(layers\)\*no, only those of the layers\)"
+    refused("universal", blocks(), universals(), rf"blocks\[0\]: expected 2 tensors {only}, got 4", layers=one)
+    refused("universal", some(1), universals(), r"blocks\[0\]: expected 4 tensors \(nl\*no\), got 2")
+    refused("universal", some(1), universals(), rf"expected 4 tensors {only}, got 2", layers=range(2))
+    refused("universal", some(1, 3), universals(), r"blocks: expected 2 lists.*3", layers=one)
+    short = some(1)
+    short[1].pop()
+    refused("universal", short, universals(), r"blocks\[1\]: expected 2 tensors .*got 1", layers=one)
+    refused("universal", some(1, 1)[0][:1], universals(1), r"blocks\[0\]: expected 2 tensors .*got 1", layers=one)
+    refused("universal", some(1), universals(), r"\(3, 4, 8\).*\(4, 3, 8\)", layers=one, layout="HND")
+
+
+@pytest.mark.parametrize(
+    "layers", [range(0), range(1, 1), range(2, 1), range(-1, 1), range(3), range(2, 3), range(1, 1 << 80)]
+)
+def test_layers_beyond_those_of_the_universal_tensors(layers: range) -> None:
+    match = r"layers: expected a range within 0 to 2, .*universals\[0\], got range"
+    refused("universal", some(1), universals(), match, layers=layers)
+
+
+@pytest.mark.parametrize(
+    "layers", [1, "1", [0, 1], (range(1), range(1)), slice(1), range(0, 2, 2), range(2, 0, -1), True, np.arange(2)]
+)
+def test_layers_that_are_no_range(layers: Any) -> None:
+    refused("universal", some(1), universals(), r"layers: expected range\(first, last\) or None, got ", layers=layers)
+    with pytest.raises(kvbm.BindError, match=r"layers: expected range"):
+        kernels.block_to_universal([], [], layers=layers)  # also where there is nothing to copy
+
+
+def test_layers_of_an_empty_batch() -> None:
+    assert kernels.block_to_universal([], [], layers=range(5)) is None
+    assert kernels.universal_to_block([], [], layers=range(5)) is None
+
+
+def test_a_chunk_in_another_layer_of_a_universal_tensor() -> None:
+    """Refused, although no byte of it is copied: tensors are compared as a whole."""
+    whole = universals()
+    inside = some(1)
+    inside[0][0] = FakeCuda((NT, NH, HD), address=whole[0].address)
+    refused("universal", inside, whole, r"overlap", layers=range(1, 2))
+
+
+@pytest.mark.parametrize("program", ["layers", "layer_by_layer"])
+def test_layers_on_the_fake_driver(fake_gpu: FakeDriver, program: str) -> None:
+    """One launch; every byte of both sides, guards and other layers included."""
+    fake_gpu(f"stacked.{program}")
+
+
+def test_the_plan_of_some_layers_is_that_of_fewer_layers() -> None:
+    """Only where the universal side starts depends on which layers they are."""
+    sizes, about = (NH, 6, NO, NT, HD), ("float16", 2, (16, 16), -1)
+    for layout in ("nhd", "hnd"):
+        for to_whole in (True, False):
+            made = [
+                kernels._prepared(layout, sizes, *about, to_whole, layers)
+                for layers in (None, range(6), range(2), range(3, 5))
+            ]
+            assert [len(copies) for copies in made] == [1] * 4, "one launch each"
+
+
+# ---- chunks in the other order -------------------------------------------------------------------------------------
+
+
+def turned(nb: int = NB, **rest: Any) -> list[list[FakeCuda]]:
+    return blocks(nb, (NH, NT, HD), **rest)
+
+
+def not_turned(src: Any, dst: Any, match: str, error: type[Exception] = ValueError, **rest: Any) -> None:
+    """An error before any CUDA call."""
+    with pytest.raises(error, match=match) as info:
+        kernels.nhd_hnd_transpose(src, dst, stream=0, **rest)
+    assert isinstance(info.value, kvbm.KvbmError) and not isinstance(info.value, kvbm.CudaError)
+
+
+@pytest.mark.parametrize("empty", [[], (), [[]], [[], ()]])
+def test_no_chunks_touch_no_cuda(empty: Any) -> None:
+    for layout in ("NHD", "HND", "nhd", "Hnd"):
+        assert kernels.nhd_hnd_transpose(empty, empty, layout) is None
+
+
+@pytest.mark.parametrize("name", ["", "NDH", "universal", 3, None])
+def test_unknown_order_of_the_source(name: Any) -> None:
+    not_turned(blocks(), turned(), r"src_layout: expected 'NHD' or 'HND', got ", src_layout=name)
+    not_turned([], [], r"src_layout: expected 'NHD' or 'HND', got ", src_layout=name)
+
+
+def test_chunks_of_the_same_order_or_of_another_shape() -> None:
+    not_turned(blocks(), blocks(), r"dst\[0\]\[0\]: expected shape \(3, 4, 8\), got shape \(4, 3, 8\)")
+    not_turned(turned(), turned(), r"dst\[0\]\[0\]: expected shape \(4, 3, 8\), got shape \(3, 4, 8\)", src_layout="HND")
+    odd = blocks()
+    odd[1][2] = FakeCuda((NT, NH, HD + 1))
+    not_turned(odd, turned(), r"src\[1\]\[2\]: expected shape \(4, 3, 8\), got shape \(4, 3, 9\)")
+    odd = turned()
+    odd[1][3] = FakeCuda((NH, NT + 1, HD))
+    not_turned(blocks(), odd, r"dst\[1\]\[3\]: expected shape \(3, 4, 8\), got shape \(3, 5, 8\)")
+    flat = blocks(shape=(NT, NH * HD))
+    not_turned(flat, turned(), r"src\[0\]\[0\]: expected 3 axes, \[nt, nh, hd\], got shape \(4, 24\)")
+    not_turned(flat, turned(), r"3 axes, \[nh, nt, hd\]", src_layout="hnd")
+    not_turned(blocks(shape=(NT, NH, 0)), blocks(shape=(NH, NT, 0)), r"hd")
+
+
+def test_chunks_of_another_number() -> None:
+    not_turned(blocks(3), turned(2), r"dst: expected 3 lists, one per block, got 2")
+    short = blocks()
+    short[1].pop()
+    not_turned(short, turned(), r"src\[1\]: expected 4 tensors \(as in src\[0\]\), got 3")
+    short = turned()
+    short[0].pop()
+    not_turned(blocks(), short, r"dst\[0\]: expected 4 tensors \(as in src\[0\]\), got 3")
+    not_turned(blocks(1)[0], turned(1)[0][:3], r"dst\[0\]: expected 4 tensors .*got 3")
+    not_turned(blocks(), turned(2)[0], r"dst\[0\]: expected 4 tensors .*got a FakeCuda|dst: expected 2 lists.*4")
+    not_turned(blocks(1), [], r"dst: expected 1 lists.*0")
+    not_turned([], turned(1), r"dst: expected 0 lists.*1")
+
+
+def test_chunks_that_are_no_tensors() -> None:
+    not_turned(3, turned(), r"src: expected a list of lists of tensors, one per block, got a int")
+    not_turned(FakeCuda((2, 4, NT, NH, HD)), turned(), r"src: expected a list of lists of tensors.*got a FakeCuda")
+    not_turned(blocks(), 3, r"dst: expected 2 lists of 4 tensors, got a int")
+    not_turned([["x"] * 4] * 2, turned(), r"src\[0\]\[0\].*str")
+    not_turned(["x"], turned(1), r"src\[0\]\[0\].*str")
+    not_turned(blocks(), [["x"] * 4] * 2, r"dst\[0\]\[0\].*str")
+    not_turned([blocks()[0], 5], turned(), r"src\[1\]: expected 4 tensors .*got a int")
+
+
+def test_chunks_on_the_cpu(torch: Any) -> None:
+    """As of the other functions: an error that names what copies there."""
+    cpu = [[torch.zeros(NT, NH, HD, dtype=torch.float16) for _ in range(NL * NO)] for _ in range(NB)]
+    other = [[torch.ones(NH, NT, HD, dtype=torch.float16) for _ in range(NL * NO)] for _ in range(NB)]
+    what = r"expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU"
+    not_turned(cpu, other, rf"src\[0\]\[0\]: {what}")
+    not_turned(blocks(), other, rf"dst\[0\]\[0\]: {what}")
+    not_turned([[np.zeros((NT, NH, HD))]], [[np.zeros((NH, NT, HD))]], rf"src\[0\]\[0\]: {what}")
+    mixed: Any = turned()
+    mixed[1][3] = other[0][0]
+    not_turned(blocks(), mixed, rf"dst\[1\]\[3\]: {what}")
+    assert all(t.all() for row in other for t in row)
+
+
+def test_chunks_of_other_dtypes() -> None:
+    both = r"float16.*float32|float32.*float16"
+    not_turned(blocks(), turned(dtype="float32"), both, TypeError)
+    mixed = blocks()
+    mixed[1][1] = FakeCuda((NT, NH, HD), "float32")
+    not_turned(mixed, turned(), both, TypeError)
+    not_turned(blocks(dtype="complex64"), turned(dtype="complex64"), "complex64", TypeError)
+
+
+def test_chunks_that_are_not_contiguous() -> None:
+    odd = blocks()
+    odd[0][1] = FakeCuda((NT, NH, HD), strides=(2 * HD, NT * HD * 2, 2))
+    not_turned(odd, turned(), r"src\[0\]\[1\]: expected a contiguous tensor")
+    odd = turned()
+    odd[1][0] = FakeCuda((NH, NT, HD), strides=(2 * HD, NH * HD * 2, 2))
+    not_turned(blocks(), odd, r"dst\[1\]\[0\]: expected a contiguous tensor")
+
+
+def test_chunks_on_other_gpus() -> None:
+    not_turned(blocks(), turned(device=1), r"the source is on cuda:0, the destination on cuda:1; expected one device")
+    mixed = blocks()
+    mixed[1][0] = FakeCuda((NT, NH, HD), device=1)
+    not_turned(mixed, turned(), r"cuda:1.*cuda:0")
+
+
+def test_it_is_not_done_in_place() -> None:
+    """No destination may share memory with a source, also where the bytes would not move, or with another destination."""
+    src = blocks()
+    same = [[FakeCuda((NH, NT, HD), address=chunk.address) for chunk in row] for row in src]
+    not_turned(src, same, r"overlap")
+    inside = turned()
+    inside[1][2] = FakeCuda((NH, NT, HD), address=src[0][3].address + 64)
+    not_turned(src, inside, r"overlap")
+    one = blocks(1, (NT, 1, HD))
+    not_turned(one, [[FakeCuda((1, NT, HD), address=chunk.address) for chunk in one[0]]], r"overlap")
+    twice = turned()
+    twice[1][2] = FakeCuda((NH, NT, HD), address=twice[0][0].address)
+    not_turned(blocks(), twice, r"(?i)overlap|share|twice")
+
+
+def test_stream_of_no_framework() -> None:
+    with pytest.raises(ValueError, match="stream"):
+        kernels.nhd_hnd_transpose(blocks(), turned())
+    for stream in ("default", 1.5, object()):
+        with pytest.raises(TypeError, match="stream"):
+            kernels.nhd_hnd_transpose(blocks(), turned(), stream=stream)
+
+
+@pytest.mark.parametrize("program", ["transposes", "transposes_of_many", "captured", "nothing_waits"])
+def test_transposes_on_the_fake_driver(fake_gpu: FakeDriver, program: str) -> None:
+    """One launch; every byte of both sides, guards included."""
+    fake_gpu(f"stacked.{program}")
+
+
+def test_a_transpose_that_is_not_launched(fake_gpu: FakeDriver) -> None:
+    fake_gpu("stacked.what_fails", FAKE_LAUNCH="1")
+
+
+def test_the_plan_of_a_transpose_does_not_know_the_batch() -> None:
+    """A chunk is a block, so one prepared copy serves all batches of one shape; heads are rows that stay together."""
+    shape = kvbm.BlockShape(1, 1, 8, 16, 128, "float16")
+    assert kvbm.plan("nhd", "hnd", shape).kernels() == kvbm.plan("hnd", "nhd", shape).kernels() == ["rows_o0_i3_w16"]
+    [copy] = kernels._prepared_transpose("nhd", (16, 8, 128), "float16", (16, 16), -1)
+    stack = stacks.Stacks("nhd", "hnd", kvbm.BlockShape(3, 2, 8, 16, 128, "float16"), 2)
+    source, got = map(aligned, stack.data)
+    tables = [
+        _core.Table(np.array([buffer.ctypes.data + base for base in arena.bases], np.uint64))
+        for arena, buffer in zip(stack.arenas, (source, got), strict=True)
+    ]
+    copy.run(*tables, _core.Pairs(None, None, 12, 12), threads=2)  # the same code on the host
+    stack.check(source, got)
 
 
 # ---- each kernel by itself -----------------------------------------------------------------------------------------
@@ -818,6 +1041,115 @@ def test_universal_sanitize(dtype: str, layout: str, to_whole: bool, views: Any)
         else:
             kernels.universal_to_block(stack.args_whole, stack.args_blocks, layout, stream=stream)
         stack.check()
+
+
+class OnGpu:
+    """`stacks.Stacks` in guarded CUDA buffers, as lists of torch tensors or of bare CUDA arrays."""
+
+    def __init__(self, stack: stacks.Stacks, views: Any):
+        import torch
+
+        self.stack = stack
+        self.buffers = [torch.from_numpy(data).cuda() for data in stack.data]
+        torch.cuda.synchronize()
+        self.lists = [stack.lists(side, buffer, views) for side, buffer in enumerate(self.buffers)]
+
+    def check(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        self.stack.check(*(buffer.cpu().numpy() for buffer in self.buffers))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("views", [torch_views, interface_views], ids=["torch", "interface"])
+@pytest.mark.parametrize(("src", "dst"), [("nhd", "hnd"), ("hnd", "nhd")])
+@pytest.mark.parametrize("dtype", sorted(oracle.ITEMSIZE))
+def test_transpose_sanitize(dtype: str, src: str, dst: str, views: Any) -> None:
+    import torch
+
+    stream, itemsize = torch.cuda.Stream(), oracle.ITEMSIZE[dtype]
+    for index, sizes in enumerate(stacks.SIZES):
+        align = itemsize * (index % 3), itemsize * (index % 2)
+        stack = stacks.Stacks(src, dst, kvbm.BlockShape(*sizes, dtype), (1, 2, 5)[index % 3], align)
+        there = OnGpu(stack, views)
+        kernels.nhd_hnd_transpose(*there.lists, src.upper() if index % 2 else src, stream=stream)
+        there.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("views", [torch_views, interface_views], ids=["torch", "interface"])
+@pytest.mark.parametrize("to_whole", [True, False], ids=["to", "from"])
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+@pytest.mark.parametrize("dtype", sorted(oracle.ITEMSIZE))
+def test_layers_sanitize(dtype: str, layout: str, to_whole: bool, views: Any) -> None:
+    import torch
+
+    stream, itemsize = torch.cuda.Stream(), oracle.ITEMSIZE[dtype]
+    call = kernels.block_to_universal if to_whole else kernels.universal_to_block
+    names = (layout, "universal") if to_whole else ("universal", layout)
+    for index, (sizes, layers) in enumerate(zip(stacks.SIZES, stacks.LAYERS, strict=True)):
+        align = itemsize * (index % 3), itemsize * (index % 2)
+        stack = stacks.Stacks(*names, kvbm.BlockShape(*sizes, dtype), (1, 2, 5)[index % 3], align, layers)
+        there = OnGpu(stack, views)
+        call(*there.lists, layout, layers=layers, stream=stream)
+        there.check()
+
+
+@pytest.mark.gpu
+def test_a_large_transpose_and_the_layers_of_a_model() -> None:
+    """More addresses than fit the parameters; against torch's own permutation."""
+    import torch
+
+    nb, nl, no, nh, nt, hd = 16, 32, 2, 8, 16, 128
+    pages = torch.randint(-(2**15), 2**15, (nb, nl * no, nt, nh, hd), dtype=torch.int16, device="cuda")
+    other = torch.zeros(nb, nl * no, nh, nt, hd, dtype=torch.int16, device="cuda")
+    chunks, turned = [list(row.unbind()) for row in pages], [list(row.unbind()) for row in other]
+    kernels.nhd_hnd_transpose(chunks, turned)
+    assert torch.equal(other, pages.transpose(2, 3))
+    back = torch.zeros_like(pages)
+    kernels.nhd_hnd_transpose(turned, [row.unbind() for row in back], "HND")
+    assert torch.equal(back, pages)
+    universals = torch.full((nb, nh, nl, no, nt, hd), 7, dtype=torch.int16, device="cuda")
+    kernels.block_to_universal([row[10:20] for row in chunks], universals, layers=range(5, 10))
+    want = torch.full_like(universals, 7)
+    want[:, :, 5:10] = pages.view(nb, nl, no, nt, nh, hd)[:, 5:10].permute(0, 4, 1, 2, 3, 5)
+    assert torch.equal(universals, want)
+    for layer in range(nl):
+        kernels.block_to_universal(
+            [row[2 * layer : 2 * layer + 2] for row in turned], universals, "HND", layers=range(layer, layer + 1)
+        )
+    assert torch.equal(universals, pages.view(nb, nl, no, nt, nh, hd).permute(0, 4, 1, 2, 3, 5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["transpose", "layers"])
+def test_new_copies_in_a_graph_and_on_the_current_stream(what: str) -> None:
+    """Captured on torch's current stream; nothing synchronises, which a capture would refuse."""
+    import torch
+
+    shape, layers = kvbm.BlockShape(4, 2, 8, 16, 128, "bfloat16"), range(1, 3)
+    stack = (
+        stacks.Stacks("nhd", "hnd", shape, 3)
+        if what == "transpose"
+        else stacks.Stacks("universal", "nhd", shape, 3, layers=layers)
+    )
+    there = OnGpu(stack, torch_views)
+
+    def copy() -> None:
+        if what == "transpose":
+            kernels.nhd_hnd_transpose(*there.lists)
+        else:
+            kernels.universal_to_block(*there.lists, layers=layers)
+
+    copy()  # what is loaded lazily is loaded here
+    there.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy()
+    there.buffers[1].copy_(torch.from_numpy(stack.data[1]))
+    graph.replay()
+    there.check()
 
 
 BACKENDS = [

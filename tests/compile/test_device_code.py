@@ -37,6 +37,8 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("launches.launches_move_what_the_host_moves", ("hnd", "vllm/paged_attn_v0")),
     ("launches.lists_of_tensors", ()),
     ("launches.backends", (None, "launches")),
+    ("stacked.transposes", ()),
+    ("stacked.layers", ()),
     ("planes.every_strategy", ("d2d", "direct")),
     ("planes.every_strategy", ("h2d", "staged")),
     ("sections.every_strategy", ("d2d", "direct")),

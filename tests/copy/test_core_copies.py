@@ -279,6 +279,44 @@ def test_what_is_wrong_is_said_as_from_python(lists: FakeDriver, what: str) -> N
     assert all(outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError") for outcome in outcomes)
 
 
+@pytest.mark.slow
+def test_chunks_and_layers_are_looked_at_from_c(lists: FakeDriver) -> None:
+    lists("tensor_lists.chunks_and_layers_are_looked_at_from_c")
+
+
+WRONG_CHUNKS = {
+    "a dtype among others": "src[1][3] = made(*CHUNK, dtype=torch.float32)",
+    "another dtype on the other side": "dst = [[made(NH, NT, HD, dtype=torch.bfloat16) for _ in row] for row in dst]",
+    "a dtype that is not known": "src = [[made(*CHUNK, dtype=torch.complex64) for _ in row] for row in src]",
+    "a chunk that is not dense": "src[0][1] = made(NT, HD, NH).transpose(1, 2)",
+    "a view of a source": "dst = [[chunk.transpose(0, 1) for chunk in row] for row in src]",
+    "another shape": "dst[2][2] = made(NH, NT, HD + 1)",
+    "the same order": "dst = [[made(*CHUNK) for _ in row] for row in dst]",
+    "another rank": "src[0][0] = made(NT, NH * HD)",
+    "a source on the CPU": "src[1][5] = made(*CHUNK, on=lambda t: t)",
+    "all destinations on the CPU": "dst = [[made(NH, NT, HD, on=lambda t: t) for _ in row] for row in dst]",
+    "no tensor": "dst[1][5] = 'x'",
+    "no list": "src[1] = 5",
+    "a short list": "dst[2].pop()",
+    "a block too few": "dst.pop()",
+    "an empty list first": "src[0] = []",
+    "a source as a destination": "dst[1][1] = src[0][0].view(NH, NT, HD)",
+    "a source twice": "src[0][0] = src[2][3]",
+    "a destination twice": "dst[0][0] = dst[2][3]",
+    "axes of zero": "src, dst = [made(NT, NH, 0)], [made(NH, NT, 0)]",
+    "nothing": "src, dst = [], []",
+    "a set": "src = set(src[0])",
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CHUNKS)
+def test_wrong_chunks_are_said_as_from_python(lists: FakeDriver, what: str) -> None:
+    """Read in C or in Python: the same result and message."""
+    outcome = eval(lists("tensor_lists.wrong_chunks_are_said_as_from_python", WRONG_CHUNKS[what]))
+    assert (outcome is None) is (what in ("a source twice", "nothing")), outcome
+    assert outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError")
+
+
 def test_destinations_count_as_written(lists: FakeDriver) -> None:
     """Autograd is told once of each written tensor, read in C or not; very many chunks that are read in C are not reported."""
     lists("tensor_lists.destinations_count_as_written")

@@ -85,6 +85,7 @@ def test_lists_of_tensors(tmp_path: Path) -> None:
 want = torch.stack([torch.stack(block) for block in blocks]).view(nb, nl, no, nt, nh, hd)
 assert torch.equal(universals, want.permute(0, 4, 1, 2, 3, 5))
 assert torch.equal(operationals, want.view(nb, nl, no, nt * nh * hd))
+assert torch.equal(turned, want.view(nb, nl * no, nt, nh, hd).transpose(2, 3))
 """
     passes(tmp_path, LISTS, proof)
 

@@ -106,6 +106,58 @@ def lists_are_looked_at_from_c() -> None:
     assert torch.equal(bits(whole), bits(again))
 
 
+def chunks_and_layers_are_looked_at_from_c() -> None:
+    """Lists in the other order, and some layers: each tensor is read once or twice, and the right bytes are copied."""
+    look_closely, at_chunks = kernels._look_closely, kernels._look_closely_at_chunks
+    kernels._look_closely = kernels._look_closely_at_chunks = closely
+    for name in ["bool", "uint8", "float8_e5m2", "int16", "bfloat16", "float32", "float64"]:
+        dtype = getattr(torch, name)
+        src = [[made(*CHUNK, dtype=dtype) for _ in range(PER)] for _ in range(NB)]
+        dst = [[made(NH, NT, HD, dtype=dtype) for _ in range(PER)] for _ in range(NB)]
+        before = looks()
+        kernels.nhd_hnd_transpose(src, tuple(tuple(row) for row in dst), stream=5)
+        assert looks() - before <= 2 * NB * PER + 4, looks() - before
+        pairs = [*zip(chain(*src), chain(*dst), strict=True)]
+        assert all(torch.equal(bits(b), bits(a).transpose(0, 1).contiguous()) for a, b in pairs)
+        for a in chain(*src):
+            bits(a)[...] ^= 0xFF
+        kernels.nhd_hnd_transpose(dst[1], src[1], "HND", stream=5)  # one block as a flat list
+        assert all(
+            torch.equal(bits(b), bits(a).transpose(0, 1).contiguous()) for a, b in zip(src[1], dst[1], strict=True)
+        )
+        _, whole = batch(dtype=dtype)
+        had = [bits(universal).clone() for universal in whole]
+        some = [row[NO : 3 * NO] for row in src]
+        kernels.block_to_universal(some, whole, layers=range(1, 3), stream=5)
+        for row, universal, old in zip(some, whole, had, strict=True):
+            old[:, 1:3] = torch.stack([bits(chunk) for chunk in row]).view(2, NO, NT, NH, -1).permute(3, 0, 1, 2, 4)
+            assert torch.equal(bits(universal), old)
+        one = made(*WHOLE, dtype=dtype)
+        kernels.universal_to_block(one, some[0], layers=range(2, 4), stream=5)
+        got = torch.stack([bits(chunk) for chunk in some[0]]).view(2, NO, NT, NH, -1)
+        assert torch.equal(got, bits(one)[:, 2:4].permute(1, 2, 3, 0, 4))
+    kernels._look_closely, kernels._look_closely_at_chunks = look_closely, at_chunks
+
+
+def wrong_chunks_are_said_as_from_python(deviation: str) -> None:
+    """`deviation`: a statement that changes `src` or `dst`."""
+    src = [[made(*CHUNK) for _ in range(PER)] for _ in range(NB)]
+    dst = [[made(NH, NT, HD) for _ in range(PER)] for _ in range(NB)]
+    scope = {**globals(), "src": src, "dst": dst}
+    exec(deviation, scope)
+
+    def outcome() -> tuple[str, str] | None:
+        try:
+            return kernels.nhd_hnd_transpose(scope["src"], scope["dst"], stream=5)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    from_c = outcome()
+    _core.whole_tensors = lambda *_: None
+    assert outcome() == from_c, (outcome(), from_c)
+    print(from_c)
+
+
 def what_is_wrong_is_said_as_from_python(deviation: str) -> None:
     """`deviation`: a statement that changes `chunks` or `whole`."""
     scope = {**globals(), **dict(zip(("chunks", "whole"), batch(), strict=True))}
@@ -134,6 +186,10 @@ def destinations_count_as_written() -> None:
     by_c = _core.whole_tensors
     for look in (by_c, lambda *_: None):
         _core.whole_tensors = look
+        src, dst = [made(*CHUNK) for _ in range(6)], [made(NH, NT, HD) for _ in range(6)]
+        kernels.nhd_hnd_transpose([src[:3], src[3:]], [dst[:3], dst[3:]], stream=5)
+        kernels.nhd_hnd_transpose(src, dst, stream=5)
+        assert versions(dst) == [2] * 6 and versions(src) == [0] * 6
         for nb in (1, 3):
             chunks, whole = batch(nb=nb)
             flat, given = [*chain(*chunks)], chunks[0] if nb == 1 else chunks
