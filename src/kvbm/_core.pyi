@@ -17,7 +17,7 @@ _Part: TypeAlias = (
         Sequence[Sequence[int]],
         Sequence[Sequence[int]],
         tuple[Sequence[int], Sequence[int]],
-        Sequence[int],
+        Sequence[float],
     ]
 )
 

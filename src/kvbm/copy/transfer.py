@@ -6,19 +6,16 @@ import weakref
 from typing import Any, Literal
 
 from .. import _core
-from .._arguments import flag, quoted
+from .._arguments import flag
 from ..digest.cells import Model
 from ..errors import BindError
-from ..planner.cast import AMAX, Scale
+from ..planner.cast import Cast, Scale, as_cast
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from . import autotune
 from .executor import CHOICES, Executor, Layers, part_of, require_usable
 
-__all__ = ["Cast", "Strategy", "Transfer", "as_cast", "convert"]
-
-#: How values are cast; `Transfer` documents it.
-Cast = Literal["amax"] | Scale | None
+__all__ = ["Strategy", "Transfer", "convert"]
 
 #: The strategies; `Transfer` documents them.
 Strategy = Literal["auto", "aside", "direct", "staged", "engine"]
@@ -215,21 +212,6 @@ def _begun(executor: Executor) -> Executor:
         autotune.ensure(executor.direction, executor.device)
     executor.begin()
     return executor
-
-
-def as_cast(given: object) -> Scale | None:
-    """The scale of a cast as users give it; None for a copy that changes no value.
-
-    Raises
-    ------
-    BindError
-        It is neither None, ``"amax"`` nor a `Scale`.
-    """
-    if given is None or isinstance(given, Scale):
-        return given
-    if isinstance(given, str) and given == "amax":
-        return AMAX
-    raise BindError(f"cast: expected 'amax' or a kvbm.Scale, got {quoted(given)}")
 
 
 def _bind(src: Pool | PoolSection, dst: Pool | PoolSection, cast: Scale | None) -> Executor:

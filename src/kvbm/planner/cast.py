@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from .._arguments import quoted
 from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step
 from ..layout.loops import coalesce, refine
 from ..layout.scales import Group
 from .loopnest import MAX_INNER, MAX_OUTER, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
 
-__all__ = ["AMAX", "FEW_MODES", "FORMATS", "PLAIN", "CastPart", "Scale", "cast_part"]
+__all__ = ["AMAX", "FEW_MODES", "FORMATS", "GROUP_MODES", "PLAIN", "Cast", "CastPart", "Scale", "as_cast", "cast_part"]
 
 #: Formats of elements and scales → their names in kernels.
 FORMATS = {
@@ -34,7 +36,7 @@ _ITEM = 8
 FEW_MODES = 6
 
 #: Inner modes of a group (``kGroup`` of ``cuda/prepare.cuh``).
-_GROUP_MODES = 3
+GROUP_MODES = 3
 
 #: Most elements that share a scale of the caller and are cast by the same threads.
 _RUN = 256
@@ -74,6 +76,25 @@ class Scale:
 
 #: A cast in which each scale is computed from, or stored with, the elements of its group.
 AMAX = Scale(is_given=False)
+
+
+#: How users say that values change: `kvbm.Transfer` documents it.
+Cast = Literal["amax"] | Scale | None
+
+
+def as_cast(given: object) -> Scale | None:
+    """The scale of a cast as users give it; None for a copy that changes no value.
+
+    Raises
+    ------
+    PlanError
+        It is neither None, ``"amax"`` nor a `Scale`.
+    """
+    if given is None or isinstance(given, Scale):
+        return given
+    if isinstance(given, str) and given == "amax":
+        return AMAX
+    raise PlanError(f"cast: expected 'amax' or a kvbm.Scale, got {quoted(given)}")
 
 
 @dataclass(frozen=True)
@@ -119,7 +140,7 @@ class CastPart(Part):
     @property
     def group(self) -> int:
         """Number of elements that share a scale."""
-        return self.element * math.prod(mode.extent for mode in self.inner[:_GROUP_MODES])
+        return self.element * math.prod(mode.extent for mode in self.inner[:GROUP_MODES])
 
     @property
     def side_bytes(self) -> tuple[int, int]:
@@ -175,7 +196,7 @@ class CastPart(Part):
 
     def _form(self, element: int, narrow: bool) -> Form:
         names = "_".join(FORMATS[dtype] for dtype in self.formats if dtype)
-        modes = _GROUP_MODES + sum(mode.extent > 1 for mode in self.inner[_GROUP_MODES:])
+        modes = GROUP_MODES + sum(mode.extent > 1 for mode in self.inner[GROUP_MODES:])
         few = element == _ITEM and modes <= FEW_MODES
         return Form("cast", MAX_OUTER, FEW_MODES if few else MAX_INNER, element, int(narrow), values=names)
 
@@ -246,16 +267,16 @@ def cast_part(
         raise PlanError(f"{where}the elements of one scale lie in several allocations, or far apart; expected one allocation")
     chunk = [loop for loop in rest if not any(loop[2::2]) and max(loop[1::2]) < STRIDE_LIMIT]
     outer = [loop for loop in rest if loop not in chunk]
-    while len(chunk) > MAX_INNER - _GROUP_MODES:
+    while len(chunk) > MAX_INNER - GROUP_MODES:
         outer.insert(0, chunk.pop())
-    if len(inside) > _GROUP_MODES or len(outer) > MAX_OUTER:
+    if len(inside) > GROUP_MODES or len(outer) > MAX_OUTER:
         raise MissingKernelError(
             f"{where}a cast of {len(inside)} loops inside a group, {len(chunk)} between groups of a chunk and {len(outer)} between "
-            f"chunks: expected at most {_GROUP_MODES}, {MAX_INNER - _GROUP_MODES} and {MAX_OUTER}; convert in two steps, through a "
+            f"chunks: expected at most {GROUP_MODES}, {MAX_INNER - GROUP_MODES} and {MAX_OUTER}; convert in two steps, through a "
             "layout with an order between both"
         )
     still = (1, 0, 0, 0, 0, 0, 0)
-    inner = [*inside, *[still] * (_GROUP_MODES - len(inside)), *chunk]
+    inner = [*inside, *[still] * (GROUP_MODES - len(inside)), *chunk]
     formats = (src.dtype, dst.dtype, scale.dtype if scale else "")
 
     def nest(one: Access, other: Access, a: int, b: int, scales: CastPart | None) -> CastPart:

@@ -171,7 +171,7 @@ class Form:
     def runs(self, wanted: Form) -> bool:
         """True if a kernel of this form can do the work of `wanted`, with extents of one for surplus modes."""
         kinds = {"copy", "rows"} if self.kind == "rows" else {self.kind}
-        mine, theirs = ((form.sm_limited, form.sums, form.element, form.word) for form in (self, wanted))
+        mine, theirs = ((form.sm_limited, form.sums, form.element, form.word, form.values) for form in (self, wanted))
         return wanted.kind in kinds and mine == theirs and self.outer >= wanted.outer and self.inner >= wanted.inner
 
 
@@ -195,8 +195,8 @@ def parse_kernel(name: str) -> Kernel:
     forms = []
     for part in name.split("__"):
         if match := _CAST.fullmatch(part):
-            values, *numbers = match.groups()
-            forms.append(Form("cast", *map(int, numbers), 0, values=values))
+            values, outer, inner, element = match.groups()
+            forms.append(Form("cast", int(outer), int(inner), int(element), 0, values=values))
             continue
         match = _NAME.fullmatch(part)
         if match is None:
@@ -468,7 +468,7 @@ Arguments = tuple[
     list[tuple[int, ...]],
     list[tuple[int, ...]],
     tuple[tuple[int, ...], tuple[int, ...]],
-    tuple[int, ...],
+    tuple[float, ...],
 ]
 
 #: Cached, as there are few forms and many plans.

@@ -23,7 +23,7 @@ from ..layout.region import Section, pieces
 from ..layout.scales import QUANTISED, group_of
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
-from .cast import PLAIN, CastPart, Scale, cast_part
+from .cast import GROUP_MODES, PLAIN, Cast, CastPart, Scale, as_cast, cast_part
 from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
@@ -122,10 +122,10 @@ class Plan(Shown):
     def __str__(self) -> str:
         lines = [f"{self.title}   {self.shape}"]
         if self._of_planes:
-            lines.append(f"{' and '.join(self.kernels())}: the planes of one page, then the next page's")
+            lines.append(f"{' and '.join(self.kernels())}: {'one after the other' if self.casts else _PAGEWISE}")
         for part in self.parts:
             form = part.form(WIDEST, WIDEST)
-            name = f"words of {form.element or form.word} B" if self._of_planes else form.name
+            name = f"words of {form.element or form.word} B" if self._of_planes and not isinstance(part, CastPart) else form.name
             lines.append(f"{part.label}{'  ' if part.label else ''}{name}: {_CLASS[part.kind]}")
             lines.extend(_loops(part, form))
         return "\n".join(lines)
@@ -190,6 +190,8 @@ class Plan(Shown):
             paragraphs.append("Both go in one launch where the joined kernel is built, else in one launch each.")
         return "\n".join(paragraphs)
 
+
+_PAGEWISE = "the planes of one page, then the next page's"
 
 #: How a kernel copies planes.
 _OF_PLANES = {
@@ -258,11 +260,19 @@ def _loops(part: Part, form: Form) -> Iterator[str]:
         yield f"  {'  unit of the dest.':<22}{extent:>10}   {'-':<24}{side(0, nbytes)}"
     for mode in reversed(part.outer):
         yield f"  {'chunk':<22}{mode.extent:>10}   {side(mode.src_table, mode.src):<24}{side(mode.dst_table, mode.dst)}"
-    for mode in reversed(part.inner[1:]):
-        yield f"  {'  row':<22}{mode.extent:>10}   {side(0, mode.src):<24}{side(0, mode.dst)}"
-    run = part.run_bytes // (form.element or form.word)
-    word = form.element or form.word
-    yield f"  {f'    word of {word} B':<22}{run:>10}   {side(0, word):<24}{side(0, word)}"
+    if isinstance(part, CastPart):
+        loops = part.arguments(form)[2]
+        for number, (extent, src, dst) in reversed([*enumerate(loops)]):
+            if extent > 1 or number == 0:
+                inside = f"    {form.element} elements" if number == 0 else "    part of a group"
+                what = inside if number < GROUP_MODES else "  group"
+                yield f"  {what:<22}{extent:>10}   {side(0, src):<24}{side(0, dst)}"
+    else:
+        for mode in reversed(part.inner[1:]):
+            yield f"  {'  row':<22}{mode.extent:>10}   {side(0, mode.src):<24}{side(0, mode.dst)}"
+        run = part.run_bytes // (form.element or form.word)
+        word = form.element or form.word
+        yield f"  {f'    word of {word} B':<22}{run:>10}   {side(0, word):<24}{side(0, word)}"
     if any((part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset)):
         start = side(part.src_table_offset, part.src_offset), side(part.dst_table_offset, part.dst_offset)
         yield f"  {'starting at':<22}{'':>10}   {start[0]:<24}{start[1]}"
@@ -314,6 +324,7 @@ def plan(
     *,
     num_blocks: int | tuple[int, int] = 1024,
     layers: range | tuple[range, range] | None = None,
+    cast: Cast = None,
 ) -> Plan:
     """Plan the copy of blocks from one layout to another.
 
@@ -329,6 +340,8 @@ def plan(
         depend on it.
     layers : range or (range, range), optional
         The layers to copy, or those of (source, destination).  Default: all.
+    cast : {"amax"} or kvbm.Scale, optional
+        Values change their format, as for `kvbm.Transfer`.
 
     Returns
     -------
@@ -353,7 +366,7 @@ def plan(
         if shape is not None or isinstance(src, Layout) or isinstance(dst, Layout):
             raise PlanError("plan: expected two layouts and a shape, or two pools or sections without a shape")
         here, there = (_meant(side) for side in (src, dst))
-        return between_layers(here, there, f"{here.layout.name} → {there.layout.name}", layers)
+        return between_layers(here, there, f"{here.layout.name} → {there.layout.name}", layers, as_cast(cast))
     if shape is None:
         raise PlanError(f"{src.name} → {dst.name}: shape: expected a BlockShape or its text, or one for each side, got none")
     title = f"{src.name} → {dst.name}"
@@ -362,7 +375,7 @@ def plan(
     if min(counts) < 1:
         raise PlanError(f"{title}: num_blocks: expected a number from 1 on, or one for each side, got {quoted(num_blocks)}")
     here, there = src.resolve(shapes[0], counts[0]).section, dst.resolve(shapes[1], counts[1]).section
-    return between_layers(here, there, title, layers)
+    return between_layers(here, there, title, layers, as_cast(cast))
 
 
 def _both(given: Any, what: str) -> tuple[Any, Any]:
@@ -398,7 +411,7 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None,
     """
     casts: list[CastPart] = []
     try:
-        parts = []
+        parts: list[Part] = []
         for here, there in pieces(src, dst):
             if cast is not None:
                 here, there, found = _casts(title, here, there, cast)
