@@ -7,6 +7,7 @@ only to bind the buffers.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +115,8 @@ WHOLE = Part()
 
 
 class Side:
-    """A pool on a guarded buffer, with the bytes it had before.  `where`: ``cpu``, ``pinned`` or ``cuda``."""
+    """A pool on a guarded buffer, with the bytes it had before.  `where`: ``cpu``; ``pinned`` or ``cuda`` (torch's
+    memory); ``fake`` or ``fake pinned``, on the fake driver."""
 
     def __init__(
         self,
@@ -177,6 +179,10 @@ class Side:
         if self.where == "cpu":
             self.memory: Any = memory.aligned(self.before)
             buffer = self.memory
+        elif self.where.startswith("fake"):
+            self.pages = mmap.mmap(-1, self.before.size + mmap.PAGESIZE)
+            buffer = self.memory = np.frombuffer(self.pages, np.uint8)[: self.before.size]
+            self.memory[:] = self.before
         else:
             import torch
 
@@ -184,18 +190,27 @@ class Side:
             self.memory = self.memory.pin_memory() if self.where == "pinned" else self.memory.to("cuda:0")
             torch.cuda.synchronize()
             buffer = self.memory if self.where == "cuda" else self.memory.numpy()
-        if plain:
+        if self.where == "fake" and plain:
+            address, spaces = buffer.ctypes.data, zip(self.arena.placed.spaces, self.arena.bases, strict=True)
+            arrays: list[Any] = [
+                memory.FakeCuda(one.shape, self.dtype, address=address + base, strides=one.strides) for one, base in spaces
+            ]
+        elif plain:
             arrays = memory.views(self.arena, buffer, self.dtype, "torch" if self.where == "cuda" else "numpy")
         else:
             resolved = self.layout.resolve(self.shape, self.blocks)
             arrays = []
             for one, base in zip(resolved.allocations, self.arena.bases, strict=True):
                 kind = kvbm.layout.shapes.numpy_name(one.dtype)
-                if self.where == "cuda":
+                if self.where == "fake":
+                    arrays.append(memory.FakeCuda(one.shape, kind, address=buffer.ctypes.data + base, strides=one.strides))
+                elif self.where == "cuda":
                     arrays.append(memory.Strided(buffer.data_ptr() + base, one.shape, one.strides, np.dtype(kind).str, buffer))
                 else:
                     arrays.append(np.ndarray(one.shape, kind, buffer, base, one.strides))
         self.pool = kvbm.Pool(self.layout, self.shape, arrays)
+        if self.where == "fake pinned":
+            self.pool.pin()
 
     @property
     def given(self) -> Any:
