@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
-from test_cast import ALIGNS, IDS, NAMES, OWNS, PLAINS, WAYS, are_apart, matrix_of, plain_of, run_random, sides_of
+from test_cast import ALIGNS, FORMATS, IDS, NAMES, OWNS, PARTS, PLAINS, WAYS, are_apart, matrix_of, plain_of, random_case, scaled, sides_of
 
 import casting
 import kvbm
 import oracle
-from casting import Side
+from cast_oracle import PLAIN
+from casting import Own, Side
 from programs.fake_gpu import defer, ids_on_gpu, pump, seed
 
 SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
-
-
-def names() -> list[str]:
-    """Kernels of these programs that are in the library: those that cast, and what moves their copied planes and digests them."""
-    from kvbm import _core
-
-    return [name for name in _core.kernel_names() if name.startswith("cast_")]
 
 
 def shipped(direction: str, strategy: str, spread: int) -> None:
@@ -80,6 +75,69 @@ def ids_on_the_gpu(direction: str, strategy: str) -> None:
         ids = np.array([3, -1, 0, 7]), np.array([1, 2, 8, -1])
         kvbm.Transfer(src.pool, dst.pool, strategy, cast="amax").copy(*map(ids_on_gpu, ids), stream=5).synchronize()
         casting.check(src, dst, casting.expected(src, dst, *ids), (a, b))
+
+
+def parts(direction: str, strategy: str) -> None:
+    """Layers, heads, tokens, K or V, and units; and ranges of layers."""
+    here, there = SIDES[direction]
+    sizes = (3, 2, 3, 8, 32)
+    for number, (name, (mine, theirs)) in enumerate(itertools.product(("vllm/per_token_head_int8", "record/nvfp4_tensors"), PARTS)):
+        a, b = (name, "nhd") if number % 2 else ("nhd", name)
+        src = Side(a, sizes, "bfloat16", 3, part=mine, where=here, align=ALIGNS[number % 6])
+        dst = Side(b, sizes, "bfloat16", 4, dst=True, part=theirs, where=there, align=ALIGNS[number % 5])
+        ids = ([2, -1, 0], [1, 2, 3]) if not mine.tokens else ([5, 0, -1, 2], [0, 7, 1, 6])
+        kvbm.Transfer(src.given, dst.given, strategy, cast="amax").copy(*ids, stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, *ids), (name, mine, theirs))
+        src, dst = Side(a, sizes, "bfloat16", 3, where=here), Side(b, (2, *sizes[1:]), "bfloat16", 4, dst=True, where=there)
+        layers = range(1, 3), range(2)
+        kvbm.Transfer(src.given, dst.given, strategy, cast="amax").copy([2, 0], [1, 3], stream=5, layers=layers).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, [2, 0], [1, 3], None, layers), (name, layers))
+
+
+def codes(every: int) -> None:
+    """All kernels: codes of 16 bits in random order, all quantised codes and scales."""
+    for number, ((dtype, scale), plain, order, quantises) in enumerate(
+        itertools.product(FORMATS, PLAIN, ("t d", "d t"), (True, False))
+    ):
+        if number % every:
+            continue
+        sizes, given = (1, 1, 1, 16, 128), None if scale else 0.37
+        both: Any = [(Own(f"[b] l o h {order}"), plain), (scaled(dtype, scale, sizes), "bfloat16" if scale else dtype)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, 8, make=casting.shuffled, seed=number, where="fake")
+        dst = Side(b, sizes, b_type, 8, dst=True, where="fake")
+        kvbm.convert(src.pool, dst.pool, range(8), range(7, -1, -1), stream=5, cast=casting.cast_of(given))
+        pump()
+        casting.check(src, dst, casting.expected(src, dst, range(8), range(7, -1, -1), given), (dtype, scale, plain, order, quantises))
+    for src_type, dst_type in itertools.permutations(PLAIN, 2):
+        for order in ("t d", "d t"):
+            src = Side(Own("[b] l o h t d"), sizes, src_type, 8, where="fake")
+            dst = Side(Own(f"[b] l o h {order}"), sizes, dst_type, 8, dst=True, where="fake")
+            kvbm.convert(src.pool, dst.pool, range(8), range(8), stream=5, cast=kvbm.Scale(0.37))
+            pump()
+            casting.check(src, dst, casting.expected(src, dst, range(8), range(8), 0.37), (src_type, dst_type, order))
+
+
+def random(first: int, count: int) -> None:
+    """Random layouts of test_cast.py."""
+    done = 0
+    for number in range(first, first + count):
+        layout, plain, dtype, sizes, given, quantises = random_case(number)
+        here, there = list(SIDES.values())[number % 3]
+        both: Any = [(plain, dtype), (layout, "bfloat16")]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        try:
+            src = Side(a, sizes, a_type, 4, align=ALIGNS[number % 6], how=WAYS[number // 6 % 3], seed=number, where=here)
+            dst = Side(b, sizes, b_type, 5, dst=True, align=ALIGNS[number // 18 % 6], how=WAYS[number // 36 % 3], where=there)
+            move = kvbm.Transfer(src.pool, dst.pool, ("direct", "staged")[number // 3 % 2], cast=casting.cast_of(given))
+        except (oracle.IllegalError, kvbm.PlanError, kvbm.MissingKernelError):
+            continue
+        ids = [3, 0, -1, 2], [1, 4, 0, 2]
+        seed(number % 4)
+        move.copy(*ids, stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, *ids, given), number)
+        done += 1
+    assert done > count / 2
 
 
 def digests(direction: str, strategy: str) -> None:
