@@ -16,7 +16,7 @@ import kvbm
 import oracle
 import plane_oracle
 from cast_oracle import PLAIN
-from casting import Own, Part, Planar, Side, Sizes, convert_and_check, expected, plane, planar
+from casting import Own, Part, Planar, Side, Sizes, convert_and_check, expected, planar, plane
 from coordinates import in_case
 from kvbm import _core
 from kvbm.compile import prepare
@@ -28,9 +28,16 @@ from plane_oracle import TABLE
 E4M3, E5M2, E2M1, E8M0 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "float8_e8m0fnu"
 #: Formats of elements and of their scales for which kernels are built; None: a scale of the caller.
 FORMATS: tuple[tuple[str, str | None], ...] = (
-    (E4M3, "float32"), (E4M3, E8M0), (E5M2, "float32"), ("int8", "float32"), (E2M1, E4M3), (E2M1, E8M0),
-    (E4M3, None), (E5M2, None), ("int8", None),
-)  # fmt: skip
+    (E4M3, "float32"),
+    (E4M3, E8M0),
+    (E5M2, "float32"),
+    ("int8", "float32"),
+    (E2M1, E4M3),
+    (E2M1, E8M0),
+    (E4M3, None),
+    (E5M2, None),
+    ("int8", None),
+)
 
 NAMES = sorted(name for name in TABLE if casting.scales_of(name))
 
@@ -44,19 +51,38 @@ def padded(by: int, order: str = "[b] l o t h d", word: str = "h") -> Any:
 
 #: Plain layouts for K and V of heads: shipped ones, with pitches, with tables by block, with d not the fastest axis.
 PLAINS: tuple[Any, ...] = (
-    "nhd", "hnd", "universal", "operational_nhd", "vllm/flash_attn_nhd", "vllm/LBHNC", "hf/dynamic_cache",
-    padded(16), padded(3), padded(4, "b l o h t d", "t"),
-    Own("[b l o] t h d"), Own("[b] o h l t d"),
-    Own("[l o] b h d t"), Own("[b] l d o t h"), Own("d [b] l o t h".replace("d [b]", "[b] d")), Own("[l] b t d o h"),
-    Own("[b] l o h d/4 t d%4"), Own("[b h] l o d/8 t d%8"), Own("[l o] b h d/8 t d%8", "[l o] b h d t"),
-)  # fmt: skip
+    "nhd",
+    "hnd",
+    "universal",
+    "operational_nhd",
+    "vllm/flash_attn_nhd",
+    "vllm/LBHNC",
+    "hf/dynamic_cache",
+    padded(16),
+    padded(3),
+    padded(4, "b l o h t d", "t"),
+    Own("[b l o] t h d"),
+    Own("[b] o h l t d"),
+    Own("[l o] b h d t"),
+    Own("[b] l d o t h"),
+    Own("d [b] l o t h".replace("d [b]", "[b] d")),
+    Own("[l] b t d o h"),
+    Own("[b] l o h d/4 t d%4"),
+    Own("[b h] l o d/8 t d%8"),
+    Own("[l o] b h d/8 t d%8", "[l o] b h d t"),
+)
 
 #: Plain layouts for latents: latent and rope.
 LATENTS: tuple[Any, ...] = (
     "record/mla_joined",
     "flashinfer/mla_split",
     planar("[l] b <>", plane("latent", "", "c t", "c", 512), plane("rope", "", "t r", "r", 64), scales=()),
-    planar("[b] <>", plane("latent", "", "l t c/8 c%8|l t c/8 c%8", "c", 512), plane("rope", "", "r t l", "r", 64), scales=()),
+    planar(
+        "[b] <>",
+        plane("latent", "", "l t c/8 c%8|l t c/8 c%8", "c", 512),
+        plane("rope", "", "r t l", "r", 64),
+        scales=(),
+    ),
     planar("[<> b l] t", plane("latent", "", "c", "c", 512), plane("rope", "", "r", "r", 64), scales=()),
 )
 
@@ -73,8 +99,22 @@ def sizes_of(name: str) -> tuple[Sizes, ...]:
         return ((2, 2, 3, 4, 64), (1, 2, 1, 16, 128), (1, 2, 2, 8, 192))
     if family in ("nvfp4", "mxfp8"):
         least = 16 if family == "nvfp4" else 32
-        return ((2, 2, 3, 3, 64), (1, 2, 1, 16, 128), (2, 2, 3, 1, least), (1, 2, 1, 2, 96), (1, 1 + (family == "nvfp4"), 3, 2, 576))
-    return ((2, 2, 3, 3, 64), (1, 2, 1, 16, 128), (1, 1, 3, 1, 16), (1, 2, 1, 2, 96), (2, 2, 3, 2, 7), (1, 1, 1, 1, 576), (1, 2, 3, 4, 32))
+        return (
+            (2, 2, 3, 3, 64),
+            (1, 2, 1, 16, 128),
+            (2, 2, 3, 1, least),
+            (1, 2, 1, 2, 96),
+            (1, 1 + (family == "nvfp4"), 3, 2, 576),
+        )
+    return (
+        (2, 2, 3, 3, 64),
+        (1, 2, 1, 16, 128),
+        (1, 1, 3, 1, 16),
+        (1, 2, 1, 2, 96),
+        (2, 2, 3, 2, 7),
+        (1, 1, 1, 1, 576),
+        (1, 2, 3, 4, 32),
+    )
 
 
 def plains_of(name: str) -> tuple[Any, ...]:
@@ -109,7 +149,9 @@ def matrix_of(name: str, spread: int = 1) -> Iterator[tuple[Any, ...]]:
             fit = [(sizes, made) for sizes, made in fit if made is not None]
             sizes, made = fit[(first + turn + number % 2) % len(fit)]
             scale = None
-            if name.endswith(("nvfp4_ds_mla", "nvfp4_mla_planes")) or (TABLE[name].family == "fp8" and dtype != "bfloat16"):
+            if name.endswith(("nvfp4_ds_mla", "nvfp4_mla_planes")) or (
+                TABLE[name].family == "fp8" and dtype != "bfloat16"
+            ):
                 scale = (1.0, 0.37)[number // 2 % 2]  # the other planes have no scales
             elif number % 3 == 0:
                 scale = (0.0271, 2.0**-100, 3e5, 2.0**100)[number // 3 % 4]
@@ -120,8 +162,19 @@ def sides_of(name: str, case: tuple[Any, ...], **where: Any) -> tuple[Side, Side
     made, dtype, sizes, quantises, _, number = case
     both = [(made, dtype), (name, "bfloat16")]
     (src, src_type), (dst, dst_type) = both if quantises else both[::-1]
-    a = Side(src, sizes, src_type, 5, align=ALIGNS[number % 6], how=WAYS[number % 3], seed=number, **where.get("src", {}))
-    b = Side(dst, sizes, dst_type, 7, dst=True, align=ALIGNS[number // 2 % 6], how=WAYS[number // 3 % 3], **where.get("dst", {}))
+    a = Side(
+        src, sizes, src_type, 5, align=ALIGNS[number % 6], how=WAYS[number % 3], seed=number, **where.get("src", {})
+    )
+    b = Side(
+        dst,
+        sizes,
+        dst_type,
+        7,
+        dst=True,
+        align=ALIGNS[number // 2 % 6],
+        how=WAYS[number // 3 % 3],
+        **where.get("dst", {}),
+    )
     return a, b
 
 
@@ -212,41 +265,116 @@ def test_plain_to_plain(dtype: str) -> None:
 def owns() -> list[tuple[str, Planar, Sizes]]:
     """Layouts that no engine has: (what is special, layout, sizes)."""
     return [
-        ("a scale per block", planar("[b] <>", plane("data", E4M3, "l o h t d", "d", 32),
-                                     plane("scale", "float32", "l o h", shared="t")), (2, 2, 3, 4, 32)),
-        ("a scale per block and layer", planar("[l] b <>", plane("data", "int8", "o t h d", "d", 24),
-                                               plane("scale", "float32", "o", shared="h t")), (3, 2, 2, 3, 24)),
-        ("a scale for all of K", planar("[l b] <>", plane("data", E5M2, "o t h d", "d", 16),
-                                        plane("scale", "float32", "o", shared="h t")), (3, 2, 3, 2, 16)),
-        ("one for a whole block", planar("b <>", plane("data", E4M3, "l o h t d", "d", 16),
-                                         plane("scale", "float32", "o", shared="l h t")), (2, 1, 3, 2, 16)),
-        ("groups along d of e5m2", planar("[b] l o t <>", plane("data", E5M2, "h d", "d", 64),
-                                          plane("scale", "float32", "h s", "s", 4)), (2, 2, 3, 3, 64)),
-        ("int8, groups of 32", planar("[l o] b t <>", plane("data", "int8", "h d", "d", 96),
-                                      plane("scale", "float32", "s h", "s", 3)), (2, 2, 3, 2, 96)),
-        ("scales first", planar("[b] l o h <>", plane("scale", "float32", "t"), plane("data", E4M3, "t d", "d", 20)), (2, 2, 3, 3, 20)),
-        ("scales first, odd", planar("[l] b t h o <>", plane("scale", E8M0, "s", "s", 1), plane("data", E2M1, "d", "d", 6)), (2, 2, 3, 3, 6)),
-        ("packed along d", planar("[b] l o h <>", plane("data", E2M1, "t d", "d", 64), plane("scale", E4M3, "t s", "s", 4)), (2, 2, 3, 3, 64)),
-        ("d split and packed", planar("[l] b o h <>", plane("data", E2M1, "d/16 t d%16", "d", 64),
-                                      plane("scale", E8M0, "s t", "s", 2)), (2, 2, 1, 3, 64)),
-        ("groups over tokens and d", planar("[l] b o h <>", plane("data", E4M3, "t d", "d", 64),
-                                            plane("scale", E8M0, "s", "s", 2, shared="t")), (2, 2, 3, 4, 64)),
-        ("groups over heads and d", planar("[l] b o <>", plane("data", "int8", "t h d", "d", 48),
-                                           plane("scale", "float32", "t s", "s", 3, shared="h")), (2, 2, 3, 2, 48)),
-        ("K and V differ", planar("[b] l o <>", plane("data", E4M3, "h t d|t h d", "d", 32),
-                                  plane("scale", "float32", "h t|t h")), (2, 2, 3, 2, 32)),
-        ("only scales differ", planar("[b] l o <>", plane("data", E2M1, "h t d", "d", 32),
-                                      plane("scale", E4M3, "h t s|s t h", "s", 2)), (2, 2, 3, 2, 32)),
-        ("arrays apart", planar("[<> b l] o", plane("data", E5M2, "h t d", "d", 40), plane("scale", "float32", "t h")), (2, 2, 3, 5, 40)),
-        ("d is the slowest", planar("[b] <>", plane("data", E4M3, "d l o h t", "d", 32),
-                                    plane("scale", E8M0, "t s h o l", "s", 1)), (2, 2, 2, 3, 32)),
-        ("pitches", planar("[l] b o h <>", plane("data", E4M3, "t d", "d", 32, pitch=(("t", 40),)),
-                           plane("scale", "float32", "t s", "s", 2, pitch=(("t", 12),)), pitch=(("h", 333),)), (2, 2, 3, 3, 32)),
-        ("a group of one", planar("[b] l o h <>", plane("data", "int8", "t d", "d", 8), plane("scale", "float32", "t s", "s", 8)), (1, 2, 2, 3, 8)),
-        ("a large group", planar("[b] l o h <>", plane("data", E4M3, "t d", "d", 576), plane("scale", "float32", "t")), (1, 1, 3, 2, 576)),
-        ("a group of 4096", planar("[b] l o <>", plane("data", "int8", "t h d", "d", 128),
-                                   plane("scale", "float32", "", shared="h t")), (1, 2, 2, 16, 128)),
-    ]  # fmt: skip
+        (
+            "a scale per block",
+            planar("[b] <>", plane("data", E4M3, "l o h t d", "d", 32), plane("scale", "float32", "l o h", shared="t")),
+            (2, 2, 3, 4, 32),
+        ),
+        (
+            "a scale per block and layer",
+            planar("[l] b <>", plane("data", "int8", "o t h d", "d", 24), plane("scale", "float32", "o", shared="h t")),
+            (3, 2, 2, 3, 24),
+        ),
+        (
+            "a scale for all of K",
+            planar("[l b] <>", plane("data", E5M2, "o t h d", "d", 16), plane("scale", "float32", "o", shared="h t")),
+            (3, 2, 3, 2, 16),
+        ),
+        (
+            "one for a whole block",
+            planar("b <>", plane("data", E4M3, "l o h t d", "d", 16), plane("scale", "float32", "o", shared="l h t")),
+            (2, 1, 3, 2, 16),
+        ),
+        (
+            "groups along d of e5m2",
+            planar("[b] l o t <>", plane("data", E5M2, "h d", "d", 64), plane("scale", "float32", "h s", "s", 4)),
+            (2, 2, 3, 3, 64),
+        ),
+        (
+            "int8, groups of 32",
+            planar("[l o] b t <>", plane("data", "int8", "h d", "d", 96), plane("scale", "float32", "s h", "s", 3)),
+            (2, 2, 3, 2, 96),
+        ),
+        (
+            "scales first",
+            planar("[b] l o h <>", plane("scale", "float32", "t"), plane("data", E4M3, "t d", "d", 20)),
+            (2, 2, 3, 3, 20),
+        ),
+        (
+            "scales first, odd",
+            planar("[l] b t h o <>", plane("scale", E8M0, "s", "s", 1), plane("data", E2M1, "d", "d", 6)),
+            (2, 2, 3, 3, 6),
+        ),
+        (
+            "packed along d",
+            planar("[b] l o h <>", plane("data", E2M1, "t d", "d", 64), plane("scale", E4M3, "t s", "s", 4)),
+            (2, 2, 3, 3, 64),
+        ),
+        (
+            "d split and packed",
+            planar("[l] b o h <>", plane("data", E2M1, "d/16 t d%16", "d", 64), plane("scale", E8M0, "s t", "s", 2)),
+            (2, 2, 1, 3, 64),
+        ),
+        (
+            "groups over tokens and d",
+            planar("[l] b o h <>", plane("data", E4M3, "t d", "d", 64), plane("scale", E8M0, "s", "s", 2, shared="t")),
+            (2, 2, 3, 4, 64),
+        ),
+        (
+            "groups over heads and d",
+            planar(
+                "[l] b o <>",
+                plane("data", "int8", "t h d", "d", 48),
+                plane("scale", "float32", "t s", "s", 3, shared="h"),
+            ),
+            (2, 2, 3, 2, 48),
+        ),
+        (
+            "K and V differ",
+            planar("[b] l o <>", plane("data", E4M3, "h t d|t h d", "d", 32), plane("scale", "float32", "h t|t h")),
+            (2, 2, 3, 2, 32),
+        ),
+        (
+            "only scales differ",
+            planar("[b] l o <>", plane("data", E2M1, "h t d", "d", 32), plane("scale", E4M3, "h t s|s t h", "s", 2)),
+            (2, 2, 3, 2, 32),
+        ),
+        (
+            "arrays apart",
+            planar("[<> b l] o", plane("data", E5M2, "h t d", "d", 40), plane("scale", "float32", "t h")),
+            (2, 2, 3, 5, 40),
+        ),
+        (
+            "d is the slowest",
+            planar("[b] <>", plane("data", E4M3, "d l o h t", "d", 32), plane("scale", E8M0, "t s h o l", "s", 1)),
+            (2, 2, 2, 3, 32),
+        ),
+        (
+            "pitches",
+            planar(
+                "[l] b o h <>",
+                plane("data", E4M3, "t d", "d", 32, pitch=(("t", 40),)),
+                plane("scale", "float32", "t s", "s", 2, pitch=(("t", 12),)),
+                pitch=(("h", 333),),
+            ),
+            (2, 2, 3, 3, 32),
+        ),
+        (
+            "a group of one",
+            planar("[b] l o h <>", plane("data", "int8", "t d", "d", 8), plane("scale", "float32", "t s", "s", 8)),
+            (1, 2, 2, 3, 8),
+        ),
+        (
+            "a large group",
+            planar("[b] l o h <>", plane("data", E4M3, "t d", "d", 576), plane("scale", "float32", "t")),
+            (1, 1, 3, 2, 576),
+        ),
+        (
+            "a group of 4096",
+            planar("[b] l o <>", plane("data", "int8", "t h d", "d", 128), plane("scale", "float32", "", shared="h t")),
+            (1, 2, 2, 16, 128),
+        ),
+    ]
 
 
 OWNS = owns()
@@ -333,13 +461,23 @@ PARTS: tuple[tuple[Part, Part], ...] = (
 
 
 @pytest.mark.parametrize(
-    "name", ["vllm/per_token_head_fp8", "record/per_token_head_int8_planes", "record/nvfp4_tensors", "vllm/nvfp4",
-             "vllm/nvfp4_sm120", "record/mxfp8_universal", "record/nvfp4_universal"]
-)  # fmt: skip
+    "name",
+    [
+        "vllm/per_token_head_fp8",
+        "record/per_token_head_int8_planes",
+        "record/nvfp4_tensors",
+        "vllm/nvfp4",
+        "vllm/nvfp4_sm120",
+        "record/mxfp8_universal",
+        "record/nvfp4_universal",
+    ],
+)
 def test_parts(name: str) -> None:
     """Layers, heads, tokens, K or V, and units: only these elements change, each group with its scale."""
     sizes = (3, 2, 3, 8, 64)
-    for number, ((mine, theirs), quantises, plain) in enumerate(itertools.product(PARTS, (True, False), ("nhd", "vllm/LBHNC"))):
+    for number, ((mine, theirs), quantises, plain) in enumerate(
+        itertools.product(PARTS, (True, False), ("nhd", "vllm/LBHNC"))
+    ):
         tokens = max(mine.tokens, 0)
         if name == "vllm/nvfp4" and (tokens == 2 or any(axis == "t" for axis, _ in mine.chosen)):
             continue  # four tokens are interleaved
@@ -364,7 +502,10 @@ def test_blocks_of_different_sizes() -> None:
             convert_and_check(src, dst, [5, 0, 3, 2], [1, 6, 2, 0], what=name)
 
 
-@pytest.mark.parametrize("name", ["vllm/nvfp4", "vllm/fp8_ds_mla", "vllm/per_token_head_int8", "record/mla_v41_tokens", "record/mxfp8_tensors"])
+@pytest.mark.parametrize(
+    "name",
+    ["vllm/nvfp4", "vllm/fp8_ds_mla", "vllm/per_token_head_int8", "record/mla_v41_tokens", "record/mxfp8_tensors"],
+)
 def test_layers(name: str) -> None:
     """Ranges of layers, also between pools with different numbers of layers."""
     base = sizes_of(name)[0]
@@ -425,7 +566,11 @@ def test_parts_are_the_whole() -> None:
         for quantises in (True, False):
             both: Any = [("hnd", "float16"), (name, "bfloat16")]
             (a, a_type), (b, b_type) = both if quantises else both[::-1]
-            src, whole, cut = Side(a, sizes, a_type, 2), Side(b, sizes, b_type, 2, dst=True), Side(b, sizes, b_type, 2, dst=True)
+            src, whole, cut = (
+                Side(a, sizes, a_type, 2),
+                Side(b, sizes, b_type, 2, dst=True),
+                Side(b, sizes, b_type, 2, dst=True),
+            )
             convert_and_check(src, whole, [0, 1], [1, 0])
             for l, o, h, t in itertools.product(range(2), range(2), range(3), (range(1), range(1, 4))):  # noqa: E741
                 some = {"l": l, "o": o, "h": h, "t": t}
@@ -461,7 +606,11 @@ def test_flushed_subnormals(torch: Any) -> None:
         tiny = torch.tensor([1e-39]).mul(0.5)
         assert tiny.item() == 0, "the test does not flush anything"
         sides = []
-        for name, plain in (("vllm/per_token_head_fp8", "float32"), ("record/nvfp4_tensors", "bfloat16"), ("record/mxfp8_tensors", "float16")):
+        for name, plain in (
+            ("vllm/per_token_head_fp8", "float32"),
+            ("record/nvfp4_tensors", "bfloat16"),
+            ("record/mxfp8_tensors", "float16"),
+        ):
             for quantises in (True, False):
                 both: Any = [("nhd", plain), (name, "bfloat16")]
                 (a, a_type), (b, b_type) = both if quantises else both[::-1]
@@ -540,7 +689,10 @@ def test_planes_beside_are_copied_with_their_payloads() -> None:
 # ---- digests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vllm/per_token_head_fp8", "record/nvfp4_tensors", "vllm/fp8_ds_mla", "vllm/nvfp4", "record/mxfp8_universal"])
+@pytest.mark.parametrize(
+    "name",
+    ["vllm/per_token_head_fp8", "record/nvfp4_tensors", "vllm/fp8_ds_mla", "vllm/nvfp4", "record/mxfp8_universal"],
+)
 def test_digests_are_those_of_the_quantised_blocks(name: str) -> None:
     sizes = sizes_of(name)[0]
     for plain, quantises in itertools.product(plains_of(name)[:3], (True, False)):
@@ -567,7 +719,10 @@ def test_digests_with_a_scale_of_the_caller() -> None:
 
 
 def test_digests_of_layers_and_parts() -> None:
-    src, dst = Side("nhd", (3, 2, 3, 4, 32), "float16", 3), Side("record/nvfp4_tensors", (2, 2, 3, 4, 32), "bfloat16", 3, dst=True)
+    src, dst = (
+        Side("nhd", (3, 2, 3, 4, 32), "float16", 3),
+        Side("record/nvfp4_tensors", (2, 2, 3, 4, 32), "bfloat16", 3, dst=True),
+    )
     found = np.ones(2, np.uint64)
     layers = range(1, 3), range(2)
     for one, other in ((src, dst), (dst, src)):
@@ -580,7 +735,9 @@ def test_digests_of_layers_and_parts() -> None:
 # ---- random layouts --------------------------------------------------------------------------------------------------
 
 
-def random_planar(rng: np.random.Generator, sizes: dict[str, int], dtype: str, scale: str, count: int, shared: str) -> Planar | None:
+def random_planar(
+    rng: np.random.Generator, sizes: dict[str, int], dtype: str, scale: str, count: int, shared: str
+) -> Planar | None:
     """A layout of these planes in any order: records or arrays apart, splits, pitches, K and V in different orders."""
 
     def shuffle(words: list[str]) -> list[str]:
@@ -620,7 +777,11 @@ def random_planar(rng: np.random.Generator, sizes: dict[str, int], dtype: str, s
             pitch = ((orders[0][-2], int(rng.choice((48, 100, 640)))),)
         made.append(plane_oracle.DrawnPlane(name, kind, axis, elements, tuple(hidden), tuple(orders), None, pitch))
     around = [word for word in inner if not word.startswith("<")]
-    pitch = ((str(rng.choice(around)), int(rng.choice((4096, 10000, 65537)))),) if around and not apart and rng.integers(5) == 0 else ()
+    pitch = (
+        ((str(rng.choice(around)), int(rng.choice((4096, 10000, 65537)))),)
+        if around and not apart and rng.integers(5) == 0
+        else ()
+    )
     return Planar(plane_oracle.Drawn(tuple(table), tuple(inner), tuple(made), pitch))
 
 
@@ -720,25 +881,105 @@ def pool_of(name: Any, dtype: str = "bfloat16", sizes: Sizes = SIZES) -> Any:
 
 #: What is wrong: (source, destination, cast, the error, words of its message).
 WRONG: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
-    "no scales": (("nhd",), ("hnd", E4M3), "amax", kvbm.PlanError,
-                  r"nhd → hnd: bfloat16 to float8_e4m3fn: no plane holds scales; expected a layout that declares them .*cast=Scale\(1.0\)"),
-    "no scales in the source": (("nhd", "int8"), ("hnd",), "amax", kvbm.PlanError, "int8 to bfloat16: no plane holds scales; expected"),
-    "plain formats": (("nhd",), ("hnd", "float32"), "amax", kvbm.PlanError, r"bfloat16 to float32: no plane holds scales; expected .*Scale"),
-    "a plane beside": (("record/mla_joined", "float32", LATENT), ("vllm/fp8_ds_mla", "bfloat16", LATENT), "amax", kvbm.PlanError,
-                       "plane 'rope': float32 to bfloat16: no plane holds scales; expected"),
-    "both quantised": (("vllm/per_token_head_fp8",), ("record/nvfp4_tensors",), "amax", kvbm.PlanError,
-                       "plane 'data': float8_e4m3fn to float4_e2m1fn: both are quantised; cast to bfloat16, float16 or float32 first"),
-    "both quantised, a scale": (("nhd", E4M3), ("hnd", "int8"), kvbm.Scale(1.0), kvbm.PlanError, "float8_e4m3fn to int8: both are quantised; cast to"),
-    "opaque": (("operational",), ("vllm/per_token_head_fp8",), "amax", kvbm.PlanError, "operational → .*without a promised order.*use a layout in which"),
-    "opaque destination": (("vllm/per_token_head_fp8",), ("operational",), "amax", kvbm.PlanError, "without a promised order.*use a layout"),
-    "opaque to another format": (("operational",), ("operational", "float32"), kvbm.Scale(1.0), kvbm.PlanError, "without a promised order"),
-    "bytes": (("nhd", "uint8"), ("hnd",), kvbm.Scale(1.0), kvbm.PlanError, "uint8 to bfloat16: expected one of bfloat16, float16, float32, .* got uint8"),
-    "float64": (("nhd", "float64"), ("hnd", E4M3), kvbm.Scale(1.0), kvbm.PlanError, "float64 to float8_e4m3fn: expected one of .* got float64"),
-    "tokens": (("nhd", "bfloat16", (2, 2, 3, 8, 64)), ("vllm/per_token_head_fp8",), "amax", kvbm.BindError, "expected pools of one block shape, got .*units"),
-    "no cast": (("nhd",), ("hnd", E4M3), None, kvbm.DTypeError, r"holds bfloat16, the destination float8_e4m3fn; a copy converts no dtype, unless .*cast="),
-    "planes that one side lacks": (("nhd", "bfloat16", LATENT[:1] + LATENT[1:]), ("vllm/fp8_ds_mla", "bfloat16", LATENT), "amax", kvbm.PlanError,
-                                   "nhd has no planes, and the other side has 'latent', 'scale', 'rope'; expected the same planes"),
-}  # fmt: skip
+    "no scales": (
+        ("nhd",),
+        ("hnd", E4M3),
+        "amax",
+        kvbm.PlanError,
+        r"nhd → hnd: bfloat16 to float8_e4m3fn: no plane holds scales; expected a layout that declares them .*cast=Scale\(1.0\)",
+    ),
+    "no scales in the source": (
+        ("nhd", "int8"),
+        ("hnd",),
+        "amax",
+        kvbm.PlanError,
+        "int8 to bfloat16: no plane holds scales; expected",
+    ),
+    "plain formats": (
+        ("nhd",),
+        ("hnd", "float32"),
+        "amax",
+        kvbm.PlanError,
+        r"bfloat16 to float32: no plane holds scales; expected .*Scale",
+    ),
+    "a plane beside": (
+        ("record/mla_joined", "float32", LATENT),
+        ("vllm/fp8_ds_mla", "bfloat16", LATENT),
+        "amax",
+        kvbm.PlanError,
+        "plane 'rope': float32 to bfloat16: no plane holds scales; expected",
+    ),
+    "both quantised": (
+        ("vllm/per_token_head_fp8",),
+        ("record/nvfp4_tensors",),
+        "amax",
+        kvbm.PlanError,
+        "plane 'data': float8_e4m3fn to float4_e2m1fn: both are quantised; cast to bfloat16, float16 or float32 first",
+    ),
+    "both quantised, a scale": (
+        ("nhd", E4M3),
+        ("hnd", "int8"),
+        kvbm.Scale(1.0),
+        kvbm.PlanError,
+        "float8_e4m3fn to int8: both are quantised; cast to",
+    ),
+    "opaque": (
+        ("operational",),
+        ("vllm/per_token_head_fp8",),
+        "amax",
+        kvbm.PlanError,
+        "operational → .*without a promised order.*use a layout in which",
+    ),
+    "opaque destination": (
+        ("vllm/per_token_head_fp8",),
+        ("operational",),
+        "amax",
+        kvbm.PlanError,
+        "without a promised order.*use a layout",
+    ),
+    "opaque to another format": (
+        ("operational",),
+        ("operational", "float32"),
+        kvbm.Scale(1.0),
+        kvbm.PlanError,
+        "without a promised order",
+    ),
+    "bytes": (
+        ("nhd", "uint8"),
+        ("hnd",),
+        kvbm.Scale(1.0),
+        kvbm.PlanError,
+        "uint8 to bfloat16: expected one of bfloat16, float16, float32, .* got uint8",
+    ),
+    "float64": (
+        ("nhd", "float64"),
+        ("hnd", E4M3),
+        kvbm.Scale(1.0),
+        kvbm.PlanError,
+        "float64 to float8_e4m3fn: expected one of .* got float64",
+    ),
+    "tokens": (
+        ("nhd", "bfloat16", (2, 2, 3, 8, 64)),
+        ("vllm/per_token_head_fp8",),
+        "amax",
+        kvbm.BindError,
+        "expected pools of one block shape, got .*units",
+    ),
+    "no cast": (
+        ("nhd",),
+        ("hnd", E4M3),
+        None,
+        kvbm.DTypeError,
+        r"holds bfloat16, the destination float8_e4m3fn; a copy converts no dtype, unless .*cast=",
+    ),
+    "planes that one side lacks": (
+        ("nhd", "bfloat16", LATENT[:1] + LATENT[1:]),
+        ("vllm/fp8_ds_mla", "bfloat16", LATENT),
+        "amax",
+        kvbm.PlanError,
+        "nhd has no planes, and the other side has 'latent', 'scale', 'rope'; expected the same planes",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -752,13 +993,17 @@ def test_what_cannot_be_cast_is_said(what: str) -> None:
     assert other.untouched
 
 
-@pytest.mark.parametrize("given", [0, 0.0, -1.0, float("nan"), float("inf"), "x", None, True, 2.0**-101, 2.0**101, 10**400, [1.0], 1j])
+@pytest.mark.parametrize(
+    "given", [0, 0.0, -1.0, float("nan"), float("inf"), "x", None, True, 2.0**-101, 2.0**101, 10**400, [1.0], 1j]
+)
 def test_a_scale_is_a_number_in_a_range(given: Any) -> None:
     with pytest.raises(kvbm.PlanError, match=r"Scale: expected a number from 2\*\*-100 to 2\*\*100, got "):
         kvbm.Scale(given)
 
 
-@pytest.mark.parametrize("given", [1, 3, 0.1, 2.0**-100, 2.0**100, np.float64(0.5), np.float32(0.5), np.int64(2)], ids=repr)
+@pytest.mark.parametrize(
+    "given", [1, 3, 0.1, 2.0**-100, 2.0**100, np.float64(0.5), np.float32(0.5), np.int64(2)], ids=repr
+)
 def test_numbers_are_scales(given: Any) -> None:
     """Numbers of NumPy, too: `amax / 448` of an array is one.  The value is rounded to float32."""
     assert kvbm.Scale(given).value == float(given)
@@ -799,11 +1044,17 @@ def test_a_group_is_not_cut() -> None:
         with pytest.raises(kvbm.PlanError, match=r"axis '[cs]': .*expected all of the axis"):
             mla.pool.section(planes=["latent", "scale"], **some)
     with pytest.raises(kvbm.PlanError):
-        kvbm.convert(joined.pool.section(planes="latent", c=range(64)), mla.pool.section(planes=["latent", "scale"]), cast="amax")
+        kvbm.convert(
+            joined.pool.section(planes="latent", c=range(64)), mla.pool.section(planes=["latent", "scale"]), cast="amax"
+        )
     with pytest.raises(kvbm.PlanError, match="no plane holds scales"):
         kvbm.convert(joined.pool.section(planes="latent"), mla.pool.section(planes="latent"), cast="amax")
     shared = pool_of(OWNS[0][1], "bfloat16", OWNS[0][2])
-    for cut in (lambda: shared.pool.units(2), lambda: shared.pool.section(t=range(2)), lambda: shared.pool.section(t=0)):
+    for cut in (
+        lambda: shared.pool.units(2),
+        lambda: shared.pool.section(t=range(2)),
+        lambda: shared.pool.section(t=0),
+    ):
         with pytest.raises(kvbm.PlanError, match=r"\bt\b|tokens|one element"):
             cut()
     assert plain.untouched and nvfp4.untouched and mla.untouched and shared.untouched
@@ -812,7 +1063,10 @@ def test_a_group_is_not_cut() -> None:
 def arrays_of(layout: Any, shape: Any, kinds: dict[str, Any]) -> list[np.ndarray]:
     """Arrays of a pool, in other dtypes where `kinds` has them."""
     resolved = layout.resolve(shape, 3)
-    return [np.zeros(one.shape, kinds.get(one.dtype) or kvbm.layout.shapes.numpy_name(one.dtype)) for one in resolved.allocations]
+    return [
+        np.zeros(one.shape, kinds.get(one.dtype) or kvbm.layout.shapes.numpy_name(one.dtype))
+        for one in resolved.allocations
+    ]
 
 
 def test_formats_that_contradict() -> None:
@@ -824,13 +1078,20 @@ def test_formats_that_contradict() -> None:
     for kind, scale in ((ml_dtypes.float8_e5m2, 1.0), (ml_dtypes.float8_e4m3fn, 1.0)):
         pool = kvbm.Pool(kvbm.load("nhd"), shape, arrays_of(kvbm.load("nhd"), shape, {"int8": kind}))
         for one, other in ((plain.pool, pool), (pool, plain.pool)):
-            with pytest.raises(kvbm.DTypeError, match=r"cast: the (source|destination) is declared as int8, and its arrays are float8_.*; bind"):
+            with pytest.raises(
+                kvbm.DTypeError,
+                match=r"cast: the (source|destination) is declared as int8, and its arrays are float8_.*; bind",
+            ):
                 kvbm.convert(one, other, [0], [0], cast=kvbm.Scale(scale))
     layout, shape = kvbm.load("record/nvfp4_tensors"), kvbm.BlockShape(nl=2, no=2, nh=3, nt=4, hd=64, dtype="bfloat16")
     for wrong in (ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu):
         with pytest.raises(kvbm.DTypeError, match="expected float8_e4m3fn, as the layout's planes say, got float8_"):
-            kvbm.convert(plain.pool, kvbm.Pool(layout, shape, arrays_of(layout, shape, {E4M3: wrong})), [0], [0], cast="amax")
-    kvbm.convert(plain.pool, kvbm.Pool(layout, shape, arrays_of(layout, shape, {E4M3: np.uint8})), [0], [0], cast="amax")
+            kvbm.convert(
+                plain.pool, kvbm.Pool(layout, shape, arrays_of(layout, shape, {E4M3: wrong})), [0], [0], cast="amax"
+            )
+    kvbm.convert(
+        plain.pool, kvbm.Pool(layout, shape, arrays_of(layout, shape, {E4M3: np.uint8})), [0], [0], cast="amax"
+    )
 
 
 FILE = """order: "[l] b t h o <data scale>"
@@ -843,18 +1104,53 @@ MORE = "  more: {order: s, dtype: float32, scales: data}\n"
 
 #: What is wrong in a file: (text, instead, line, words).
 FILES = {
-    "unknown": ("scales: data", "scales: dta", 5, "plane 'scale': scales: expected the name of another plane, got 'dta'"),
-    "itself": ("scales: data", "scales: scale", 5, "plane 'scale': scales: expected the name of another plane, got 'scale'"),
-    "each other": ("float8_e4m3fn", "float8_e4m3fn, scales: scale", 4, "plane 'data': scales: plane 'scale' holds scales itself"),
-    "data in bfloat16": ("float8_e4m3fn", "bfloat16", 5, "scales: expected a plane with a dtype of float8_e4m3fn, .* got 'data' of bfloat16"),
-    "data in the shape's dtype": (", dtype: float8_e4m3fn", "", 5, "expected a plane with a dtype of .* got 'data' of any dtype"),
-    "scales in int32": ("dtype: float32", "dtype: int32", 5, "expected a dtype of float32, bfloat16, .* for scales, got int32"),
+    "unknown": (
+        "scales: data",
+        "scales: dta",
+        5,
+        "plane 'scale': scales: expected the name of another plane, got 'dta'",
+    ),
+    "itself": (
+        "scales: data",
+        "scales: scale",
+        5,
+        "plane 'scale': scales: expected the name of another plane, got 'scale'",
+    ),
+    "each other": (
+        "float8_e4m3fn",
+        "float8_e4m3fn, scales: scale",
+        4,
+        "plane 'data': scales: plane 'scale' holds scales itself",
+    ),
+    "data in bfloat16": (
+        "float8_e4m3fn",
+        "bfloat16",
+        5,
+        "scales: expected a plane with a dtype of float8_e4m3fn, .* got 'data' of bfloat16",
+    ),
+    "data in the shape's dtype": (
+        ", dtype: float8_e4m3fn",
+        "",
+        5,
+        "expected a plane with a dtype of .* got 'data' of any dtype",
+    ),
+    "scales in int32": (
+        "dtype: float32",
+        "dtype: int32",
+        5,
+        "expected a dtype of float32, bfloat16, .* for scales, got int32",
+    ),
     "scales in the shape's dtype": (", dtype: float32", "", 5, "expected a dtype of float32, .* for scales, got none"),
     "a list": ("scales: data", "scales: [data]", 5, "scales of plane 'scale': expected a text, got a list"),
     "a number": ("scales: data", "scales: 7", 5, "expected the name of another plane, got '7'"),
     "nothing": ("scales: data", "scales:", 5, "scales"),
-    "two": ("scales: data}\n", "scales: data}\n" + MORE, 5, "plane 'scale': scales: expected one plane of scales of 'data', got several"),
-}  # fmt: skip
+    "two": (
+        "scales: data}\n",
+        "scales: data}\n" + MORE,
+        5,
+        "plane 'scale': scales: expected one plane of scales of 'data', got several",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", FILES)
@@ -882,10 +1178,14 @@ def test_formats_without_a_kernel() -> None:
     for dtype, scale in (("int8", "bfloat16"), (E5M2, E8M0), (E2M1, "float32")):
         layout = planar("[b] l o h <>", plane("data", dtype, "t d", "d", 64), plane("scale", scale, "t s", "s", 2))
         dst = pool_of(layout)
-        with pytest.raises(kvbm.MissingKernelError, match=r"cast_bf16_\w+ was not built: kvbm casts no values between these formats") as info:
+        with pytest.raises(
+            kvbm.MissingKernelError, match=r"cast_bf16_\w+ was not built: kvbm casts no values between these formats"
+        ) as info:
             kvbm.convert(pool_of("nhd").pool, dst.pool, cast="amax")
         assert dst.untouched
-        assert "--layouts" not in str(info.value), "layouts have no part in which formats are built, so this does not help"
+        assert "--layouts" not in str(info.value), (
+            "layouts have no part in which formats are built, so this does not help"
+        )
 
 
 def test_layouts_that_differ_only_in_what_they_declare_of_scales() -> None:
@@ -909,7 +1209,9 @@ def test_same_planes_with_and_without_declared_scales_are_a_copy() -> None:
         src, dst = Side(a, SIZES, "bfloat16", 3), Side(b, SIZES, "bfloat16", 3, dst=True)
         kvbm.convert(src.pool, dst.pool, [0, 1], [1, 0], cast="amax")
         for name in ("data", "scale"):
-            assert np.array_equal(*(side.read(side.after, name, side.elements(name, ids)) for side, ids in ((src, [0, 1]), (dst, [1, 0]))))
+            assert np.array_equal(
+                *(side.read(side.after, name, side.elements(name, ids)) for side, ids in ((src, [0, 1]), (dst, [1, 0])))
+            )
 
 
 # ---- the references ---------------------------------------------------------------------------------------------------
@@ -923,7 +1225,10 @@ def test_the_oracle_of_groups_is_what_the_page_says() -> None:
         return np.resize(bits, shape)
 
     layout = planar("[b] l o h <>", plane("data", E4M3, "t d", "d", 4), plane("scale", "float32", "t"))
-    src, dst = Side("nhd", (1, 1, 1, 2, 4), "bfloat16", 2, make=make), Side(layout, (1, 1, 1, 2, 4), "bfloat16", 2, dst=True)
+    src, dst = (
+        Side("nhd", (1, 1, 1, 2, 4), "bfloat16", 2, make=make),
+        Side(layout, (1, 1, 1, 2, 4), "bfloat16", 2, dst=True),
+    )
     want = expected(src, dst, [0], [1])
     assert dst.read(want, "data", dst.elements("data", [1])).reshape(-1).tolist() == [0x7E, 0xF2, 0x4D, 0x80] * 2
     assert dst.read(want, "scale", dst.elements("scale", [1])).view(np.uint32).reshape(-1).tolist() == [0x3C800000] * 2
@@ -956,7 +1261,11 @@ def test_a_wrong_reference_is_seen(change: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(casting, "grouped", lambda *given: np.roll(real_group(*given), 1, axis=0))
     else:
         real_at = Side.elements
-        monkeypatch.setattr(Side, "elements", lambda self, name, ids, *rest, **more: real_at(self, name, ids, *rest, **more) + (name == "scale"))
+        monkeypatch.setattr(
+            Side,
+            "elements",
+            lambda self, name, ids, *rest, **more: real_at(self, name, ids, *rest, **more) + (name == "scale"),
+        )
     for name in ("record/nvfp4_tensors", "vllm/per_token_head_int8"):
         src, dst = Side("nhd", SIZES, "bfloat16", 3), Side(name, SIZES, "bfloat16", 3, dst=True)
         with pytest.raises(AssertionError):

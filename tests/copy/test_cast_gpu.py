@@ -11,8 +11,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cast import FORMATS, NAMES, OWNS, IDS, PARTS, PLAINS, LATENTS, are_apart, kernels_of, matrix_of, plain_of, plains_of  # noqa: I001
-from test_cast import ALIGNS, E2M1, E4M3, WAYS, REFUSED, random_case, scaled, sides_of, sizes_of
+from test_cast import (
+    ALIGNS,
+    E2M1,
+    E4M3,
+    FORMATS,
+    IDS,
+    LATENTS,
+    NAMES,
+    OWNS,
+    PARTS,
+    PLAINS,
+    REFUSED,
+    WAYS,
+    are_apart,
+    kernels_of,
+    matrix_of,
+    plain_of,
+    plains_of,
+    random_case,
+    scaled,
+    sides_of,
+    sizes_of,
+)
 
 import casting
 import kvbm
@@ -35,7 +56,14 @@ def stream_of() -> Any:
 
 
 def ends(
-    direction: str, layout: Any, plain: Any, sizes: Sizes, dtype: str, quantises: bool, blocks: tuple[int, int] = (5, 7), **rest: Any
+    direction: str,
+    layout: Any,
+    plain: Any,
+    sizes: Sizes,
+    dtype: str,
+    quantises: bool,
+    blocks: tuple[int, int] = (5, 7),
+    **rest: Any,
 ) -> tuple[Side, Side]:
     """A plain pool and a quantised one, as source and destination."""
     both: Any = [(plain, dtype), (layout, "bfloat16")]
@@ -47,7 +75,9 @@ def ends(
     )
 
 
-def check(src: Side, dst: Side, src_ids: Any, dst_ids: Any, scale: float | None = None, what: Any = "", **rest: Any) -> None:
+def check(
+    src: Side, dst: Side, src_ids: Any, dst_ids: Any, scale: float | None = None, what: Any = "", **rest: Any
+) -> None:
     import torch
 
     torch.cuda.synchronize()
@@ -85,7 +115,9 @@ def test_every_route(direction: str, strategy: str) -> None:
                 slot = max(side.pool.resolved.section.packed().accesses[0].block[0] for side in (src, dst))
                 chunk = (None, slot, 3 * slot)[(turn + number) % 3] if strategy == "staged" else None
                 ids = [np.array(side) for side in IDS[case[5] % 4]]
-                with kvbm.Transfer(src.pool, dst.pool, strategy, chunk_bytes=chunk, cast=casting.cast_of(case[4])) as move:
+                with kvbm.Transfer(
+                    src.pool, dst.pool, strategy, chunk_bytes=chunk, cast=casting.cast_of(case[4])
+                ) as move:
                     given = [side.astype((np.int32, np.int64)[number % 2]) for side in ids]
                     done = move.copy(*given, stream=stream)
                     for one in given:
@@ -104,13 +136,23 @@ def test_every_code_by_every_kernel(dtype: str, scale: str | None) -> None:
         if given is not None and (scale != E4M3 if scale else False):
             continue
         given = given if scale or given else 1.0
-        for quantises, make in ((True, casting.every(plain)), (True, casting.shuffled), (True, casting.values), (False, None)):
-            both: Any = [(Own(f"[b] l o h {order}"), plain), (scaled(dtype, scale, sizes), "bfloat16" if scale else dtype)]
+        for quantises, make in (
+            (True, casting.every(plain)),
+            (True, casting.shuffled),
+            (True, casting.values),
+            (False, None),
+        ):
+            both: Any = [
+                (Own(f"[b] l o h {order}"), plain),
+                (scaled(dtype, scale, sizes), "bfloat16" if scale else dtype),
+            ]
             (a, a_type), (b, b_type) = both if quantises else both[::-1]
             src = Side(a, sizes, a_type, 32, make=make, seed=len(order), where="cuda")
             dst = Side(b, sizes, b_type, 32, dst=True, where="cuda")
             with in_case(plain, order, given, quantises):
-                kvbm.convert(src.pool, dst.pool, range(32), range(31, -1, -1), stream=stream_of(), cast=casting.cast_of(given))
+                kvbm.convert(
+                    src.pool, dst.pool, range(32), range(31, -1, -1), stream=stream_of(), cast=casting.cast_of(given)
+                )
                 check(src, dst, range(32), range(31, -1, -1), given)
             used |= kernels_of(src, dst, given)
     assert len(used) == 12, used
@@ -139,7 +181,11 @@ def test_own_layouts(number: int) -> None:
     for turn, (other, quantises) in enumerate(itertools.product(PLAINS, (True, False))):
         dtype = PLAIN[(turn + number) % 3]
         made = plain_of(other, sizes, dtype)
-        if made is None or are_apart(made, layout) or (packs and isinstance(made, Own) and "d/" in made.k and sizes[4] % 8):
+        if (
+            made is None
+            or are_apart(made, layout)
+            or (packs and isinstance(made, Own) and "d/" in made.k and sizes[4] % 8)
+        ):
             continue
         scale = 0.61 if turn % 4 == 1 else None
         with in_case(what, made, dtype, quantises, scale):
@@ -171,7 +217,9 @@ def test_random_layouts() -> None:
                 continue
             ids = [3, 0, -1, 2], [1, 4, 0, 2]
             try:
-                move = kvbm.Transfer(src.pool, dst.pool, ("direct", "staged")[seed // 3 % 2], cast=casting.cast_of(given))
+                move = kvbm.Transfer(
+                    src.pool, dst.pool, ("direct", "staged")[seed // 3 % 2], cast=casting.cast_of(given)
+                )
             except kvbm.MissingKernelError:
                 continue
             except kvbm.PlanError as error:
@@ -211,7 +259,9 @@ def test_parts(direction: str, strategy: str) -> None:
 def test_layers(direction: str, strategy: str) -> None:
     stream = stream_of()
     here, there = SIDES[direction]
-    for name, quantises in itertools.product(("vllm/nvfp4", "vllm/fp8_ds_mla", "vllm/per_token_head_int8", "record/mxfp8_tensors"), (True, False)):
+    for name, quantises in itertools.product(
+        ("vllm/nvfp4", "vllm/fp8_ds_mla", "vllm/per_token_head_int8", "record/mxfp8_tensors"), (True, False)
+    ):
         base = sizes_of(name)[0]
         both: Any = [(plains_of(name)[0], "bfloat16"), (name, "bfloat16")]
         (a, a_type), (b, b_type) = both if quantises else both[::-1]
@@ -253,7 +303,9 @@ def test_ids_on_the_gpu(direction: str, strategy: str) -> None:
         ids[0][4], ids[1][9] = -1, -1
         real = [torch.tensor(side, device="cuda") for side in ids]
         held = [torch.full((25,), -1, dtype=torch.int64, device="cuda") for _ in ids]
-        given = [one if there else side for one, side, there in zip(held, ids, on_gpu(strategy, direction), strict=True)]
+        given = [
+            one if there else side for one, side, there in zip(held, ids, on_gpu(strategy, direction), strict=True)
+        ]
         move = kvbm.Transfer(src.pool, dst.pool, strategy, cast="amax")
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -304,7 +356,9 @@ def test_graphs(direction: str, strategy: str, ids_on: str) -> None:
         src, dst = ends(direction, name, plain, sizes, dtype, quantises, (20, 30))
         rng = np.random.default_rng(2)
         ids = rng.permutation(20), rng.permutation(30)[:20]
-        given: Any = [torch.tensor(side, device="cuda") if there else side.copy() for side, there in zip(ids, where, strict=True)]
+        given: Any = [
+            torch.tensor(side, device="cuda") if there else side.copy() for side, there in zip(ids, where, strict=True)
+        ]
         move = kvbm.Transfer(src.pool, dst.pool, strategy, cast="amax")
         move.copy([0], [0], stream=stream_of()).synchronize()  # what is loaded lazily is loaded here
         dst.put(dst.before)
@@ -422,7 +476,9 @@ def test_units_of_larger_blocks() -> None:
         (a, a_type), (b, b_type) = both if quantises else both[::-1]
         src = Side(a, (2, 2, 3, 8, 32), a_type, 3, part=Part(tokens=4), where=here)
         dst = Side(b, (2, 2, 3, 4, 32), b_type, 7, dst=True, where=there)
-        kvbm.Transfer(src.given, dst.given, cast="amax").copy([5, 0, 3, 2], [1, 6, 2, 0], stream=stream_of()).synchronize()
+        kvbm.Transfer(src.given, dst.given, cast="amax").copy(
+            [5, 0, 3, 2], [1, 6, 2, 0], stream=stream_of()
+        ).synchronize()
         check(src, dst, [5, 0, 3, 2], [1, 6, 2, 0], what=(direction, quantises))
 
 

@@ -92,7 +92,7 @@ def scales_of(meant: Meant) -> dict[str, str]:
     if isinstance(meant, Own) or meant not in TABLE or meant in UNSCALED:
         return {}
     planes = plane_oracle.FAMILIES[TABLE[meant].family].planes
-    return {data: "scale" for data in SCALED & set(planes)} if "scale" in planes else {}
+    return dict.fromkeys(SCALED & set(planes), "scale") if "scale" in planes else {}
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,10 @@ WHOLE = Part()
 
 
 class Side:
-    """A pool on a guarded buffer, with the bytes it had before.  `where`: ``cpu``; ``pinned`` or ``cuda`` (torch's
-    memory); ``fake`` or ``fake pinned``, on the fake driver."""
+    """A pool on a guarded buffer, with the bytes it had before.
+
+    `where`: ``cpu``; ``pinned`` or ``cuda`` (torch's memory); ``fake`` or ``fake pinned``, on the fake driver.
+    """
 
     def __init__(
         self,
@@ -133,7 +135,14 @@ class Side:
         part: Part = WHOLE,
         make: Any = None,
     ) -> None:
-        self.meant, self.sizes, self.dtype, self.blocks, self.part, self.where = meant, sizes, dtype, blocks, part, where
+        self.meant, self.sizes, self.dtype, self.blocks, self.part, self.where = (
+            meant,
+            sizes,
+            dtype,
+            blocks,
+            part,
+            where,
+        )
         nl, no, nh, nt, hd = sizes
         self.shape = kvbm.BlockShape(nl=nl, no=no, nh=nh, nt=nt, hd=hd, dtype=dtype)
         by_axis = {"l": nl, "o": no, "h": nh, "t": nt, "d": hd}
@@ -153,7 +162,9 @@ class Side:
             self.planes[""] = Plane("", dtype, by_axis)
         else:
             for one in self.arena.placed.planes:
-                self.planes[one.name] = Plane(one.name, one.dtype, dict(one.extents), one.axis if width(one.dtype) < 8 else "")
+                self.planes[one.name] = Plane(
+                    one.name, one.dtype, dict(one.extents), one.axis if width(one.dtype) < 8 else ""
+                )
         self.scales = scales_of(meant)
         self._grids: dict[Any, np.ndarray] = {}
         self.before = oracle.noise(self.arena.nbytes, 2000 + seed) if dst else self._filled(seed, make)
@@ -193,7 +204,8 @@ class Side:
         if self.where == "fake" and plain:
             address, spaces = buffer.ctypes.data, zip(self.arena.placed.spaces, self.arena.bases, strict=True)
             arrays: list[Any] = [
-                memory.FakeCuda(one.shape, self.dtype, address=address + base, strides=one.strides) for one, base in spaces
+                memory.FakeCuda(one.shape, self.dtype, address=address + base, strides=one.strides)
+                for one, base in spaces
             ]
         elif plain:
             arrays = memory.views(self.arena, buffer, self.dtype, "torch" if self.where == "cuda" else "numpy")
@@ -203,9 +215,13 @@ class Side:
             for one, base in zip(resolved.allocations, self.arena.bases, strict=True):
                 kind = kvbm.layout.shapes.numpy_name(one.dtype)
                 if self.where == "fake":
-                    arrays.append(memory.FakeCuda(one.shape, kind, address=buffer.ctypes.data + base, strides=one.strides))
+                    arrays.append(
+                        memory.FakeCuda(one.shape, kind, address=buffer.ctypes.data + base, strides=one.strides)
+                    )
                 elif self.where == "cuda":
-                    arrays.append(memory.Strided(buffer.data_ptr() + base, one.shape, one.strides, np.dtype(kind).str, buffer))
+                    arrays.append(
+                        memory.Strided(buffer.data_ptr() + base, one.shape, one.strides, np.dtype(kind).str, buffer)
+                    )
                 else:
                     arrays.append(np.ndarray(one.shape, kind, buffer, base, one.strides))
         self.pool = kvbm.Pool(self.layout, self.shape, arrays)
@@ -248,8 +264,16 @@ class Side:
         axes = ["b", *plane.extents]
         if tokens:
             axis = axes.index("t")
-            at = np.stack([one.take(range(u % each * tokens, u % each * tokens + tokens), axis - 1)
-                           for one, u in zip(at, ids.tolist(), strict=True)]) if ids.size else at.take(range(tokens), axis)  # fmt: skip
+            at = (
+                np.stack(
+                    [
+                        one.take(range(u % each * tokens, u % each * tokens + tokens), axis - 1)
+                        for one, u in zip(at, ids.tolist(), strict=True)
+                    ]
+                )
+                if ids.size
+                else at.take(range(tokens), axis)
+            )
         if not whole:
             for axis, some in self.part.chosen:
                 if axis in axes:
@@ -475,7 +499,11 @@ def expected(
     """The destination's bytes after the copy.  `scale`: of the caller; None for ``"amax"``."""
     source = src.before if source is None else source
     result = (dst.before if before is None else before).copy()
-    kept = [(a, b) for a, b in zip(np.asarray(src_ids).tolist(), np.asarray(dst_ids).tolist(), strict=True) if a != -1 and b != -1]
+    kept = [
+        (a, b)
+        for a, b in zip(np.asarray(src_ids).tolist(), np.asarray(dst_ids).tolist(), strict=True)
+        if a != -1 and b != -1
+    ]
     if not kept:
         return result
     ids = [np.array([pair[k] for pair in kept]) for k in (0, 1)]
@@ -486,7 +514,15 @@ def expected(
 
 
 def _one(
-    src: Side, dst: Side, ours: str, theirs: str, ids: Any, layers: Any, given: float, source: np.ndarray, result: np.ndarray
+    src: Side,
+    dst: Side,
+    ours: str,
+    theirs: str,
+    ids: Any,
+    layers: Any,
+    given: float,
+    source: np.ndarray,
+    result: np.ndarray,
 ) -> None:
     here, there = src.planes[ours], dst.planes[theirs]
     reads, writes = src.elements(ours, ids[0], layers[0]), dst.elements(theirs, ids[1], layers[1])
@@ -553,7 +589,9 @@ def convert_and_check(
 # ---- layouts of the tests --------------------------------------------------------------------------------------------
 
 
-def plane(name: str, dtype: str, order: str, axis: str = "", elements: int = 1, shared: str = "", **rest: Any) -> DrawnPlane:
+def plane(
+    name: str, dtype: str, order: str, axis: str = "", elements: int = 1, shared: str = "", **rest: Any
+) -> DrawnPlane:
     """A plane; `order` of K and of V are separated by a bar."""
     orders = tuple(tuple(half.split()) for half in order.split("|"))
     return DrawnPlane(name, dtype, axis, elements, tuple(shared.split()), orders, **rest)

@@ -6,7 +6,22 @@ import itertools
 from typing import Any
 
 import numpy as np
-from test_cast import ALIGNS, FORMATS, IDS, NAMES, OWNS, PARTS, PLAINS, WAYS, are_apart, matrix_of, plain_of, random_case, scaled, sides_of
+from test_cast import (
+    ALIGNS,
+    FORMATS,
+    IDS,
+    NAMES,
+    OWNS,
+    PARTS,
+    PLAINS,
+    WAYS,
+    are_apart,
+    matrix_of,
+    plain_of,
+    random_case,
+    scaled,
+    sides_of,
+)
 
 import casting
 import kvbm
@@ -81,16 +96,23 @@ def parts(direction: str, strategy: str) -> None:
     """Layers, heads, tokens, K or V, and units; and ranges of layers."""
     here, there = SIDES[direction]
     sizes = (3, 2, 3, 8, 32)
-    for number, (name, (mine, theirs)) in enumerate(itertools.product(("vllm/per_token_head_int8", "record/nvfp4_tensors"), PARTS)):
+    for number, (name, (mine, theirs)) in enumerate(
+        itertools.product(("vllm/per_token_head_int8", "record/nvfp4_tensors"), PARTS)
+    ):
         a, b = (name, "nhd") if number % 2 else ("nhd", name)
         src = Side(a, sizes, "bfloat16", 3, part=mine, where=here, align=ALIGNS[number % 6])
         dst = Side(b, sizes, "bfloat16", 4, dst=True, part=theirs, where=there, align=ALIGNS[number % 5])
         ids = ([2, -1, 0], [1, 2, 3]) if not mine.tokens else ([5, 0, -1, 2], [0, 7, 1, 6])
         kvbm.Transfer(src.given, dst.given, strategy, cast="amax").copy(*ids, stream=5).synchronize()
         casting.check(src, dst, casting.expected(src, dst, *ids), (name, mine, theirs))
-        src, dst = Side(a, sizes, "bfloat16", 3, where=here), Side(b, (2, *sizes[1:]), "bfloat16", 4, dst=True, where=there)
+        src, dst = (
+            Side(a, sizes, "bfloat16", 3, where=here),
+            Side(b, (2, *sizes[1:]), "bfloat16", 4, dst=True, where=there),
+        )
         layers = range(1, 3), range(2)
-        kvbm.Transfer(src.given, dst.given, strategy, cast="amax").copy([2, 0], [1, 3], stream=5, layers=layers).synchronize()
+        kvbm.Transfer(src.given, dst.given, strategy, cast="amax").copy(
+            [2, 0], [1, 3], stream=5, layers=layers
+        ).synchronize()
         casting.check(src, dst, casting.expected(src, dst, [2, 0], [1, 3], None, layers), (name, layers))
 
 
@@ -108,7 +130,12 @@ def codes(every: int) -> None:
         dst = Side(b, sizes, b_type, 8, dst=True, where="fake")
         kvbm.convert(src.pool, dst.pool, range(8), range(7, -1, -1), stream=5, cast=casting.cast_of(given))
         pump()
-        casting.check(src, dst, casting.expected(src, dst, range(8), range(7, -1, -1), given), (dtype, scale, plain, order, quantises))
+        casting.check(
+            src,
+            dst,
+            casting.expected(src, dst, range(8), range(7, -1, -1), given),
+            (dtype, scale, plain, order, quantises),
+        )
     for src_type, dst_type in itertools.permutations(PLAIN, 2):
         for order in ("t d", "d t"):
             src = Side(Own("[b] l o h t d"), sizes, src_type, 8, where="fake")
@@ -127,8 +154,12 @@ def random(first: int, count: int) -> None:
         both: Any = [(plain, dtype), (layout, "bfloat16")]
         (a, a_type), (b, b_type) = both if quantises else both[::-1]
         try:
-            src = Side(a, sizes, a_type, 4, align=ALIGNS[number % 6], how=WAYS[number // 6 % 3], seed=number, where=here)
-            dst = Side(b, sizes, b_type, 5, dst=True, align=ALIGNS[number // 18 % 6], how=WAYS[number // 36 % 3], where=there)
+            src = Side(
+                a, sizes, a_type, 4, align=ALIGNS[number % 6], how=WAYS[number // 6 % 3], seed=number, where=here
+            )
+            dst = Side(
+                b, sizes, b_type, 5, dst=True, align=ALIGNS[number // 18 % 6], how=WAYS[number // 36 % 3], where=there
+            )
             move = kvbm.Transfer(src.pool, dst.pool, ("direct", "staged")[number // 3 % 2], cast=casting.cast_of(given))
         except (oracle.IllegalError, kvbm.PlanError, kvbm.MissingKernelError):
             continue
