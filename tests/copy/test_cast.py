@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Iterator
@@ -652,6 +653,21 @@ def test_two_threads_with_one_transfer() -> None:
         casting.check(src, dst, want, name)
 
 
+def test_scales_that_change_with_each_call_do_not_pile_up() -> None:
+    """A scale computed from each batch is a new one each time: what `convert` keeps for a pair of pools stays bounded."""
+    src, dst = Side("nhd", (1, 2, 1, 2, 16), "bfloat16", 2), Side("hnd", (1, 2, 1, 2, 16), "int8", 2, dst=True)
+
+    def convert(count: int, first: float) -> int:
+        for k in range(count):
+            kvbm.convert(src.pool, dst.pool, [0], [0], cast=kvbm.Scale(first + k / 1000))
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = convert(200, 1.0)
+    after = convert(200, 2.0)
+    assert after - before < 400, f"{(after - before) / 200} objects stay for each scale"
+
+
 # ---- planes that are only copied -------------------------------------------------------------------------------------
 
 
@@ -730,6 +746,52 @@ def test_digests_of_layers_and_parts() -> None:
         kvbm.Transfer(one.pool, other.pool, cast="amax").copy([2, 0], [1, 2], layers=mine, digests=found)
         ids = [1, 2] if one is src else [2, 0]
         assert found.tolist() == dst.pool.section(l=range(2)).digest(ids).tolist()
+
+
+def test_digests_of_planes_without_scales() -> None:
+    """The quantised side is where a plane is quantised, whatever the shape's dtype says and whether scales are declared."""
+    sizes = (2, 2, 3, 4, 64)
+    one, more = ("t d", "d", 64), ("t s", "s", 64)
+    quantised = planar("[b] l o h <>", plane("a", E4M3, *one), plane("b", "int8", *more), scales=())
+    plain = planar("[b] l o h <>", plane("a", "bfloat16", *one), plane("b", "float32", *more), scales=())
+    for src_type, dst_type in itertools.product(("bfloat16", "uint8", "int8"), repeat=2):
+        for a, b in ((plain, quantised), (quantised, plain)):
+            with in_case(src_type, dst_type, "quantises" if b is quantised else "dequantises"):
+                src, dst = Side(a, sizes, src_type, 3), Side(b, sizes, dst_type, 3, dst=True)
+                found = np.ones(1, np.uint64)
+                kvbm.Transfer(src.pool, dst.pool, cast=kvbm.Scale(0.5)).copy([2], [1], digests=found)
+                casting.check(src, dst, expected(src, dst, [2], [1], 0.5))
+                want = dst.pool.digest([1]) if b is quantised else src.pool.digest([2])
+                assert found.tolist() == want.tolist()
+
+
+def test_digests_of_a_plain_layout_with_planes() -> None:
+    sizes = (2, 2, 3, 4, 64)
+    data, more = ("t d", "d", 64), ("more", "bfloat16", "t")
+    plain = planar("[b] l o h <>", plane("data", "bfloat16", *data), plane(*more), scales=())
+    layout = planar("[b] l o h <>", plane("data", E4M3, *data), plane("scale", "float32", "t"), plane(*more))
+    for dtype in ("bfloat16", "uint8", "float16"):  # no plane has the shape's dtype
+        for a, b in ((plain, layout), (layout, plain)):
+            with in_case(dtype, "quantises" if b is layout else "dequantises"):
+                src, dst = Side(a, sizes, dtype, 3), Side(b, sizes, dtype, 3, dst=True)
+                found = np.ones(1, np.uint64)
+                kvbm.Transfer(src.pool, dst.pool, cast="amax").copy([2], [1], digests=found)
+                casting.check(src, dst, expected(src, dst, [2], [1]))
+                want = dst.pool.digest([1]) if b is layout else src.pool.digest([2])
+                assert found.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("quantises", [True, False])
+def test_digests_of_parts(quantises: bool) -> None:
+    """Those of the quantised side's part."""
+    for mine, theirs in PARTS:
+        both: Any = [("nhd", "bfloat16"), ("record/nvfp4_tensors", "bfloat16")]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src, dst = Side(a, (3, 2, 3, 8, 32), a_type, 3, part=mine), Side(b, (3, 2, 3, 8, 32), b_type, 3, dst=True, part=theirs)
+        found = np.ones(2, np.uint64)
+        kvbm.Transfer(src.given, dst.given, cast="amax").copy([2, 0], [1, 2], digests=found)
+        side, ids = (dst, [1, 2]) if quantises else (src, [2, 0])
+        assert found.tolist() == side.given.digest(ids).tolist(), (mine, theirs)
 
 
 # ---- random layouts --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import casting
 import kvbm
 import oracle
 from cast_oracle import PLAIN
-from casting import Own, Side
+from casting import Own, Side, planar, plane
 from programs.fake_gpu import defer, ids_on_gpu, pump, seed
 
 SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
@@ -143,6 +143,27 @@ def codes(every: int) -> None:
             kvbm.convert(src.pool, dst.pool, range(8), range(8), stream=5, cast=kvbm.Scale(0.37))
             pump()
             casting.check(src, dst, casting.expected(src, dst, range(8), range(8), 0.37), (src_type, dst_type, order))
+
+
+def few() -> None:
+    """One pair of formats: groups of fewer, as many and more items than a warp, of one and of three loops; pairs are skipped."""
+    groups = (8, ""), (16, ""), (24, ""), (256, ""), (576, ""), (72, "h"), (40, "h t")
+    orders = "h t d", "h t d", "h t d", "h t d", "h t d", "t d h", "d t h"
+    for (width, hidden), order in zip(groups, orders, strict=True):
+        own = " ".join(axis for axis in "ht" if axis not in hidden)
+        layout = planar(
+            "[b] l o <>",
+            plane("data", "float8_e4m3fn", "h t d", "d", width),
+            plane("scale", "float32", own, shared=hidden),
+        )
+        for quantises, tokens in itertools.product((True, False), (4, 5)):  # with 5, records are not aligned to items of 8
+            both: Any = [(Own(f"[b] l o {order}"), "bfloat16"), (layout, "bfloat16")]
+            (a, a_type), (b, b_type) = both if quantises else both[::-1]
+            src = Side(a, (2, 2, 3, tokens, width), a_type, 4, seed=width, where="fake")
+            dst = Side(b, (2, 2, 3, tokens, width), b_type, 4, dst=True, where="fake")
+            ids = np.array([3, -1, 0]), np.array([0, 1, 2])
+            kvbm.Transfer(src.pool, dst.pool, cast="amax").copy(*map(ids_on_gpu, ids), stream=5).synchronize()
+            casting.check(src, dst, casting.expected(src, dst, *ids), (width, order, hidden, quantises))
 
 
 def random(first: int, count: int) -> None:
