@@ -21,6 +21,7 @@ from casting import Own, Part, Planar, Side, Sizes, convert_and_check, expected,
 from coordinates import in_case
 from kvbm import _core
 from kvbm.compile import prepare
+from kvbm.copy.executor import Executor
 from kvbm.layout import spec
 from kvbm.planner.cast import AMAX
 from kvbm.planner.plan import between_layers
@@ -140,6 +141,7 @@ def plain_of(given: Any, sizes: Sizes, dtype: str) -> Any:
 def matrix_of(name: str, spread: int = 1) -> Iterator[tuple[Any, ...]]:
     """Cases: (plain layout, its dtype, sizes, quantises, scale of the caller, number)."""
     shapes = sizes_of(name)
+    spread *= 3 if name == "sglang/mxfp8" else 1  # its blocks are large
     for number, (given, quantises) in enumerate(itertools.product(plains_of(name), (True, False))):
         if number % spread:
             continue
@@ -225,7 +227,8 @@ def test_every_code_by_every_kernel(dtype: str, scale: str | None) -> None:
         for quantises, make in ((True, casting.every(plain)), (True, casting.shuffled), (False, None)):
             if order == "d t" and make is not casting.shuffled and quantises:
                 continue
-            blocks = 32 if order == "t d" and quantises else 6
+            whole = order == "t d" and quantises and plain != "float32" and (plain == "bfloat16" or make is casting.shuffled)
+            blocks = 32 if whole else 5
             both: Any = [(Own(f"[b] l o h {order}"), plain), (theirs, "bfloat16" if scale else dtype)]
             (a, a_type), (b, b_type) = both if quantises else both[::-1]
             src = Side(a, sizes, a_type, blocks, make=make, seed=blocks)
@@ -661,11 +664,11 @@ def test_scales_that_change_with_each_call_do_not_pile_up() -> None:
         for k in range(count):
             kvbm.convert(src.pool, dst.pool, [0], [0], cast=kvbm.Scale(first + k / 1000))
         gc.collect()
-        return len(gc.get_objects())
+        return sum(isinstance(one, Executor) for one in gc.get_objects())
 
-    before = convert(200, 1.0)
-    after = convert(200, 2.0)
-    assert after - before < 400, f"{(after - before) / 200} objects stay for each scale"
+    before = convert(1, 1.0)
+    more = convert(300, 2.0) - before
+    assert more < 200, f"{more} executors stay for 300 scales"
 
 
 # ---- planes that are only copied -------------------------------------------------------------------------------------
@@ -783,7 +786,7 @@ def test_digests_of_a_plain_layout_with_planes() -> None:
 
 @pytest.mark.parametrize("quantises", [True, False])
 def test_digests_of_parts(quantises: bool) -> None:
-    """Those of the quantised side's part."""
+    """Those of the quantised side's part.  Units have the positions of the source's units, as in any copy."""
     for mine, theirs in PARTS:
         both: Any = [("nhd", "bfloat16"), ("record/nvfp4_tensors", "bfloat16")]
         (a, a_type), (b, b_type) = both if quantises else both[::-1]
@@ -791,7 +794,8 @@ def test_digests_of_parts(quantises: bool) -> None:
         found = np.ones(2, np.uint64)
         kvbm.Transfer(src.given, dst.given, cast="amax").copy([2, 0], [1, 2], digests=found)
         side, ids = (dst, [1, 2]) if quantises else (src, [2, 0])
-        assert found.tolist() == side.given.digest(ids).tolist(), (mine, theirs)
+        places = [unit % (8 // mine.tokens) * mine.tokens for unit in (2, 0)] if mine.tokens else 0
+        assert found.tolist() == side.given.digest(ids, tokens=places).tolist(), (mine, theirs)
 
 
 # ---- random layouts --------------------------------------------------------------------------------------------------
@@ -922,13 +926,13 @@ REFUSED = ("have no common refinement", "share a byte", "lie in several allocati
 def test_random_layouts() -> None:
     """Random layouts of planes against random plain ones; few are refused, and only for reasons that the planner states."""
     why: dict[str, int] = {}
-    for seed in range(150):
+    for seed in range(100):
         with in_case(seed):
             found = run_random(seed)
             key = found.split(":")[0]
             assert key in ("", "illegal", "loops") or any(reason in found for reason in REFUSED), found
             why[key] = why.get(key, 0) + 1
-    assert why[""] > 90, why
+    assert why[""] > 60, why
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
