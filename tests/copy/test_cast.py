@@ -41,6 +41,7 @@ FORMATS: tuple[tuple[str, str | None], ...] = (
     ("int8", None),
 )
 
+SIZES = (2, 2, 3, 4, 64)
 NAMES = sorted(name for name in TABLE if casting.scales_of(name))
 
 
@@ -227,7 +228,12 @@ def test_every_code_by_every_kernel(dtype: str, scale: str | None) -> None:
         for quantises, make in ((True, casting.every(plain)), (True, casting.shuffled), (False, None)):
             if order == "d t" and make is not casting.shuffled and quantises:
                 continue
-            whole = order == "t d" and quantises and plain != "float32" and (plain == "bfloat16" or make is casting.shuffled)
+            whole = (
+                order == "t d"
+                and quantises
+                and plain != "float32"
+                and (plain == "bfloat16" or make is casting.shuffled)
+            )
             blocks = 32 if whole else 5
             both: Any = [(Own(f"[b] l o h {order}"), plain), (theirs, "bfloat16" if scale else dtype)]
             (a, a_type), (b, b_type) = both if quantises else both[::-1]
@@ -429,6 +435,59 @@ def test_own_layouts(number: int) -> None:
             except kvbm.MissingKernelError as error:  # a whole block in four loops
                 assert "4 loops inside a group" in str(error) and len(shared_axes(layout)) == 3 and dst.untouched
     assert done >= 2, done
+
+
+@pytest.mark.parametrize("given", [None, 0.3])
+def test_k_and_v_as_planes_with_scales_of_their_own(given: float | None) -> None:
+    """Two planes are cast in one copy, also into two formats; one of them may have no scales if the caller gives one."""
+    sizes = (2, 1, 3, 4, 64)
+    plain = planar("[l] b t h <>", plane("k", "", "d", "d", 64), plane("v", "", "e", "e", 32), scales=())
+    k, v = ("t d", "d", 64), ("t e", "e", 32)
+    scales = plane("ks", E4M3, "t s", "s", 4), plane("vs", "float32", "t")
+    layouts = [
+        planar("[b] l h <>", plane("k", E2M1, *k), plane("v", "int8", *v), *scales, scales=(("ks", "k"), ("vs", "v"))),
+        planar("[<> b] l h", plane("k", E2M1, *k), *scales, plane("v", E4M3, *v), scales=(("vs", "v"), ("ks", "k"))),
+    ]
+    if given:
+        layouts.append(
+            planar("[b] l h <>", plane("k", E2M1, *k), scales[0], plane("v", E5M2, *v), scales=(("ks", "k"),))
+        )
+    for layout, dtype in itertools.product(layouts, PLAIN):
+        for a, b in ((plain, layout), (layout, plain)):
+            with in_case(layout, dtype, given):
+                src, dst = Side(a, sizes, dtype, 3), Side(b, sizes, dtype, 4, dst=True)
+                convert_and_check(src, dst, [2, -1, 0], [1, 2, 3], given)
+
+
+def test_a_scale_for_k_and_v_together() -> None:
+    """A group over both; refused if they have different orders on the other side, never cut in two."""
+    layout = planar("[b] <>", plane("data", E4M3, "l o h t d", "d", 64), plane("scale", "float32", "l h t", shared="o"))
+    for other in (Own("[b] o l h t d"), Own("[l b] o h t d"), "universal"):
+        for a, b in ((other, layout), (layout, other)):
+            src, dst = Side(a, SIZES, "bfloat16", 3), Side(b, SIZES, "bfloat16", 4, dst=True)
+            convert_and_check(src, dst, [2, 0], [1, 3])
+    for other in ("vllm/paged_attn_v0", Own("[b] l o h t d", "[b] l o t h d"), "nhd"):
+        for a, b in ((other, layout), (layout, other)):
+            src, dst = Side(a, SIZES, "bfloat16", 3), Side(b, SIZES, "bfloat16", 4, dst=True)
+            with pytest.raises(kvbm.PlanError, match=r"K and V have different orders|in several allocations"):
+                kvbm.convert(src.pool, dst.pool, [2, 0], [1, 3], cast="amax")
+            assert dst.untouched
+
+
+def test_packed_along_tokens() -> None:
+    """Two tokens share a byte: possible if a group has all tokens, refused if it has one."""
+    data = plane("data", E2M1, "d t", "d", 64)
+    whole = planar("[b] l o h <>", data, plane("scale", E4M3, "", shared="t"))
+    for other in ("nhd", "vllm/LBHNC", Own("[l o] b h d t")):
+        for a, b in ((other, whole), (whole, other)):
+            src, dst = Side(a, SIZES, "bfloat16", 3), Side(b, SIZES, "bfloat16", 4, dst=True)
+            convert_and_check(src, dst, [2, 0], [1, 3])
+    one = planar("[b] l o h <>", data, plane("scale", E4M3, "t s", "s", 4))
+    for a, b in (("nhd", one), (one, "nhd")):
+        src, dst = Side(a, SIZES, "bfloat16", 3), Side(b, SIZES, "bfloat16", 4, dst=True)
+        with pytest.raises(kvbm.PlanError, match="that share a byte must be neighbours in one group"):
+            kvbm.convert(src.pool, dst.pool, [2, 0], [1, 3], cast="amax")
+        assert dst.untouched
 
 
 def test_one_huge_value_and_zeros_in_groups() -> None:
@@ -790,7 +849,10 @@ def test_digests_of_parts(quantises: bool) -> None:
     for mine, theirs in PARTS:
         both: Any = [("nhd", "bfloat16"), ("record/nvfp4_tensors", "bfloat16")]
         (a, a_type), (b, b_type) = both if quantises else both[::-1]
-        src, dst = Side(a, (3, 2, 3, 8, 32), a_type, 3, part=mine), Side(b, (3, 2, 3, 8, 32), b_type, 3, dst=True, part=theirs)
+        src, dst = (
+            Side(a, (3, 2, 3, 8, 32), a_type, 3, part=mine),
+            Side(b, (3, 2, 3, 8, 32), b_type, 3, dst=True, part=theirs),
+        )
         found = np.ones(2, np.uint64)
         kvbm.Transfer(src.given, dst.given, cast="amax").copy([2, 0], [1, 2], digests=found)
         side, ids = (dst, [1, 2]) if quantises else (src, [2, 0])
@@ -937,7 +999,6 @@ def test_random_layouts() -> None:
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
-SIZES = (2, 2, 3, 4, 64)
 LATENT = (2, 1, 1, 3, 576)
 
 
