@@ -134,6 +134,11 @@ BROKEN_CASTS = [
     ("finite = size < kInfinity ? size : 0", "finite = size"),
     ("largest = theirs > largest ? theirs : largest", "largest = theirs"),
     ("uint64_t(second) * uint32_t(p.inner[1].dst)", "0"),
+    ("(size >> kShift & 1)", "1"),
+    ("return bits < kLeastNormal ? kLeastNormal : bits;", "return bits;"),
+    ("return size > kInfinity ? NOT_A_NUMBER : code;", "return code;"),
+    ("normal < LARGEST ? normal : LARGEST", "normal"),
+    ("bits_of(float_of(size) + float_of(kUnit)) - kUnit", "0"),
 ]
 
 
