@@ -55,6 +55,20 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("digests.ids_on_the_gpu", ("d2d", "direct")),
     ("digests.graphs", ("d2d", "direct")),
     ("digests.verified", ("h2d", "staged")),
+    ("casts.codes", (3,)),
+    ("casts.shipped", ("d2d", "direct", 9)),
+    ("casts.shipped", ("d2h", "direct", 15)),
+    ("casts.shipped", ("d2h", "staged", 15)),
+    ("casts.shipped", ("h2d", "staged", 15)),
+    ("casts.owns", ("d2d", "direct")),
+    ("casts.owns", ("h2d", "staged")),
+    ("casts.parts", ("d2h", "staged")),
+    ("casts.parts", ("h2d", "direct")),
+    ("casts.random", (0, 60)),
+    ("casts.ids_on_the_gpu", ("d2d", "direct")),
+    ("casts.ids_on_the_gpu", ("d2h", "direct")),
+    ("casts.digests", ("d2d", "direct")),
+    ("casts.digests", ("h2d", "staged")),
 ]
 
 
@@ -110,3 +124,37 @@ def test_what_is_broken_is_seen(
     assert found
     with pytest.raises(AssertionError, match=re.escape(said)):
         fake_gpu("nests.each", (kernel,), FAKE_KERNELS=libraries)
+
+
+#: What of the device code of casts is replaced, by what; all of `programs.casts.few` then differs.
+BROKEN_CASTS = [
+    ("other = width / 2; other;", "other = width / 4; other;"),
+    ("for (i -= 2 * width; i < items; i -= width)", "for (i -= 3 * width; i < items; i -= width)"),
+    ("if (lane == 0) store_code", "if (lane == 1) store_code"),
+    ("if (i == lane) continue;", ""),
+    ("const uint32_t last = min((tile + 1) * p.tile_words, p.words);", "const uint32_t last = p.words - 1;"),
+    ("finite = size < kInfinity ? size : 0", "finite = size"),
+    ("largest = theirs > largest ? theirs : largest", "largest = theirs"),
+    ("uint64_t(second) * uint32_t(p.inner[1].dst)", "0"),
+    ("(size >> kShift & 1)", "1"),
+    ("return bits < kLeastNormal ? kLeastNormal : bits;", "return bits;"),
+    ("return size > kInfinity ? NOT_A_NUMBER : code;", "return code;"),
+    ("normal < LARGEST ? normal : LARGEST", "normal"),
+    ("bits_of(float_of(size) + float_of(kUnit)) - kUnit", "0"),
+]
+
+
+@pytest.mark.parametrize(("code", "instead"), BROKEN_CASTS, ids=range(len(BROKEN_CASTS)))
+def test_broken_casts_are_seen(fake_gpu: processes.FakeDriver, tmp_path: Path, code: str, instead: str) -> None:
+    found = 0
+
+    def broken(text: str) -> str:
+        nonlocal found
+        found += text.count(code)
+        return text.replace(code, instead)
+
+    names = [name for name in _core.kernel_names() if name.startswith(("cast_bf16_e4m3_f32", "cast_e4m3_bf16_f32"))]
+    libraries = emulation.compile_kernels(tmp_path, names, broken)
+    assert found
+    with pytest.raises(AssertionError, match="bytes differ"):
+        fake_gpu("casts.few", FAKE_KERNELS=libraries)

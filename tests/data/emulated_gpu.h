@@ -57,6 +57,7 @@ struct Thread {
   uint32_t barrier, wanted;  // AT_BARRIER: its number, and how many threads meet there; 0: all of the CTA
   uint64_t given;            // IN_WARP: to the others
   std::vector<char> stack;
+  uint32_t mask;     // the lanes that exchange
   void* fake_stack;  // AddressSanitizer's
 };
 
@@ -129,10 +130,16 @@ inline bool release() {
     one.state = RUNS;
     any = true;
   }
-  for (uint32_t warp = 0; warp < count; warp += 32) {
-    bool all = warp + 32 <= count;
-    for (uint32_t i = warp; all && i < warp + 32; ++i) all = threads[i].state == IN_WARP;
-    for (uint32_t i = warp; all && i < warp + 32; ++i) threads[i].state = RUNS;
+  for (uint32_t first = 0; first < count; ++first) {  // the lanes of a mask, which all name the same one
+    if (threads[first].state != IN_WARP) continue;
+    const uint32_t mask = threads[first].mask, warp = first / 32 * 32;
+    bool all = true;
+    for (uint32_t k = 0; k < 32; ++k) {
+      if (!(mask >> k & 1)) continue;
+      all = all && warp + k < count && threads[warp + k].state == IN_WARP && threads[warp + k].mask == mask;
+    }
+    for (uint32_t k = 0; all && k < 32; ++k)
+      if (mask >> k & 1) threads[warp + k].state = RUNS;
     any = any || all;
   }
   return any;
@@ -170,9 +177,10 @@ struct Lanes {
   uint64_t given[32];
 };
 inline Lanes exchange(uint32_t mask, uint64_t value) {
-  if (mask != ~0u) fail("only whole warps are emulated");
+  if (!(mask >> current % 32 & 1)) fail("a thread is not in its own mask");
   Lanes all;
   threads[current].given = value;
+  threads[current].mask = mask;
   leave(IN_WARP);
   for (uint32_t i = 0; i < 32; ++i) all.given[i] = threads[current / 32 * 32 + i].given;
   leave(IN_WARP);  // nobody gives the next one before all have read this one

@@ -1,0 +1,210 @@
+"""Copies that cast, by the kernels' device code on the fake driver (test_cast.py)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from test_cast import (
+    ALIGNS,
+    FORMATS,
+    IDS,
+    NAMES,
+    OWNS,
+    PARTS,
+    PLAINS,
+    WAYS,
+    are_apart,
+    matrix_of,
+    plain_of,
+    random_case,
+    scaled,
+    sides_of,
+)
+
+import casting
+import kvbm
+import oracle
+from cast_oracle import PLAIN
+from casting import Own, Side, planar, plane
+from programs.fake_gpu import defer, ids_on_gpu, pump, seed
+
+SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
+
+
+def shipped(direction: str, strategy: str, spread: int) -> None:
+    """Every shipped layout with scales, to and from plain ones."""
+    here, there = SIDES[direction]
+    for turn, name in enumerate(NAMES):
+        for case in list(matrix_of(name))[turn % spread :: spread]:
+            if name == "sglang/mxfp8" and turn % 2:
+                continue
+            seed(turn % 4)
+            src, dst = sides_of(name, case, src={"where": here}, dst={"where": there})
+            _copy(src, dst, IDS[case[5] % 4], strategy, case[4], (name, case))
+
+
+def _copy(src: Side, dst: Side, ids: Any, strategy: str, scale: float | None, what: Any) -> None:
+    ids = [np.array(side) for side in ids]
+    want = casting.expected(src, dst, *ids, scale)
+    given = [side.copy() for side in ids]
+    defer(1)
+    with kvbm.Transfer(src.pool, dst.pool, strategy, cast=casting.cast_of(scale)) as move:
+        done = move.copy(*given, stream=5)
+        for one in given:
+            one[:] = 0
+        assert dst.untouched
+        pump()
+        assert done.query()
+        casting.check(src, dst, want, what)
+        assert strategy in ("auto", "aside", done.strategy), done.strategy
+    defer(0)
+
+
+def owns(direction: str, strategy: str) -> None:
+    """Layouts of one's own: groups of every form."""
+    here, there = SIDES[direction]
+    for number, (what, layout, sizes) in enumerate(OWNS):
+        if what == "a group of 4096":
+            continue
+        for turn, other in enumerate(PLAINS[number % 4 :: 4]):
+            made = plain_of(other, sizes, "bfloat16")
+            if made is None or are_apart(made, layout):
+                continue
+            both: Any = [(made, "bfloat16"), (layout, "bfloat16")]
+            (a, a_type), (b, b_type) = both if turn % 2 else both[::-1]
+            src = Side(a, sizes, a_type, 5, align=ALIGNS[turn % 6], how=WAYS[turn % 3], seed=turn, where=here)
+            dst = Side(b, sizes, b_type, 7, dst=True, align=ALIGNS[number % 6], how=WAYS[number % 3], where=there)
+            try:
+                _copy(src, dst, IDS[turn % 4], strategy, None, (what, made))
+            except kvbm.MissingKernelError as error:
+                assert "4 loops inside a group" in str(error)
+
+
+def ids_on_the_gpu(direction: str, strategy: str) -> None:
+    here, there = SIDES[direction]
+    for a, b in (("nhd", "vllm/per_token_head_fp8"), ("record/nvfp4_tensors", "nhd")):
+        sizes = (1, 2, 2, 4, 32)
+        src, dst = Side(a, sizes, "bfloat16", 9, where=here), Side(b, sizes, "bfloat16", 9, dst=True, where=there)
+        ids = np.array([3, -1, 0, 7]), np.array([1, 2, 8, -1])
+        kvbm.Transfer(src.pool, dst.pool, strategy, cast="amax").copy(*map(ids_on_gpu, ids), stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, *ids), (a, b))
+
+
+def parts(direction: str, strategy: str) -> None:
+    """Layers, heads, tokens, K or V, and units; and ranges of layers."""
+    here, there = SIDES[direction]
+    sizes = (3, 2, 3, 8, 32)
+    for number, (name, (mine, theirs)) in enumerate(
+        itertools.product(("vllm/per_token_head_int8", "record/nvfp4_tensors"), PARTS)
+    ):
+        a, b = (name, "nhd") if number % 2 else ("nhd", name)
+        src = Side(a, sizes, "bfloat16", 3, part=mine, where=here, align=ALIGNS[number % 6])
+        dst = Side(b, sizes, "bfloat16", 4, dst=True, part=theirs, where=there, align=ALIGNS[number % 5])
+        ids = ([2, -1, 0], [1, 2, 3]) if not mine.tokens else ([5, 0, -1, 2], [0, 7, 1, 6])
+        kvbm.Transfer(src.given, dst.given, strategy, cast="amax").copy(*ids, stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, *ids), (name, mine, theirs))
+        src, dst = (
+            Side(a, sizes, "bfloat16", 3, where=here),
+            Side(b, (2, *sizes[1:]), "bfloat16", 4, dst=True, where=there),
+        )
+        layers = range(1, 3), range(2)
+        kvbm.Transfer(src.given, dst.given, strategy, cast="amax").copy(
+            [2, 0], [1, 3], stream=5, layers=layers
+        ).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, [2, 0], [1, 3], None, layers), (name, layers))
+
+
+def codes(every: int) -> None:
+    """All kernels: codes of 16 bits in random order, all quantised codes and scales."""
+    for number, ((dtype, scale), plain, order, quantises) in enumerate(
+        itertools.product(FORMATS, PLAIN, ("t d", "d t"), (True, False))
+    ):
+        if number % every:
+            continue
+        sizes, given = (1, 1, 1, 16, 128), None if scale else 0.37
+        both: Any = [(Own(f"[b] l o h {order}"), plain), (scaled(dtype, scale, sizes), "bfloat16" if scale else dtype)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, 8, make=casting.shuffled, seed=number, where="fake")
+        dst = Side(b, sizes, b_type, 8, dst=True, where="fake")
+        kvbm.convert(src.pool, dst.pool, range(8), range(7, -1, -1), stream=5, cast=casting.cast_of(given))
+        pump()
+        casting.check(
+            src,
+            dst,
+            casting.expected(src, dst, range(8), range(7, -1, -1), given),
+            (dtype, scale, plain, order, quantises),
+        )
+    for src_type, dst_type in itertools.permutations(PLAIN, 2):
+        for order in ("t d", "d t"):
+            src = Side(Own("[b] l o h t d"), sizes, src_type, 8, where="fake")
+            dst = Side(Own(f"[b] l o h {order}"), sizes, dst_type, 8, dst=True, where="fake")
+            kvbm.convert(src.pool, dst.pool, range(8), range(8), stream=5, cast=kvbm.Scale(0.37))
+            pump()
+            casting.check(src, dst, casting.expected(src, dst, range(8), range(8), 0.37), (src_type, dst_type, order))
+
+
+def few() -> None:
+    """One pair of formats: groups of fewer, as many and more items than a warp, of one and of three loops; pairs are skipped."""
+    groups = (8, ""), (16, ""), (24, ""), (256, ""), (576, ""), (72, "h"), (40, "h t")
+    orders = "h t d", "h t d", "h t d", "h t d", "h t d", "t d h", "d t h"
+    for (width, hidden), order in zip(groups, orders, strict=True):
+        own = " ".join(axis for axis in "ht" if axis not in hidden)
+        layout = planar(
+            "[b] l o <>",
+            plane("data", "float8_e4m3fn", "h t d", "d", width),
+            plane("scale", "float32", own, shared=hidden),
+        )
+        for quantises, tokens in itertools.product((True, False), (4, 5)):  # with 5, records are not aligned to items of 8
+            both: Any = [(Own(f"[b] l o {order}"), "bfloat16"), (layout, "bfloat16")]
+            (a, a_type), (b, b_type) = both if quantises else both[::-1]
+            src = Side(a, (2, 2, 3, tokens, width), a_type, 4, seed=width, where="fake")
+            dst = Side(b, (2, 2, 3, tokens, width), b_type, 4, dst=True, where="fake")
+            ids = np.array([3, -1, 0]), np.array([0, 1, 2])
+            kvbm.Transfer(src.pool, dst.pool, cast="amax").copy(*map(ids_on_gpu, ids), stream=5).synchronize()
+            casting.check(src, dst, casting.expected(src, dst, *ids), (width, order, hidden, quantises))
+
+
+def random(first: int, count: int) -> None:
+    """Random layouts of test_cast.py."""
+    done = 0
+    for number in range(first, first + count):
+        layout, plain, dtype, sizes, given, quantises = random_case(number)
+        here, there = list(SIDES.values())[number % 3]
+        both: Any = [(plain, dtype), (layout, "bfloat16")]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        try:
+            src = Side(
+                a, sizes, a_type, 4, align=ALIGNS[number % 6], how=WAYS[number // 6 % 3], seed=number, where=here
+            )
+            dst = Side(
+                b, sizes, b_type, 5, dst=True, align=ALIGNS[number // 18 % 6], how=WAYS[number // 36 % 3], where=there
+            )
+            move = kvbm.Transfer(src.pool, dst.pool, ("direct", "staged")[number // 3 % 2], cast=casting.cast_of(given))
+        except (oracle.IllegalError, kvbm.PlanError, kvbm.MissingKernelError):
+            continue
+        ids = [3, 0, -1, 2], [1, 4, 0, 2]
+        seed(number % 4)
+        move.copy(*ids, stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, *ids, given), number)
+        done += 1
+    assert done > count / 2
+
+
+def digests(direction: str, strategy: str) -> None:
+    here, there = SIDES[direction]
+    for a, b in (("nhd", "vllm/per_token_head_fp8"), ("record/nvfp4_tensors", "nhd"), ("vllm/nvfp4", "hnd")):
+        sizes = (1, 2, 2, 4, 64)
+        src, dst = Side(a, sizes, "bfloat16", 9, where=here), Side(b, sizes, "bfloat16", 9, dst=True, where=there)
+        found = np.ones(4, np.uint64)
+        ids = [3, -1, 0, 7], [1, 2, 8, 4]
+        fake = ids_on_gpu(found)
+        kvbm.Transfer(src.pool, dst.pool, strategy, cast="amax").copy(*ids, stream=5, digests=fake).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, *ids), (a, b))
+        side, mine = (dst, ids[1]) if a == "nhd" else (src, ids[0])
+        on_host = Side(side.meant, sizes, "bfloat16", 9)
+        on_host.put(side.after)
+        wanted = on_host.pool.digest(mine)
+        wanted[1] = 0
+        assert found.tolist() == wanted.tolist(), (a, b)
