@@ -99,7 +99,7 @@ def _plane() -> _Schema:
             "description": "Axes along which one element serves all: l o h t.",
         },
         "scales": {
-            "type": ["string", "null"],
+            "type": "string",
             "pattern": r"^\s*[a-z][a-z0-9_]*\s*$",
             "description": "The plane whose elements this plane scales; casts need it.",
         },

@@ -21,7 +21,7 @@ from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_one_format
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, torch_stream
-from ..planner.cast import PLAIN, Scale
+from ..planner.cast import Scale
 from ..planner.lowering import Launch, Steps
 from ..planner.plan import Plan, between_layers, size_text
 from ..pool.pool import Pool
@@ -133,6 +133,7 @@ class Executor:
         keeps: bool,
         model: Model | None = None,
         cast: Scale | None = None,
+        like: Executor | None = None,
     ) -> None:
         src, dst = src_part.pool, dst_part.pool
         self.whole = src_part.is_whole and dst_part.is_whole
@@ -169,7 +170,9 @@ class Executor:
         self.unreached = "" if self.on_host else self._unreached(src, dst)
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Both tables are on the device that runs the kernels.
-        self.src_table, self.dst_table = (_core.Table(end.table, self.device) for end in (self.src, self.dst))
+        ends = (self.src, self.dst)
+        self.tables: Sequence[_core.Table] = like.tables if like else [_core.Table(end.table, self.device) for end in ends]
+        self.src_table, self.dst_table = self.tables
 
     def begin(self) -> None:
         """Plan the copy of all layers.  It looks up measured speeds, so whoever wants them measured does so before."""
@@ -244,19 +247,17 @@ class Executor:
                     raise BindError(f"{self.title}: the transfer is closed")
                 found = self.routes.get(key)
                 if found is None:
-                    more = self._digests(layers, plain.steps)
+                    more = self._digests(layers, plain)
                     self._warm(more.copies)
-                    route = plain.make(**more.options(self._digests_dst))
+                    route = plain.make(**more.options(self._digests_dst(plain.plan)))
                     found = self.routes[key] = replace(plain, route=route, digests=more)
         return found
 
-    @property
-    def _digests_dst(self) -> bool:
+    def _digests_dst(self, plan: Plan) -> bool:
         """Which side separate digests read: True for the destination.  Of a cast, the quantised side."""
-        if self.cast is None:
-            return not (self.on_host or self.gathers)
-        quantised = [bool(end.section.layout.scales) or end.shape.dtype not in PLAIN for end in (self.src, self.dst)]
-        return quantised[1] or not quantised[0]
+        if plan.casts:
+            return any(part.quantises for part in plan.casts)
+        return not (self.on_host or self.gathers)
 
     def _warm(self, copies: Sequence[_core.Copy]) -> None:
         """Load kernels now, not while a model runs."""
@@ -264,11 +265,11 @@ class Executor:
             for kernel in dict.fromkeys(copy.kernel for copy in copies):
                 _core.warm(kernel, self.device)
 
-    def _digests(self, layers: Layers, steps: tuple[Plan, Plan]) -> CopyDigests:
+    def _digests(self, layers: Layers, found: _Route) -> CopyDigests:
         """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
-        src, dst = self.src, self.dst
+        src, dst, steps, casts = self.src, self.dst, found.steps, bool(found.plan.casts)
         ours, theirs = src.section, dst.section
-        named = dst if self.cast is not None and self._digests_dst else src  # of a cast: the side that is digested
+        named = dst if casts and self._digests_dst(found.plan) else src  # of a cast: the side that is digested
         keys = keys_of(named.whole, self.model, named.choices)
         if layers is not None:
             of_src, of_dst = layers if isinstance(layers, tuple) else (layers, layers)
@@ -286,9 +287,9 @@ class Executor:
             return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, *ends)
 
         none = Steps()
-        if self.cast is not None:
+        if casts:
             why = "kernels that cast do not digest"
-            both = ([], by_itself(theirs, dst)) if self._digests_dst else (by_itself(ours, src), [])
+            both = ([], by_itself(theirs, dst)) if named is dst else (by_itself(ours, src), [])
             return CopyDigests(why, why, both)
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
         if self.on_host:
@@ -503,7 +504,7 @@ class Executor:
     def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
         assert found.digests
         names = dict.fromkeys(found.route.choose(1 << power) for power in range(24))
-        sentences = found.digests.explain(names, self._digests_dst)
+        sentences = found.digests.explain(names, self._digests_dst(found.plan))
         if verifies and self.unreached:
             sentences.append(f"verify is refused: the destination is digested by a kernel, and {self.unreached}.")
         elif verifies:

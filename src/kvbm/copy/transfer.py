@@ -199,6 +199,9 @@ class Transfer:
         return f"Transfer({self._executor.title}, {self._executor.direction}, strategy={self._executor.strategy})"
 
 
+#: Executors of a pair of pools from which on the oldest casts are forgotten: a caller may compute a scale for each batch.
+_MOST_SCALES = 32
+
 #: Keys: the pools, then their sections.
 _executors: weakref.WeakKeyDictionary[Pool, weakref.WeakKeyDictionary[Pool, dict[Any, Executor]]] = (
     weakref.WeakKeyDictionary()
@@ -224,8 +227,13 @@ def _bind(src: Pool | PoolSection, dst: Pool | PoolSection, cast: Scale | None) 
         key = (key, cast)
     executor = parts.get(key)
     if executor is None:
-        made = Executor(part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False, cast=cast)
+        like = next(iter(list(parts.values())), None)
+        made = Executor(part_of(src, "source"), part_of(dst, "destination"), "auto", None, None, keeps=False, cast=cast, like=like)
         executor = parts.setdefault(key, _begun(made))
+        if cast is not None and len(parts) > _MOST_SCALES:
+            # Graphs read the tables, which the first executor keeps, and the rings.
+            old = [k for k, one in list(parts.items())[1:-1] if one.cast is not None and one.ring is None]
+            parts.pop(old[0] if old else None, None)
     return executor
 
 

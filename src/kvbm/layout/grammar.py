@@ -249,6 +249,8 @@ class _File(YamlFile):
             if axis not in AXES or axis in "bd":
                 self.fail(keys["shared"], f"{what}: shared: expected some of the axes l o h t, got {axis!r}")
         scales = self.scalar(keys["scales"], f"scales of {what}") if "scales" in keys else ""
+        if "scales" in keys and not scales:
+            self.fail(keys["scales"], f"{what}: scales: expected the name of another plane, got none")
         return Plane(name, orders, dtype, offset, self.pitch(keys.get("pitch"), orders), shared, scales)
 
     def line(self, node: yaml.Node) -> str:

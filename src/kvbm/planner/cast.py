@@ -7,6 +7,8 @@ a stride in the scales go through a group, the others go from group to group.  `
 from __future__ import annotations
 
 import math
+import numbers
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -69,9 +71,9 @@ class Scale:
 
     def __post_init__(self) -> None:
         given: object = self.value
-        if isinstance(given, bool) or not isinstance(given, int | float) or not _LEAST <= given <= _MOST:
-            raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {given!r:.100}")
-        object.__setattr__(self, "value", float(given))
+        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not _LEAST <= given <= _MOST:
+            raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {quoted(given)}")
+        object.__setattr__(self, "value", struct.unpack("f", struct.pack("f", float(given)))[0])
 
 
 #: A cast in which each scale is computed from, or stored with, the elements of its group.
@@ -264,7 +266,10 @@ def cast_part(
     else:
         inside, rest = _cut(_nested(loops))
     if any(loop[2] or loop[4] or max(loop[1], loop[3]) >= STRIDE_LIMIT for loop in inside):
-        raise PlanError(f"{where}the elements of one scale lie in several allocations, or far apart; expected one allocation")
+        raise PlanError(
+            f"{where}the elements of one scale lie in several allocations, or 4 GiB apart; expected one allocation: convert in two "
+            "steps, through a layout that has a group in one"
+        )
     chunk = [loop for loop in rest if not any(loop[2::2]) and max(loop[1::2]) < STRIDE_LIMIT]
     outer = [loop for loop in rest if loop not in chunk]
     while len(chunk) > MAX_INNER - GROUP_MODES:

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,10 +56,10 @@ class Plan(Shown):
     def shape(self) -> BlockShape:
         return self.src.shape
 
-    @property
-    def casts(self) -> bool:
-        """True if some values change their format."""
-        return any(isinstance(part, CastPart) for part in self.parts)
+    @cached_property
+    def casts(self) -> tuple[CastPart, ...]:
+        """The parts whose values change their format."""
+        return tuple(part for part in self.parts if isinstance(part, CastPart))
 
     @property
     def nbytes(self) -> int:
@@ -222,15 +223,19 @@ def _fitted(part: Part) -> str:
 _CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles", "cast": "values in another format"}
 
 
+def _relative(part: CastPart) -> str:
+    return f", relative to the scale {part.given:g} of the tensor" if part.formats[2] == "float8_e4m3fn" else ""
+
+
 def _cast_text(part: CastPart, form: Form) -> str:
     src, dst, scale = part.formats
     who = f"In {part.label}, values" if part.label else "Values"
     if not scale:
         how = f"with the scale {part.given:g} of the caller"
     elif part.quantises:
-        how = f"each group of {part.group} with a {scale} scale from its largest value, rounded to nearest, ties to even"
+        how = f"each group of {part.group} with a {scale} scale from its largest value{_relative(part)}, to nearest, ties to even"
     else:
-        how = f"each group of {part.group} with its {scale} scale"
+        how = f"each group of {part.group} with its {scale} scale{_relative(part)}"
     wide = "" if form.element == 8 else f", element by element ({part.group} are not contiguous and aligned on both sides)"
     return f"{who} change from {src} to {dst}, {how}; kernel {form.name}{wide}."
 
@@ -422,6 +427,11 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None,
         raise PlanError(f"{title}: {error}") from None
     if src.chosen or dst.chosen:
         parts = in_step(parts)
+    if cast is not None and cast.value != 1 and casts and all(part.formats[2] not in ("", "float8_e4m3fn") for part in casts):
+        raise PlanError(
+            f"{title}: {cast}: every plane that is cast has scales of its own, which no scale of the caller multiplies; pass "
+            "cast='amax'"
+        )
     made = Plan(src, dst, (*parts, *casts), cast)
     moved = [sum(part.side_bytes[side] for part in made.parts) for side in (0, 1)]
     if moved != [src.block_bytes, dst.block_bytes]:  # every rule above must keep this true
@@ -447,7 +457,7 @@ def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section
         here, there = sides[0][ours], sides[1][theirs]
         formats = here[0].dtype, there[0].dtype
         own = scales[0].get(ours), scales[1].get(theirs)
-        if formats[0] == formats[1] and (own[0] is None) == (own[1] is None):
+        if formats[0] == formats[1]:
             continue  # a copy
         scaled = _direction(title, ours or theirs, formats, own, cast)
         done[0].update(filter(None, (ours, own[0])) if ours else [ours])
@@ -459,6 +469,11 @@ def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section
             of_scales, data = sides[scaled][name], sides[scaled][(ours, theirs)[scaled]]
             group = group_of(data[0].plane, dict(data[0].sizes), name, dict(of_scales[0].sizes))
         maps = [one for one in (here, there, of_scales) if one]
+        if group and "o" in group.whole and any(len(one) > 1 for one in maps):
+            raise PlanError(
+                f"{title}: plane {ours or theirs!r}: K and V share scales and have different orders, so no loop goes through a "
+                "group; convert in two steps, through a layout in which K and V have one order"
+            )
         for o in range(src.shape.no) if any(len(one) > 1 for one in maps) else (None,):
             at = [_half(title, one, o) for one in maps]
             made.append(cast_part(title, at[0], at[1], at[2] if of_scales else None, group, cast.value, o))
@@ -490,8 +505,8 @@ def _direction(
         raise PlanError(f"{where}: both are quantised; cast to bfloat16, float16 or float32 first, and from there")
     if not any(scales) and not cast.is_given:
         raise PlanError(
-            f"{where}: no plane holds scales; expected a layout that declares them (`scales:` of a plane), or cast=Scale(1.0) for "
-            "one scale of the caller"
+            f"{where}: no plane of scales takes part; expected a layout that declares one (`scales:` of a plane) and a section "
+            "that has it, or cast=Scale(1.0) for one scale of the caller"
         )
     return 0 if scales[0] else 1 if scales[1] else None
 
@@ -570,6 +585,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             raise PlanError(
                 f"{title}: {where.layout.name} {what}, and the other side has "
                 f"{', '.join(repr(name) for name in there) if '' not in there else 'none'}; expected the same planes on both sides"
+                + ("; to quantise or dequantise, pass cast='amax'" if src.layout.scales or dst.layout.scales else "")
             )
     for name, ours in sources.items():
         theirs = destinations[name]
