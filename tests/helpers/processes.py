@@ -1,16 +1,23 @@
-"""Programs in separate processes: a `Server` starts one Python per set of imports, and forks it for each program."""
+"""Programs in separate processes: a `Server` starts one Python per set of imports, and forks it for each program.
+
+`context` is for processes that a test talks with, or kills.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve().parents[1]
 #: Folders of tests: programs share some of their parts.
@@ -65,6 +72,16 @@ class Server:
 def server(library: Path, *modules: str) -> Server:
     """The server in which libcuda.so.1 is the file in the folder `library`."""
     return Server(modules, LD_LIBRARY_PATH=str(library))
+
+
+@cache
+def context() -> Any:
+    """Processes of `multiprocessing`, forked from one that has imported what connects engines and has not used it."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["programs.wires", "programs.links"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    return found
 
 
 def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_driver.c") -> Path:
