@@ -75,23 +75,22 @@ class BuildExt(build_ext):
         self.info.write_text(json.dumps(info | {"extra_layouts": extra, "sanitize": SANITIZE}, indent=1) + "\n")
 
     def generate(self, layouts, folder):
-        """Write the kernels' text and return its files; if nothing changed that it is made from, they are there already."""
+        """Write the kernels' text and return its files; what was generated before, from the same inputs, is taken again."""
         from kvbm.compile import codegen, nvcc
 
         data = sorted((ROOT / "layouts").rglob("*.yaml"))
+        names = [path.relative_to(ROOT).as_posix() for path in data]
         rooms = ("layout", "planner", "compile", "digest")
         code = [file for room in rooms for file in sorted((ROOT / "src" / "kvbm" / room).glob("*.py"))]
         made_from = [*data, CUDA / "kernels.cu.in", *code]
-        digest = nvcc.digest(list(map(repr, layouts or [])), list(map(str, data)), made_from)
-        stamp = folder / "made_from.json"
-        was = json.loads(stamp.read_text()) if stamp.exists() else {}
-        if was.get("digest") != digest:
-            text = codegen.generate(layouts)
-            stamp.unlink(missing_ok=True)
-            codegen.write(text, folder)
-            was = {"digest": digest, "files": sorted(text)}
-            stamp.write_text(json.dumps(was))
-        return [folder / name for name in was["files"]]
+        digest = nvcc.digest(list(map(repr, layouts or [])), names, made_from)
+        result = self.cache.resolve() / "generated" / f"{digest}.json"
+        if not result.exists():
+            with nvcc.replacing(result) as part:
+                Path(part).write_text(json.dumps(codegen.generate(layouts)))
+        text = json.loads(result.read_text())
+        codegen.write(text, folder)
+        return [folder / name for name in sorted(text)]
 
     def cythonize(self, ext):
         """Return the C++ text of the extension; what was made before, from the same text, is taken again."""

@@ -154,7 +154,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> processes.FakeDrive
     """Runs programs on a machine whose CUDA driver is data/fake_driver.c."""
     if processes.COMPILER is None:
         pytest.skip("no C compiler for the fake driver")
-    return processes.FakeDriver(processes.compile_fake_driver(tmp_path_factory.mktemp("driver")))
+    return processes.FakeDriver(processes.made_once(tmp_path_factory, "driver", processes.compile_fake_driver))
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,9 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "torture.py"
 @pytest.fixture(scope="module")
 def emulated(fake_gpu: processes.FakeDriver, tmp_path_factory: pytest.TempPathFactory) -> partial[str]:
     """Runs programs on the fake driver, with the kernels' own code."""
-    names = [name for name in _core.kernel_names() if name != "kvbm_copy_pairs" and not name.startswith("cast_")]
-    return partial(fake_gpu, FAKE_KERNELS=emulation.compile_kernels(tmp_path_factory.mktemp("kernels"), names))
+    names = [name for name in _core.kernel_names() if name != "kvbm_copy_pairs"]
+    folder = processes.made_once(tmp_path_factory, "kernels", partial(emulation.compile_kernels, names=names))
+    return partial(fake_gpu, FAKE_KERNELS=":".join(map(str, sorted(folder.glob("*.so")))))
 
 
 PROGRAMS: list[tuple[str, tuple[object, ...]]] = [

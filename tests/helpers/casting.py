@@ -574,6 +574,15 @@ def check(src: Side, dst: Side, want: np.ndarray, what: Any = "") -> None:
     assert src.untouched, f"{title(src.meant)} → {title(dst.meant)}: {what}: the source changed"
 
 
+def multiplies(meant: Meant) -> bool:
+    """True if a scale of the caller multiplies stored scales: those of NVFP4."""
+    if isinstance(meant, str):
+        return "nvfp4" in meant
+    return isinstance(meant, Planar) and any(
+        plane.dtype == "float8_e4m3fn" for plane in meant.drawn.planes if plane.name in dict(meant.scales)
+    )
+
+
 def cast_of(scale: float | None) -> Any:
     return "amax" if scale is None else kvbm.Scale(scale)
 

@@ -1,16 +1,27 @@
-"""Programs in separate processes: a `Server` starts one Python per set of imports, and forks it for each program."""
+"""Programs in separate processes: a `Server` starts one Python per set of imports, and forks it for each program.
+
+`context` is for processes that a test talks with, or kills.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
 
 HERE = Path(__file__).resolve().parents[1]
 #: Folders of tests: programs share some of their parts.
@@ -65,6 +76,31 @@ class Server:
 def server(library: Path, *modules: str) -> Server:
     """The server in which libcuda.so.1 is the file in the folder `library`."""
     return Server(modules, LD_LIBRARY_PATH=str(library))
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder of this run that all processes of pytest-xdist share: the first one fills it, and the others wait for that."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with (folder.with_suffix(".lock")).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            make(part)
+            part.rename(folder)
+    return folder
+
+
+@cache
+def context() -> Any:
+    """Processes of `multiprocessing`, forked from one that has imported what connects engines and has not used it."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["programs.wires", "programs.links"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+    return found
 
 
 def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_driver.c") -> Path:

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import gc
 import json
-import os
 import random
 import struct
 import subprocess
@@ -62,7 +61,9 @@ from linking import (
     until,
     written,
 )
+from processes import context
 from programs.links import BLOCKS, SHAPE, TOKENS, endpoint, meet, on_wire, span
+from programs.links import main as far_end
 
 HERE = Path(__file__).resolve().parents[1]
 EXAMPLES = HERE.parent / "examples" / "disaggregated"
@@ -1070,12 +1071,9 @@ def test_a_process_is_killed(kind: str, engine: str, tmp_path: Path, place: str)
     for turn, after in enumerate((0.0, 0.01, 0.05, 0.2)):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        command = [sys.executable, "-m", "programs.links", engine, kind, str(folder), place]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), str(HERE / "helpers"), os.environ.get("PYTHONPATH")))),
-        }
-        with endpoint(other, kind, place) as mine, subprocess.Popen(command, env=environment) as process:
+        process = context().Process(target=far_end, args=(engine, kind, str(folder), place), daemon=True)
+        with endpoint(other, kind, place) as mine:
+            process.start()
             try:
                 link = meet(mine, other, engine, folder)
                 begin = link.send if other == "prefill" else link.receive
@@ -1099,6 +1097,7 @@ def test_a_process_is_killed(kind: str, engine: str, tmp_path: Path, place: str)
                 )  # fmt: skip
             finally:
                 process.kill()
+                process.join()
 
 
 def require_right(mine: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,3 @@ def main(engine: str, kind: str, folder: str, port: str) -> None:
         for number in range(10_000):
             begin = link.send if engine == "prefill" else link.receive
             begin(str(number), span(engine), timeout=30).synchronize()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

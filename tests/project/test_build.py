@@ -57,13 +57,17 @@ class Tree:
         (extension,) = (self.root / "src" / "kvbm").glob("_core*.so")
         return extension.read_text(encoding="utf-8")
 
-    def build(self) -> set[str]:
+    @property
+    def generated(self) -> list[Path]:
+        return list((self.root / "build" / "generated").iterdir())
+
+    def build(self, *options: str) -> set[str]:
         self.calls.write_text("", encoding="utf-8")
         compiler = str(self.root / "compiler")
         settings = {"CC": compiler, "CXX": compiler, "LDSHARED": compiler, "LDCXXSHARED": compiler, "KVBM_CUDA": "0"}
         drop = {"PYTHONPATH", "KVBM_BUILD_DIR", "KVBM_LAYOUTS", "KVBM_REQUIRE_CUDA"}
         done = subprocess.run(
-            [sys.executable, "setup.py", "build_ext", "--inplace"],
+            [sys.executable, "setup.py", "build_ext", "--inplace", *options],
             cwd=self.root,
             env={name: value for name, value in os.environ.items() if name not in drop} | settings,
             capture_output=True,
@@ -116,12 +120,16 @@ def test_a_file_that_the_pyx_includes(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_layout_that_is_added_and_one_that_goes(tree: Tree) -> None:
-    """The kernels' text is generated again if it may have changed, else reused."""
-    before = tree.linked
+    """The kernels' text is generated again if it may have changed, else reused, in another folder too."""
+    before, kept = tree.linked, set(tree.generated)
     shutil.copy(ROOT / "layouts" / "vllm" / "paged_attn_v0.yaml", tree.root / "layouts")
     assert "kernels_host.cpp" in tree.build() and tree.linked != before
+    kept_now = set(tree.generated)
+    assert len(kept_now - kept) == 1
     (tree.root / "layouts" / "paged_attn_v0.yaml").unlink()
     assert tree.build() == set() and tree.linked == before
+    assert tree.build("--build-temp", "elsewhere") == set() and tree.linked == before
+    assert set(tree.generated) == kept_now
 
 
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler")

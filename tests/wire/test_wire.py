@@ -17,7 +17,6 @@ import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.util import find_spec
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from kvbm import BindError, PeerLostError, TransferTimeoutError, wire
 from kvbm.wire import _mapped, _nixl, _nixl_storage, _torch
 from kvbm.wire.protocol import CARD_BYTES, Card, _sum
 from linking import LIMIT, close_all, until
-from processes import FakeDriver
+from processes import FakeDriver, context
 from programs import wires
 
 HERE = Path(__file__).resolve().parents[1]
@@ -94,16 +93,6 @@ class Far:
             self.near.poll()
             assert time.monotonic() < end, "the far end does not end"
             self.process.join(0.001)
-
-
-def context() -> Any:
-    """Processes are forked from one that has imported the necessary modules and has not used them."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["programs.wires"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
-    return found
 
 
 @pytest.fixture(params=KINDS)

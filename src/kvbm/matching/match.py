@@ -12,9 +12,9 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -45,6 +45,8 @@ _READING = {
 _LIST = r"(?:(N)|(?:torch\.Size)?[(\[]{1,2}(N),?[)\]]{1,2})".replace("N", r"-?\d{1,18}(?:,-?\d{1,18})*")
 _TEXT = re.compile(rf"(?:(\d{{1,6}})x ?)?{_LIST.replace('-?', '')}(?:: ?{_LIST})?", re.ASCII)
 _WORST = ("exact", "permuted", "viewed")
+#: A layout at a number of blocks (`_resolver`).
+_Resolve: TypeAlias = "Callable[[int], Resolved | None]"
 
 
 class Candidate(NamedTuple):
@@ -375,7 +377,8 @@ def _candidates(
     readings: Sequence[_Reading], shape: BlockShape, layouts: Sequence[Sequence[Layout]], num_blocks: int | None
 ) -> Iterator[_Found]:
     for same in layouts:
-        found = (_fit_layout(same, shape, reading, num_blocks) for reading in readings)
+        resolve = _resolver(same[0], shape, num_blocks)
+        found = (_fit_layout(same, shape, resolve, reading, num_blocks) for reading in readings)
         best = min((one for one in found if one), key=lambda one: one.rank, default=None)
         if best is not None:
             yield best
@@ -527,14 +530,28 @@ def _readings(arrays: Sequence[Array], placed: bool, cast: str = "") -> list[_Re
     return found
 
 
-def _fit_layout(same: Sequence[Layout], shape: BlockShape, reading: _Reading, num_blocks: int | None) -> _Found | None:
-    layout, names = same[0], tuple(one.name for one in same)
-    for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
+def _resolver(layout: Layout, shape: BlockShape, given: int | None) -> _Resolve:
+    """Resolves the layout for a number of blocks; None where that is an error.
+
+    Many readings ask for the same number: each is resolved once, unless the caller of `match` has `given` it.
+    """
+
+    def resolve(num_blocks: int) -> Resolved | None:
         try:
-            resolved = layout.resolve(shape, blocks)
+            return layout.resolve(shape, num_blocks)
         except LayoutError:
-            continue
-        if resolved.table_size != len(reading.arrays) or not _is_in_order(reading.arrays, resolved):
+            return None
+
+    return functools.cache(resolve) if given is None else resolve  # a given one may be anything: it need not be a key
+
+
+def _fit_layout(
+    same: Sequence[Layout], shape: BlockShape, resolve: _Resolve, reading: _Reading, num_blocks: int | None
+) -> _Found | None:
+    layout, names = same[0], tuple(one.name for one in same)
+    for blocks in _blocks(layout, resolve, reading.arrays) if num_blocks is None else [num_blocks]:
+        resolved = resolve(blocks)
+        if resolved is None or resolved.table_size != len(reading.arrays) or not _is_in_order(reading.arrays, resolved):
             continue
         kinds, which = resolved.kinds, resolved.kind_of_entry if len(resolved.kinds) > 1 else None
         alike = reading.arrays[:1] if reading.name == "unbound" else reading.arrays
@@ -603,11 +620,10 @@ def _wanted(resolved: Resolved) -> str:
     return f"; kvbm.Pool takes {count} of shape {kind.shape} ({' '.join(kind.axes)})"
 
 
-def _blocks(layout: Layout, shape: BlockShape, arrays: Sequence[Array]) -> list[int]:
+def _blocks(layout: Layout, resolve: _Resolve, arrays: Sequence[Array]) -> list[int]:
     """The possible numbers of blocks in arrays of these sizes."""
-    try:
-        one = layout.resolve(shape, 1)
-    except LayoutError:
+    one = resolve(1)
+    if one is None:
         return []
     if layout.b_in_table:
         blocks, rest = divmod(len(arrays), one.table_size)
@@ -720,20 +736,21 @@ def _with_pitches(
 ) -> list[str]:
     """Layouts whose order fits the arrays, with the pitch that they need, as YAML: one per set of equal addresses."""
     found = list[tuple[_Found, str, str]]()
+    resolvers = {id(same): _resolver(same[0], shape, num_blocks) for same in layouts}
     for same, reading in itertools.product(layouts, readings):
-        layout, array = same[0], reading.arrays[0]
+        layout, resolve, array = same[0], resolvers[id(same)], reading.arrays[0]
         if layout.planes or layout.pitch or len(layout.orders) > 1:
             continue
-        for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
+        for blocks in _blocks(layout, resolve, reading.arrays) if num_blocks is None else [num_blocks]:
+            resolved = resolve(blocks)
+            if resolved is None or not (steps := pitches(array, resolved.first)):
+                continue
             try:
-                kind = layout.resolve(shape, blocks).first
-                if not (steps := pitches(array, kind)):
-                    continue
-                text = own_layout(layout.order_text, steps, kind.itemsize)
+                text = own_layout(layout.order_text, steps, resolved.first.itemsize)
                 mine = spec.parse(text, name="mine")
             except (LayoutError, SpecError):
                 continue
-            if one := _fit_layout([mine], shape, reading, blocks):
+            if one := _fit_layout([mine], shape, _resolver(mine, shape, num_blocks), reading, blocks):
                 found.append((one, ", ".join(one.name for one in same), text))
     texts: dict[Any, str] = {}
     table_axes = set[str]().union(*(_table_axes(one) for one, *_ in found))

@@ -71,7 +71,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         given: object = self.value
-        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not _LEAST <= given <= _MOST:
+        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not _LEAST <= float(given) <= _MOST:
             raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {quoted(given)}")
         object.__setattr__(self, "value", struct.unpack("f", struct.pack("f", float(given)))[0])
 
