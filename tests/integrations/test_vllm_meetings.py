@@ -20,11 +20,11 @@ import pytest
 
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
-from kvbm.integrations.vllm import holding, meetings
+from kvbm.integrations.versions import require_version
+from kvbm.integrations.vllm import VERSIONS, holding, meetings
 from kvbm.integrations.vllm.holding import Hold, Holds, Push
 from kvbm.integrations.vllm.identity import push_name
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
-from kvbm.integrations.vllm.version import require_version
 from kvbm.link import notes
 from kvbm.link import talk as talk_module
 from kvbm.link.secret import Secret
@@ -933,12 +933,12 @@ def test_many_hosts_fill_neither_the_log_nor_the_memory(caplog: pytest.LogCaptur
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])
 def test_other_versions_of_vllm_are_refused(found: str) -> None:
     with pytest.raises(BindError, match=r"expected vLLM 0\.32 or newer, before 0\.33"):
-        require_version(found)
+        require_version("vLLM", found, *VERSIONS)
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7"])
 def test_versions_of_vllm(found: str) -> None:
-    require_version(found)
+    require_version("vLLM", found, *VERSIONS)
 
 
 # ---- a shared secret ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -34,11 +33,8 @@ from .log import logger
 from .pages import pages_of
 from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
 from .tiered import LOST, READ, WRITTEN, Settings, TierIndex, TierWorker
-from .version import require_version
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
-
-require_version(vllm.__version__)
 
 #: Value instead of a layout: host memory holds blocks with the engine's bytes.
 PAGES = "pages"
