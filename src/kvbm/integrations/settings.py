@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import BindError
 from ..layout.naming import suggestion
 
-__all__ = ["require_known", "unknown"]
+__all__ = ["flag_of", "require_known", "unknown"]
 
 
 def unknown(given: Mapping[str, Any], known: Iterable[str]) -> str:
@@ -35,3 +35,11 @@ def require_known(given: Mapping[str, Any], known: Iterable[str], where: str) ->
     """
     if problem := unknown(given, known):
         raise BindError(f"{where}: {problem}")
+
+
+def flag_of(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A setting of ``kv_connector_extra_config`` that is true or false; `BindError` for anything else."""
+    found = given.get(name, default)
+    if not isinstance(found, bool):
+        raise BindError(f"kv_connector_extra_config: {name}: expected true or false, got {found!r:.100}")
+    return found

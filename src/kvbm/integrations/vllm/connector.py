@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ... import wire
-from ...errors import BindError, KvbmError, printable
+from ...errors import KvbmError, printable
 from ...reshard import Endpoint, Link, Span
-from ..settings import require_known
+from ..settings import flag_of, require_known
 from .caches import Caches
 from .holding import Holds
 from .identity import model_of
@@ -189,9 +189,7 @@ class _Worker:
         self._hold_seconds = seconds_of(self._transfer, "hold_seconds", HOLD_SECONDS)
         self._push_tokens = count_of(self._transfer, "push_tokens", _PUSH_TOKENS)
         self._push_layers = count_of(self._transfer, "push_layers", 0)
-        self._is_insecure = self._extra("insecure", False)
-        if not isinstance(self._is_insecure, bool):
-            raise BindError(f"kv_connector_extra_config: insecure: expected true or false, got {self._is_insecure!r:.100}")
+        self._is_insecure = flag_of(self._transfer.kv_connector_extra_config, "insecure", False)
         self._known = threading.RLock()
         self._arrivals: dict[str, _Coming] = {}
         self._lost: dict[str, str] = {}  # requests that the prefill engine refused, and why
