@@ -10,18 +10,11 @@ from ...layout.layout import Layout
 from ...pool.pool import Pool
 from ..host_store import Copying, HostStore
 
-__all__ = ["HostPages", "Loading", "Storing"]
+__all__ = ["HostPages", "PagesCopying"]
 
 
-class Storing(NamedTuple):
-    """A running copy of pages to host memory."""
-
-    keys: list[str]
-    copying: Copying
-
-
-class Loading(NamedTuple):
-    """A running copy of pages to the engine."""
+class PagesCopying(NamedTuple):
+    """A running copy of pages, to host memory or to the engine."""
 
     keys: list[str]
     copying: Copying
@@ -97,17 +90,17 @@ class HostPages:
         """True if there is space for `count` pages, after eviction if needed."""
         return count <= len(self._free) + len(self._pages) - len(self._held)
 
-    def store(self, keys: Sequence[str], ids: Sequence[int], stream: Any = None) -> Storing:
+    def store(self, keys: Sequence[str], ids: Sequence[int], stream: Any = None) -> PagesCopying:
         """Begin to copy pages to host memory.  Call `room` before, and `stored` when the copy is done."""
         while len(self._free) < len(keys):
             oldest = next(key for key in self._pages if key not in self._held)
             self._free.append(self._pages.pop(oldest))
         blocks = [self._free.pop() for _ in keys]
-        storing = Storing(list(keys), self._copies.store(ids, blocks, stream))
+        storing = PagesCopying(list(keys), self._copies.store(ids, blocks, stream))
         self._coming.update(keys)
         return storing
 
-    def stored(self, storing: Storing) -> None:
+    def stored(self, storing: PagesCopying) -> None:
         """Add the pages of a copy that is done."""
         self._copies.stored(storing.copying)
         for key, block in zip(storing.keys, storing.copying.units.tolist(), strict=True):
@@ -116,16 +109,16 @@ class HostPages:
 
     def load(
         self, keys: Sequence[str], ids: Sequence[int], parts: Iterable[range], stream: Any = None
-    ) -> Iterator[Loading]:
+    ) -> Iterator[PagesCopying]:
         """Begin to copy pages to the engine, one part of the layers per item.  Call `loaded` at the end.
 
         On the CPU pages are compared before they are copied, so that wrong ones never reach the engine.
         """
         blocks = [self._pages[key] for key in keys]
         for copying in self._copies.load(blocks, ids, parts, stream):
-            yield Loading(list(keys), copying)
+            yield PagesCopying(list(keys), copying)
 
-    def loaded(self, loading: Loading, stream: Any = None) -> bool:
+    def loaded(self, loading: PagesCopying, stream: Any = None) -> bool:
         """Wait for a load.  True if all its pages have their digests; the engine's pages of the others are zero then."""
         copying = loading.copying
         copying.synchronize()

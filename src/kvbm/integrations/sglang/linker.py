@@ -19,7 +19,7 @@ from ...errors import BindError, escaping
 from ...layout import spec as layouts
 from ...pool.pool import Pool
 from ..settings import require_known
-from .host import HostPages, Loading, Storing
+from .host import HostPages, PagesCopying
 
 __all__ = ["KvbmLinker", "LayerGate"]
 
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 class _Batch(NamedTuple):
     """A load that has begun: copies per kind, and on a GPU an event per part."""
 
-    loads: dict[PoolName, Loading]
+    loads: dict[PoolName, PagesCopying]
     events: list[Any]
     landed: bool
 
@@ -132,7 +132,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         self._checked: OrderedDict[str, set[str]] = OrderedDict()
         self._queued: dict[str, list[Any]] = {}
         self._batches = 0
-        self._offloads: deque[list[tuple[HostPages, Storing]] | None] = deque()
+        self._offloads: deque[list[tuple[HostPages, PagesCopying]] | None] = deque()
         for name, kind in self.kinds.items():
             logger.info("kvbm: %d pages of %s in host memory, %s", num_pages, name, kind.pages.host)
 
