@@ -25,6 +25,7 @@ from ...layout.shapes import BlockShape, round_up
 from ...memory.array_info import array_on
 from ...pool.pool import Pool
 from ..host_store import Copying, HostStore, Ids
+from .host_layout import one_array
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory", "shared_memory"]
@@ -183,14 +184,8 @@ def _places(groups: Sequence[Sequence[Pages]]) -> tuple[list[Place], int]:
 
 def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uint8]], offset: int) -> Pool:
     """A pool whose blocks are in rows of bytes, starting at an offset in each row."""
-    found = layout.resolve(shape, 1)
-    order = layout.orders[0]
-    if layout.planes or not order.table or order.table[0].axes != ("b",) or found.table_size != 1:
-        raise BindError(
-            f"host_layout: {layout.name} ({layout.order_text}): blocks of several kinds, or several ranks, share the host memory: "
-            "expected a layout with one array a block, such as universal"
-        )
-    return Pool(layout, shape, [array_on(row.data, found.first, offset) for row in rows])
+    place = one_array(layout, shape).first
+    return Pool(layout, shape, [array_on(row.data, place, offset) for row in rows])
 
 
 @dataclass

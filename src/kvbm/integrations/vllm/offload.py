@@ -29,15 +29,13 @@ from ...layout import spec as layouts
 from ..settings import flag_of, require_known
 from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads
+from .host_layout import PAGES
 from .log import logger
 from .pages import pages_of
 from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
 from .tiered import LOST, READ, WRITTEN, Settings, TierIndex, TierWorker
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
-
-#: Value instead of a layout: host memory holds blocks with the engine's bytes.
-PAGES = "pages"
 
 #: Counters of stores, of loads, and of loads that failed their check.
 STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
