@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import _core
 from .._arguments import quoted
 from ..compile.prepare import digest_copies, prepare
 from ..digest.cells import alone, fused
-from ..digest.run import fused_copies, pinned
+from ..digest.run import fused_copies
 from ..errors import BindError, CudaError
 from ..layout.grammar import parse, write
 from ..layout.shapes import BlockShape
@@ -31,6 +30,7 @@ from ..reshard.packer import Packer
 from ..reshard.sequence import Ids, Span
 from ..reshard.strips import ONE_TOKEN
 from ..wire import Slab
+from .sums import Sums
 
 __all__ = ["Lender", "Pass", "Piece", "Reader", "Shared", "opened", "read_shared", "shared"]
 
@@ -184,43 +184,23 @@ def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -
                     yield _Some(some, single, listed.at[single], listed.ids[single])
 
 
-class _Digests:
-    """Memory for digests of kernels.  It is used again when nothing is under way."""
-
-    def __init__(self, count: int, on_gpu: bool) -> None:
-        self._on_gpu, self.is_enqueued = on_gpu, True
-        self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
-        self.count = count
-
-    @property
-    def address(self) -> int:
-        return int(self.memory.ctypes.data)
-
-    def total(self) -> int:
-        """The sum, after the kernels are done."""
-        return int(self.memory[: self.count].sum(dtype=np.uint64))
-
-    def __del__(self) -> None:
-        if self._on_gpu and self.is_enqueued and pinned is not None:  # None: the interpreter is shutting down
-            pinned.give(self.memory)
-
-
 class Pass:
     """Launches under way, and the sum of their digests."""
 
     def __init__(self) -> None:
-        self._begun: list[tuple[_core.Done | None, _Digests]] = []
+        self._begun: list[tuple[_core.Done | None, Sums]] = []
         self.total = 0
 
-    def add(self, done: _core.Done | None, digests: _Digests) -> None:
-        """Launches of which `done` is the end; None on the CPU, where they have ended."""
+    def add(self, done: _core.Done | None, digests: Sums) -> None:
+        """Launches of which `done` is the end; None on the CPU, where they have ended.  All are enqueued."""
+        digests.is_enqueued = True
         self._begun.append((done, digests))
 
     def query(self) -> bool:
         """True if all is done."""
         while self._begun and (self._begun[0][0] is None or self._begun[0][0].query()):
             _, digests = self._begun.pop(0)
-            self.total = (self.total + digests.total()) % (1 << 64)
+            self.total = (self.total + int(digests.memory.sum(dtype=np.uint64))) % (1 << 64)
         return not self._begun
 
     def synchronize(self) -> None:
@@ -254,7 +234,7 @@ def _digest(
     route: _core.Route, packer: Packer, num_ids: int, ids: Ids, at: Ids, into: Pass, order: Mapping[str, Any], keep: Any
 ) -> None:
     """Enqueue a pass over blocks or units that only digests them."""
-    found = _Digests(ids.size, packer.device >= 0)
+    found = Sums(ids.size, packer.device >= 0)
     pairs = _core.Pairs(ids, None, num_ids, _MOST_IDS, False, packer.device)
     positions = _core.Positions(at, at.size, packer.device)
     if packer.device < 0:
@@ -388,7 +368,7 @@ class Reader:
         if not (copies and piece.is_copied):
             _digest(way.digests, packer, way.far_ids, piece.far, piece.at, into, order, keep)
             return
-        found = _Digests(piece.far.size, packer.device >= 0)
+        found = Sums(piece.far.size, packer.device >= 0)
         pairs = _core.Pairs(piece.far, piece.own, way.far_ids, way.own_ids, False, packer.device)
         positions = _core.Positions(piece.at, piece.at.size, packer.device)
         on_gpu, streams = packer.device >= 0, (order.get("stream"), order.get("wait"))

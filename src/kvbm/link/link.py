@@ -252,11 +252,11 @@ class Link:
 
         Raises `TransferTimeoutError` if the endpoint's thread has not done so within `timeout` seconds; then call it again.
         """
-        self.endpoint.call(lambda: self._close("it was closed"), seconds("timeout", timeout))
+        self.endpoint.call(self._close, seconds("timeout", timeout))
 
     def leave(self) -> None:
         """As `close`, without waiting for the endpoint's thread."""
-        self.endpoint.submit(lambda: self._close("it was closed"))
+        self.endpoint.submit(self._close)
 
     # ---- beginning -------------------------------------------------------------------------------------------------
 
@@ -571,8 +571,8 @@ class Link:
         for at in [one for one in self._readers if one[0] == peer]:  # its memory is unmapped when no flow reads it
             del self._readers[at]
 
-    def _close(self, why: str) -> None:
-        self.is_closed = True
+    def _close(self) -> None:
+        self.is_closed, why = True, "it was closed"
         for handle in list(self._handles):
             handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: {why}"))
         for peer in self.peers:
