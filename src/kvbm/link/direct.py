@@ -29,6 +29,7 @@ from ..reshard.messages import Message
 from ..reshard.packer import Packer
 from ..reshard.sequence import Ids, Span
 from ..reshard.strips import ONE_TOKEN
+from ..system.machine import device_of
 from ..wire import Slab
 from .sums import Sums
 
@@ -92,7 +93,7 @@ def shared(pool: Pool) -> Shared:
         files = [file_of(int(begin), int(end)) for begin, end in pool.spans]
         pieces = {begin: (str(file), end - begin, begin) for file, begin, end in files}
     else:
-        device = int(pool.device.partition(":")[2])
+        device = device_of(pool.device)
         ranges = find_ranges(pool.spans.tolist(), (), functools.partial(_core.memory_range, pinned=False))
         if ranges is None:
             raise BindError("the driver does not know its memory")

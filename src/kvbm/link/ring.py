@@ -15,6 +15,7 @@ from .. import _core
 from ..errors import BindError
 from ..layout.shapes import round_up
 from ..memory.array_info import Array
+from ..system.machine import device_of
 from ..system.memory_files import memory_file
 from ..wire import Slab, Slice
 
@@ -68,7 +69,7 @@ class Ring:
                 ) from None
             address = int(np.frombuffer(self._pages, np.uint8).ctypes.data)
         else:
-            number = int(device.partition(":")[2])
+            number = device_of(device)
             address = _core.alloc_device(number, nbytes)
             self._free_device = (number, address)
         self.slab = Slab(address, nbytes, device, self, file)

@@ -17,7 +17,7 @@ from ..errors import BindError, PlanError
 from ..memory.array_info import find_overlap
 from ..pool.pool import Pool
 from ..system.locks import Lock
-from .messages import Message, Resharding, require_layers, require_made
+from .messages import Message, Resharding, common_shift, require_layers, require_made
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
 from .strips import ONE_TOKEN, Meeting
@@ -289,9 +289,7 @@ class Local:
 
     def _fitting(self, shift: int) -> Resharding:
         """The messages, in units that divide `shift`, the distance of the positions at which both sides' tables begin."""
-        places = (self.made.src, self.made.sends), (self.made.dst, self.made.takes)
-        most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
-        shift = math.gcd(shift, most) % most
+        shift = common_shift(self.made, shift)
         if shift not in self._fitted:
             self._fitted[shift] = self.made.refit(self.made.cuts, shift)
         return self._fitted[shift]

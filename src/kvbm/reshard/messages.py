@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from .placement import Placement, Strips
 from .proof import prove
 from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
-__all__ = ["Message", "Prefer", "Resharding", "gather", "plan", "require_layers", "require_made"]
+__all__ = ["Message", "Prefer", "Resharding", "common_shift", "gather", "plan", "require_layers", "require_made"]
 
 #: Selects which of several equal source ranks sends: ``(destination rank, ranks)`` → one of the ranks.
 Prefer = Callable[[int, Sequence[int]], int]
@@ -162,6 +163,13 @@ class Resharding(Shown):
 
     def __str__(self) -> str:
         return report.table(self)
+
+
+def common_shift(made: Resharding, shift: int) -> int:
+    """One of few shifts for which `Resharding.refit` makes the same messages as for the given one, so that they can be cached."""
+    places = (made.src, made.sends), (made.dst, made.takes)
+    most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
+    return math.gcd(shift, most) % most
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------

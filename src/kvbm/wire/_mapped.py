@@ -21,6 +21,7 @@ import numpy as np
 from .. import _core
 from .._arguments import is_real, quoted, require_a
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from ..system.machine import device_of
 from ..system.memory_files import memory_file, open_memory_file
 from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
 
@@ -120,7 +121,11 @@ class Mapped:
             self._why = "it is no endpoint's ring, or this system shares no memory"
             return {}
         try:
-            lent = {"file": slab.file} if slab.device == "cpu" else {"ipc": _handle(slab).hex(), "address": slab.address}
+            if slab.device == "cpu":
+                lent: dict[str, Any] = {"file": slab.file}
+            else:
+                handle = _core.ipc_handle(device_of(slab.device), slab.address)
+                lent = {"ipc": handle.hex(), "address": slab.address}
             self._page = _Page.made(self._name())
         except (OSError, KvbmError) as error:
             self._why = str(error)
@@ -449,7 +454,7 @@ class _Lent:
     """A peer's slab, or its pool's memory, as memory of this process.  That of a pool is read-only on the CPU."""
 
     def __init__(self, shared: dict[str, Any], device: str, what: str = "ring") -> None:
-        self.nbytes, self.device, self.is_open = shared["nbytes"], device, True
+        self.nbytes, self.device = shared["nbytes"], device
         self._close: Callable[[], object] = int
         if device == "cpu":
             file = open_memory_file(shared["pid"], shared["file"], what, self.nbytes)
@@ -460,7 +465,7 @@ class _Lent:
             self.buffer = np.frombuffer(pages, np.uint8)
             self.address = int(self.buffer.ctypes.data)
             return
-        own, far = (int(name.partition(":")[2]) for name in (device, shared["device"]))
+        own, far = device_of(device), device_of(shared["device"])
         if _is_own(shared["pid"]):  # CUDA refuses to open an IPC handle in the process that made it
             if own != far and not _core.enable_peer(own, far):
                 raise BindError(f"{device} does not reach {shared['device']}")
@@ -470,7 +475,7 @@ class _Lent:
         self._close = functools.partial(_core.ipc_close, own, self.address)
 
     def close(self) -> None:
-        self.buffer, self.is_open = None, False  # type: ignore[assignment]
+        self.buffer = None  # type: ignore[assignment]
         close, self._close = self._close, int
         with contextlib.suppress(KvbmError):
             close()
@@ -524,10 +529,6 @@ def _started(pid: int) -> int:
 
 def _is_own(pid: int) -> bool:
     return pid == os.getpid()
-
-
-def _handle(slab: Slab) -> bytes:
-    return _core.ipc_handle(int(slab.device.partition(":")[2]), slab.address)
 
 
 def _key(name: str) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .._arguments import require_a
 from ..errors import BindError, PeerLostError
-from .protocol import Card, Ends, Peer, Ready, Slab, Slice, move
+from .protocol import Ends, Peer, Ready, Slab, Slice, move
 
 __all__ = ["Hub", "memory"]
 
@@ -66,9 +66,6 @@ class _Memory(Ends[Peer]):
 
     def register(self, slab: Slab) -> None:
         self._take_slab(slab)
-
-    def card(self) -> bytes:
-        return Card(self.name, self.slab).write(self.transport)
 
     def connect(self, card: bytes) -> str:
         held = self._read(card)

@@ -101,9 +101,6 @@ class _Storage(Transfers[_Stored]):
         super().__init__(name, backend, parameters)
         self._drop_seconds = drop_seconds
 
-    def card(self) -> bytes:
-        return Card(self.name, self.slab).write(self.transport)
-
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         return self._transfer("WRITE", peer, local, remote, note)
 

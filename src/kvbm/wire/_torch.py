@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from .._arguments import is_real, quoted
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
-from .protocol import NOTE_BYTES, Card, Ends, Op, Peer, Slab, Slice, deadline, inside
+from .protocol import NOTE_BYTES, Ends, Op, Peer, Slab, Slice, deadline, inside
 
 __all__ = ["torch"]
 
@@ -114,9 +114,6 @@ class _Torch(Ends["_Far"]):
             )
             raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
         self._take_slab(slab)
-
-    def card(self) -> bytes:
-        return Card(self.name, self.slab).write(self.transport)
 
     def connect(self, card: bytes) -> str:
         held = self._read(card)
