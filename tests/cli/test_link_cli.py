@@ -89,14 +89,12 @@ class Serving:
             self.served.append(trial.Served(""))
             with contextlib.closing(connection):
                 try:
-                    link._serve(
-                        talk.Talk(connection, LIMIT),
-                        self.side,
-                        "127.0.0.1",
-                        self.options["only"],
-                        trial.Memory(self.options["memory"]),
-                        self.served[-1],
-                    )
+                    conversation = talk.Talk(connection, LIMIT)
+                    with link._telling_peer(conversation, "the memory"):
+                        trial.serve(
+                            conversation, self.side, "127.0.0.1", only=self.options["only"],
+                            memory=trial.Memory(self.options["memory"]), served=self.served[-1],
+                        )  # fmt: skip
                 except KvbmError as error:
                     self.errors.append(error)
 

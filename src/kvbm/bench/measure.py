@@ -327,8 +327,8 @@ class Ids:
     (6, 4, dtype('int32'))
     """
 
-    def __init__(self, src_blocks: int, dst_blocks: int, batch: int, least: int = LEAST_SETS, seed: int = 11) -> None:
-        random = np.random.default_rng(seed)
+    def __init__(self, src_blocks: int, dst_blocks: int, batch: int, least: int = LEAST_SETS) -> None:
+        random = np.random.default_rng(11)
         count = min(max(least, LEAST_SETS), MOST_SETS)
         sides = [_disjoint_neighbours(random, n, batch, count) for n in (src_blocks, dst_blocks)]
         self.sets = list(zip(*sides, strict=True))

@@ -23,7 +23,7 @@ from ..link.model import differences, named
 from ..system.cache import replacing
 
 __all__ = [
-    "describe", "folder_of", "key_of", "key_of_adapter", "key_of_files", "longest_counts",
+    "describe", "folder_of", "get", "key_of", "key_of_adapter", "key_of_files", "longest_counts",
     "neighbours", "of_config", "of_model", "weights",
 ]  # fmt: skip
 
@@ -133,6 +133,11 @@ def _kinds(rope: Mapping[str, Any]) -> Iterator[str]:
     inner = [one for one in rope.values() if isinstance(one, Mapping)]  # one for each kind of layer
     for one in inner or [rope]:
         yield str(one.get("rope_type", one.get("type", "default")))
+
+
+def get(engine: Any, name: str) -> Any:
+    """An attribute of an engine's object; None if this version of the engine does not have it: then both engines have None."""
+    return getattr(engine, name, None)
 
 
 # ---- files of weights ----------------------------------------------------------------------------------------------------
