@@ -320,7 +320,7 @@ def test_blocks_are_lent_until_the_reader_has_ended(who: str, monkeypatch: pytes
         arrivals = [link.receive("x", span) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
         assert slow.begun.wait(LIMIT)
         lent = [one for one in sendings if any(flow._loan is not None for flow in one.flows)]
-        until(lambda: any(flow._loan and flow._loan.is_told for one in lent for flow in one.flows), "it is lent")
+        until(lambda: any(flow._loan and flow._loan.is_digest_sent for one in lent for flow in one.flows), "it is lent")
         for one in sendings if who == "sender" else arrivals:
             one.abort()
         given_up = sendings if who == "sender" else arrivals

@@ -126,7 +126,7 @@ class Trailer(NamedTuple):
             return
         for name in self._fields[1:]:
             if (got := getattr(self, name)) != (known := getattr(expected, name)):
-                raise BindError(f"{where}: {name}: expected {_said(name, known)}, got {_said(name, got)}")
+                raise BindError(f"{where}: {name}: expected {_field_text(name, known)}, got {_field_text(name, got)}")
 
     def require_digest(self, found: int, where: object = "a chunk", *, written: bool = False) -> None:
         """Raise `DigestError` if the chunk that arrived has another digest than the one that was sent."""
@@ -137,7 +137,7 @@ class Trailer(NamedTuple):
             )
 
 
-def _said(name: str, value: Any) -> str:
+def _field_text(name: str, value: Any) -> str:
     return f"{value:#018x}" if name in ("plan", "key", "epoch") else repr(value)
 
 

@@ -143,7 +143,7 @@ def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[st
 
     Parameters
     ----------
-    told : Shared
+    shared_pool : Shared
     shape : BlockShape
         The block shape that the peer's placement says.
     name : str
@@ -166,7 +166,7 @@ def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[st
 # ---- both sides ----------------------------------------------------------------------------------------------------
 
 
-class _Some(NamedTuple):
+class _Units(NamedTuple):
     """Units or single tokens of a message."""
 
     message: Message
@@ -175,14 +175,14 @@ class _Some(NamedTuple):
     ids: Ids
 
 
-def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Some]:
+def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Units]:
     """What a rank exchanges with a peer, of some tokens and layers."""
     for message, listed in packer.listed(span, origin).items():
         some = message.of_layers(layers)
         if packer.peer(message) == peer and some is not None:
             for single in (False, True):
                 if listed.at[single].size:
-                    yield _Some(some, single, listed.at[single], listed.ids[single])
+                    yield _Units(some, single, listed.at[single], listed.ids[single])
 
 
 class Pass:
@@ -281,7 +281,7 @@ class Lender:
 # ---- the reader ----------------------------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
+class _Launches(NamedTuple):
     """Launches between a section of the peer's pool and one of this rank's."""
 
     copies: _core.Route
@@ -295,7 +295,7 @@ class _Way(NamedTuple):
 class Piece(NamedTuple):
     """Pairs that one launch copies, or only digests in the peer's pool."""
 
-    way: _Way
+    launches: _Launches
     is_copied: bool
     far: Ids
     own: Ids
@@ -304,7 +304,7 @@ class Piece(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that are copied."""
-        return self.is_copied * len(self.own) * self.way.nbytes
+        return self.is_copied * len(self.own) * self.launches.nbytes
 
 
 class Reader:
@@ -323,7 +323,7 @@ class Reader:
     def __init__(self, packer: Packer, peer: int, far: Pool) -> None:
         self._packer, self._peer, self.far = packer, peer, far
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
-        self._ways: dict[tuple[Message, bool], _Way] = {}
+        self._launches: dict[tuple[Message, bool], _Launches] = {}
 
     def pieces(self, span: Span, table: Ids, origin: int, layers: range) -> list[Piece]:
         """What is copied of a sequence, and what is only digested because this rank has no block for it.
@@ -349,12 +349,12 @@ class Reader:
             theirs = far.ids(lent, slots, 1 if single else message.t.src_slots)
             if (theirs < 0).any():
                 raise BindError(f"{far.name}: its table has no block for some of the tokens {span.tokens}")
-            way = self._way(message, single)
-            each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(way.nbytes, 1), 1)
+            launches = self._launches_of(message, single)
+            each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(launches.nbytes, 1), 1)
             for is_copied, some in ((True, np.flatnonzero(own >= 0)), (False, np.flatnonzero(own < 0))):
                 for begin in range(0, len(some), each):
                     part = some[begin : begin + each]
-                    found.append(Piece(way, is_copied, theirs[part], own[part], at[part] + way.first))
+                    found.append(Piece(launches, is_copied, theirs[part], own[part], at[part] + launches.first))
         return found
 
     def written(self) -> None:
@@ -363,26 +363,26 @@ class Reader:
 
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
-        packer, way = self._packer, piece.way
+        packer, launches = self._packer, piece.launches
         packer.require_usable()  # it may have been closed since `receive`
         keep = packer, self
         if not (copies and piece.is_copied):
-            _digest(way.digests, packer, way.far_ids, piece.far, piece.at, into, order, keep)
+            _digest(launches.digests, packer, launches.far_ids, piece.far, piece.at, into, order, keep)
             return
         found = Sums(piece.far.size, packer.device >= 0)
-        pairs = _core.Pairs(piece.far, piece.own, way.far_ids, way.own_ids, False, packer.device)
+        pairs = _core.Pairs(piece.far, piece.own, launches.far_ids, launches.own_ids, False, packer.device)
         positions = _core.Positions(piece.at, piece.at.size, packer.device)
         on_gpu, streams = packer.device >= 0, (order.get("stream"), order.get("wait"))
-        done = way.copies.copy_digested(pairs, positions, found.address, on_gpu, (0, 0), *streams, (*keep, found))
+        done = launches.copies.copy_digested(pairs, positions, found.address, on_gpu, (0, 0), *streams, (*keep, found))
         into.add(done if on_gpu else None, found)
 
-    def _way(self, message: Message, single: bool) -> _Way:
-        found = self._ways.get((message, single))
+    def _launches_of(self, message: Message, single: bool) -> _Launches:
+        found = self._launches.get((message, single))
         if found is None:
-            found = self._ways[message, single] = self._made(message, single)
+            found = self._launches[message, single] = self._made(message, single)
         return found
 
-    def _made(self, message: Message, single: bool) -> _Way:
+    def _made(self, message: Message, single: bool) -> _Launches:
         packer, far = self._packer, self.far
         unit, own = ONE_TOKEN if single else message.t, packer.part(message, single)
         assert unit.meeting is not None
@@ -408,4 +408,4 @@ class Reader:
             digests=((), _digest_copies(own, packer, message, single)), digests_dst=True,
         )  # fmt: skip
         digests = _digesting(theirs, self._table, packer, message, single)
-        return _Way(route, digests, theirs.num_ids, own.num_ids, own.of.block_bytes, first)
+        return _Launches(route, digests, theirs.num_ids, own.num_ids, own.of.block_bytes, first)
