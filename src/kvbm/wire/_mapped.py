@@ -105,8 +105,8 @@ class Mapped:
 
     def card(self) -> bytes:
         """The wrapped wire's card, with the fields that a peer on this host needs."""
-        held = json.loads(self._wire.card())
-        text = json.dumps({**held, "mapped": {**self._shared, "sha256": _sum(held["name"], self._shared)}}).encode()
+        fields = json.loads(self._wire.card())
+        text = json.dumps({**fields, "mapped": {**self._shared, "sha256": _sum(fields["name"], self._shared)}}).encode()
         if len(text) > CARD_BYTES:
             raise BindError(f"card: {len(text)} bytes, expected at most {CARD_BYTES}")
         return text
@@ -484,28 +484,28 @@ class _Lent:
 def _read(card: bytes) -> dict[str, Any]:
     """Read the fields for peers on the same host from a card that the wrapped wire has accepted; empty if it has none."""
     whole = json.loads(card)
-    held = whole.get("mapped", {})
-    if not isinstance(held, dict):
-        raise BindError(f"card: 'mapped': expected an object, got {quoted(held, 60)}")
-    if "mapped" in whole and held.pop("sha256", None) != _sum(whole["name"], held):
+    fields = whole.get("mapped", {})
+    if not isinstance(fields, dict):
+        raise BindError(f"card: 'mapped': expected an object, got {quoted(fields, 60)}")
+    if "mapped" in whole and fields.pop("sha256", None) != _sum(whole["name"], fields):
         raise BindError("card: 'mapped': expected the sum that its fields have: it was damaged on its way")
-    if not held:
+    if not fields:
         return {}
-    kinds = _KINDS | (_OF_HOST if held.get("device") == "cpu" else _OF_GPU)
+    kinds = _KINDS | (_OF_HOST if fields.get("device") == "cpu" else _OF_GPU)
     for name, expected in kinds.items():
-        value = held.get(name)
+        value = fields.get(name)
         if isinstance(expected, str):
             is_right = isinstance(value, str) and bool(re.fullmatch(expected, value, re.ASCII))
         else:
             is_right = type(value) is int and value in expected
         if not is_right:
             raise BindError(f"card: {name!r}: expected {expected}, got {quoted(value, 60)}")
-    return {name: held[name] for name in kinds}
+    return {name: fields[name] for name in kinds}
 
 
-def _sum(name: str, held: dict[str, Any]) -> str:
+def _sum(name: str, fields: dict[str, Any]) -> str:
     """Checksum of these fields.  It detects damage before a field is used as an address; it does not authenticate the sender."""
-    return hashlib.sha256(json.dumps([name, held], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([name, fields], sort_keys=True).encode()).hexdigest()
 
 
 def _host() -> dict[str, Any]:

@@ -116,13 +116,13 @@ class _Torch(Ends["_Far"]):
         self._take_slab(slab)
 
     def connect(self, card: bytes) -> str:
-        held = self._read(card)
-        if held.name not in self._peers:
+        peer_card = self._read(card)
+        if peer_card.name not in self._peers:
             if self._device is None:  # one thread of gloo serves all peers
                 self._device = self._distributed.ProcessGroupGloo.create_default_device()
-            far = self._peers[held.name] = _Far(held)
+            far = self._peers[peer_card.name] = _Far(peer_card)
             far.start(self._receive)
-        return held.name
+        return peer_card.name
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         far = self._check(peer, local, remote, note)

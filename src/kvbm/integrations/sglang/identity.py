@@ -45,11 +45,11 @@ def model_of(given: str, arguments: Any = None) -> dict[str, Any]:
     if arguments is None:
         raise BindError("SGLang: its arguments are not known in this process, and they say which model computes the pages")
     model, arguments = ModelConfig.from_server_args(arguments), resolving_view(arguments)
-    held = model.hf_config.to_dict()
+    config = model.hf_config.to_dict()
     cache = get(arguments, "kv_cache_dtype")
-    quantised = held.get("quantization_config")
+    quantised = config.get("quantization_config")
     found: dict[str, Any] = {
-        **of_model(held, model.dtype, model.quantization, quantised, _weights(model, arguments, given), model.context_len),
+        **of_model(config, model.dtype, model.quantization, quantised, _weights(model, arguments, given), model.context_len),
         "kv_cache_dtype": str(model.dtype).removeprefix("torch.") if cache in (None, "auto") else str(cache),
         "SGLang": ".".join(__version__.split(".")[:2]),
     }

@@ -327,20 +327,20 @@ class Copier:
         """Per store: the blocks of the engine, as many units of the host, and all units of the chunks."""
         each = self.blocks_per_chunk
         blocks: Ids = ids.astype(np.int64)
-        held: Ids = chunks.astype(np.int64)
+        chunk_ids: Ids = chunks.astype(np.int64)
         skips = [first % each for first in block_indices]
         taken = [-(-(skip + count) // each) if count else 0 for skip, count in zip(skips, group_sizes, strict=True)]
-        if (sum(group_sizes), sum(taken)) != (len(blocks), len(held)):
+        if (sum(group_sizes), sum(taken)) != (len(blocks), len(chunk_ids)):
             raise BindError(
                 f"offloading: groups of {list(group_sizes)} blocks from {list(block_indices)} on, {each} blocks a chunk: expected "
-                f"{sum(group_sizes)} blocks and {sum(taken)} chunks, got {len(blocks)} and {len(held)}"
+                f"{sum(group_sizes)} blocks and {sum(taken)} chunks, got {len(blocks)} and {len(chunk_ids)}"
             )
         found: dict[int, tuple[HostStore, list[tuple[Ids, Ids, Ids]]]] = {}
         at = chunk_at = 0
         for stores, count, skip, num_chunks in zip(self.memory.stores, group_sizes, skips, taken, strict=True):
             if not count:
                 continue
-            units = held[chunk_at : chunk_at + num_chunks]
+            units = chunk_ids[chunk_at : chunk_at + num_chunks]
             if each > 1:
                 units = (units[:, None] * each + np.arange(each)).ravel()
             for store in stores:
@@ -350,8 +350,8 @@ class Copier:
             at, chunk_at = at + count, chunk_at + num_chunks
         joined = []
         for store, parts in found.values():
-            ours, units, whole = map(np.concatenate, zip(*parts, strict=True))
-            joined.append((store, ours, units, whole))
+            engine_ids, units, whole = map(np.concatenate, zip(*parts, strict=True))
+            joined.append((store, engine_ids, units, whole))
         return joined
 
     def _event(self) -> Any:

@@ -144,10 +144,10 @@ class Scheduler:
         self.manager: Any = None  # vLLM's manager of blocks
         self._windows: list[_Window] = []
         for index in kv_cache_config.transfer_group_ids:
-            held = kv_cache_config.kv_cache_groups[index].kv_cache_spec
-            window, chunk = window_of(held)
+            cache_spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+            window, chunk = window_of(cache_spec)
             if window or chunk:
-                self._windows.append(_Window(index, int(held.block_size), window, chunk))
+                self._windows.append(_Window(index, int(cache_spec.block_size), window, chunk))
         self._pushes: dict[str, _Pushed] = {}
         self._number = 0
         self._prefills: dict[str, int] = {}  # request → tokens of its prompt
