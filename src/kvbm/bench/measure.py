@@ -421,11 +421,11 @@ class Yardstick:
         with contextlib.suppress(ImportError):
             import torch
 
-            theirs, ours = torch.from_numpy(src), torch.from_numpy(dst)
+            src_tensor, dst_tensor = torch.from_numpy(src), torch.from_numpy(dst)
 
             def whole(_: Any) -> None:
                 at = next(turns)
-                ours[at : at + nbytes].copy_(theirs[at : at + nbytes])
+                dst_tensor[at : at + nbytes].copy_(src_tensor[at : at + nbytes])
 
             found.append(self.clock.time(whole, iters=iters, warmup=warmup))
         return min(found)

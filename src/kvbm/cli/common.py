@@ -99,21 +99,21 @@ def write_commands(group: click.Group, ctx: click.Context, formatter: click.Help
 def _signals_as_exceptions() -> Iterator[None]:
     """SIGTERM and SIGHUP end the program with an exception, as Ctrl-C does, so half-written files are removed."""
     is_main = threading.current_thread() is threading.main_thread()
-    ours = [
+    handled = [
         number for number in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(number) is signal.SIG_DFL
     ]
 
     def end(number: int, _: object) -> None:
-        for each in ours:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)  # ignore further signals
         raise SystemExit(128 + number)
 
-    for number in ours:
+    for number in handled:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number in ours:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 

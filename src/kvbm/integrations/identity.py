@@ -269,10 +269,10 @@ def neighbours(folder: Path, title: str, model: Mapping[str, Any]) -> list[str]:
         for other in sorted((one for one, _ in zip(others, range(_MOST_FOLDERS), strict=False)), key=lambda one: one.name):
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 description = _read(Path(other.path) / _DESCRIPTION)
-                theirs = description.get("model_fields")
-                if description.get("title") != title or not isinstance(theirs, dict):
+                fields = description.get("model_fields")
+                if description.get("title") != title or not isinstance(fields, dict):
                     continue
-                if differ := differences(own, {str(field): str(value) for field, value in theirs.items()}):
+                if differ := differences(own, {str(field): str(value) for field, value in fields.items()}):
                     found.append(f"{printable(other.name)}: {differ}")
     return found
 

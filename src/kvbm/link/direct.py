@@ -346,15 +346,15 @@ class Reader:
             far = packer.ends(message)[1]._replace(num_blocks=self.far.num_blocks)
             far.touched(lent)
             slots = far.slots(lent, at)
-            theirs = far.ids(lent, slots, 1 if single else message.t.src_slots)
-            if (theirs < 0).any():
+            peer_ids = far.ids(lent, slots, 1 if single else message.t.src_slots)
+            if (peer_ids < 0).any():
                 raise BindError(f"{far.name}: its table has no block for some of the tokens {span.tokens}")
             launches = self._launches_of(message, single)
             each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(launches.nbytes, 1), 1)
             for is_copied, some in ((True, np.flatnonzero(own >= 0)), (False, np.flatnonzero(own < 0))):
                 for begin in range(0, len(some), each):
                     part = some[begin : begin + each]
-                    found.append(Piece(launches, is_copied, theirs[part], own[part], at[part] + launches.first))
+                    found.append(Piece(launches, is_copied, peer_ids[part], own[part], at[part] + launches.first))
         return found
 
     def written(self) -> None:
@@ -386,14 +386,14 @@ class Reader:
         packer, far = self._packer, self.far
         unit, own = ONE_TOKEN if single else message.t, packer.part(message, single)
         assert unit.meeting is not None
-        theirs = far.units(unit.src_slots).section(
+        peer_section = far.units(unit.src_slots).section(
             l=[x for meeting in message.l for x in meeting.coordinates("src")],
             h=[x for meeting in message.h for x in meeting.coordinates("src")],
             t=list(unit.meeting.coordinates("src")),
         )
         title = f"{far.layout.name} → {own.pool.layout.name}, direct"
         first, keys = packer.keys(message, single)
-        sections, sides = (theirs.of, own.of), (far, own.pool)
+        sections, sides = (peer_section.of, own.of), (far, own.pool)
         alignments, steps = [side.alignment for side in sides], [side.steps for side in sides]
         made = None if packer.max_sms else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
@@ -402,10 +402,10 @@ class Reader:
             dst_steps=steps[1],
         )  # fmt: skip
         route = _core.Route(
-            packer.device, self._table, packer.table, theirs.num_ids, own.num_ids, direct=_warmed(copies, packer),
+            packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=_warmed(copies, packer),
             sum_direct=copies if isinstance(sums, list) else (), max_sms=packer.max_sms,
             # Of what was written: the peer's memory may change between two passes.
             digests=((), _digest_copies(own, packer, message, single)), digests_dst=True,
         )  # fmt: skip
-        digests = _digesting(theirs, self._table, packer, message, single)
-        return _Launches(route, digests, theirs.num_ids, own.num_ids, own.of.block_bytes, first)
+        digests = _digesting(peer_section, self._table, packer, message, single)
+        return _Launches(route, digests, peer_section.num_ids, own.num_ids, own.of.block_bytes, first)

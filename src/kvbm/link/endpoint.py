@@ -339,16 +339,16 @@ class Endpoint:
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            theirs, planes, cuts, formats = there[name]
-            ours = cuts_of([pool])
+            peer_place, planes, peer_cuts, formats = there[name]
+            own_cuts = cuts_of([pool])
             if planes != _planes(pool):
                 raise BindError(
                     f"{title}: planes: {_planes(pool)} here and {printable(planes)} on the other side; expected the same"
                 )
             require_one_format(f"{title}: group {name!r}: {self.engine} as the source", pool.formats, formats)
             for plans, ends, where in (
-                (outgoing, (mine, theirs), (ours, cuts)),
-                (incoming, (theirs, mine), (cuts, ours)),
+                (outgoing, (mine, peer_place), (own_cuts, peer_cuts)),
+                (incoming, (peer_place, mine), (peer_cuts, own_cuts)),
             ):
                 try:
                     if gather:

@@ -119,9 +119,9 @@ def inputs_of(request: Any, tokens: int | None) -> str:
     return ",".join(f"{name}={found}" for name, found in hashes.items())
 
 
-def differing(ours: str, theirs: str) -> str:
+def differing(own: str, other: str) -> str:
     """The names of what differs between two results of `inputs_of`, of which the second one may be anything."""
-    here, there = ({part.partition("=")[::2] for part in text.split(",") if part} for text in (ours, theirs))
+    here, there = ({part.partition("=")[::2] for part in text.split(",") if part} for text in (own, other))
     return printable(", ".join(sorted({name for name, _ in here ^ there})))
 
 

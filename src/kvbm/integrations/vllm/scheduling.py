@@ -196,10 +196,10 @@ class Scheduler:
                 raise BindError(f"remote_engine_id: {self._engine!r} is this engine itself")
             if (source.host, source.port, source.request) in self._asked:  # such as n > 1, or a router that retries
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
-            if not source.is_early and (theirs := params.get("remote_inputs")) != inputs:
+            if not source.is_early and (remote := params.get("remote_inputs")) != inputs:
                 self._ask(request, Load(source))  # the other engine can release it
                 raise BindError(
-                    f"remote_inputs: {differing(inputs, str(theirs)[:_MOST_NAME])}: expected the hash of this request's first "
+                    f"remote_inputs: {differing(inputs, str(remote)[:_MOST_NAME])}: expected the hash of this request's first "
                     f"{source.tokens} tokens, and of its other inputs, got that of another: the other engine prefilled another "
                     "prompt; do both have the same chat template?"
                 )

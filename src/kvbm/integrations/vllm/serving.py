@@ -323,8 +323,8 @@ def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
     """The messages between the ranks of two engines."""
     messages, plans, sentences = [], [], []
     sides = zip(_placements(src, "prefill"), _placements(dst, "decode"), src.model.groups, strict=True)
-    for number, (ours, theirs, group) in enumerate(sides):
-        made = reshard.plan(ours, theirs)
+    for number, (src_place, dst_place, group) in enumerate(sides):
+        made = reshard.plan(src_place, dst_place)
         plans.append(report.as_json(made))
         sentences.append(report.sentence(made))
         first = 0
