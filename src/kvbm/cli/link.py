@@ -203,7 +203,7 @@ class Senders:
         from ..link.trial import Served
         from ..link.trial import serve as serve_sender
 
-        talk.wait()  # who says nothing is no sender
+        talk.wait()  # a client that sends nothing is no sender
         with self._lock:
             if self._once and self.count:
                 raise BindError("this side serves one sender (kvbm link serve --once), and it has come")
@@ -231,7 +231,7 @@ class Senders:
                         print_error(failed)
                     click.echo(json.dumps(served.as_json(), ensure_ascii=False) if self._as_json else str(served))
                     sys.stdout.flush()
-            finally:  # also if nobody reads the output any more
+            finally:  # also if the output is closed
                 self.ended.put(0 if failed is None else getattr(failed, "exit_code", 1))
 
     def stop(self) -> bool:

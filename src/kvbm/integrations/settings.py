@@ -12,7 +12,7 @@ __all__ = ["flag_of", "require_known", "unknown"]
 
 
 def unknown(given: Mapping[str, Any], known: Iterable[str]) -> str:
-    """The end of a message about a setting that nobody reads, with similar names; empty if there is none."""
+    """The end of a message about an unknown setting, with similar names; empty if all settings are known."""
     names = sorted(known)
     for name in given:
         if name not in names:
@@ -22,7 +22,7 @@ def unknown(given: Mapping[str, Any], known: Iterable[str]) -> str:
 
 
 def require_known(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Raise `BindError` for a setting that nobody reads, such as a misspelt one.
+    """Raise `BindError` for an unknown setting, such as a misspelt one.
 
     Parameters
     ----------

@@ -395,7 +395,7 @@ class _Work:
                 raise
             self.dones.append(done)
             if self._on_gpu:
-                pinned.watch(done)  # whoever drops the last reference
+                pinned.watch(done)  # keeps it until it is done, even if the caller drops it
             out += 8 * sum(size for _, size in launch.jobs)
         self._found.is_enqueued = True
 

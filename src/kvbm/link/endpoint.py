@@ -63,7 +63,7 @@ _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
 #: Rounds without work before the thread sleeps at all: the next work mostly comes at once.
 _AT_ONCE = 20
 
-#: Most seconds of sleep if the wire wakes the thread: repeated notes and deadlines may be late by this much.
+#: Most seconds of sleep during transfers if the wire wakes the thread: repeats and deadlines may be late by this much.
 _WOKEN = 10e-3
 
 #: Seconds of sleep while no transfer runs, if the wire must be polled: the first, doubled each time up to the last.  Calls of this
@@ -510,7 +510,7 @@ class Endpoint:
                 if not is_idle:
                     idle = _IDLE[0]
                 if is_idle and (self._is_woken or not self._by_peer):
-                    self._wake.wait()  # nothing has a deadline, and nobody else can begin anything unnoticed
+                    self._wake.wait()  # nothing has a deadline, and all new work wakes the thread
                 elif is_idle:
                     self._wake.wait(idle)
                     idle = min(2 * idle, _IDLE[1])

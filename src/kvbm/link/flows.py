@@ -230,7 +230,7 @@ class Outflow:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        """End the flow from this side.  The receiver is told when nothing is in transit."""
+        """End the flow from this side.  The stop is sent when nothing is in transit."""
         if not self.is_over and self._stop is None:
             self._stop = Stop(self.number, self.arrival, isinstance(error, DigestError), True, str(error))
             self._wanted.clear()
@@ -260,7 +260,7 @@ class Outflow:
                 self._end()
             return False
         busy = self._pack()
-        if self._loan is not None and not self._stop and not self._owes_answer:  # what has failed is told no digest
+        if self._loan is not None and not self._stop and not self._owes_answer:  # a transfer that failed sends no digest
             busy |= self._loan.go_on()
         for serial, packed in list(self._packed.items()):
             busy |= self._go_on(serial, packed)

@@ -37,7 +37,7 @@ _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
 
-#: Seconds between two notes to a peer from which something is expected.
+#: Seconds between two probes of a peer from which something is expected.
 _PROBES = 0.5
 
 #: Longest seconds of a note on its way: an offer that arrives so soon after a failed receive may belong to the failed attempt.
@@ -312,7 +312,7 @@ class Link:
             flow = Outflow(self, sending, peer, message.dst, number, offer)
             sending.flows.append(flow)
             self._flows[peer, number] = flow
-            if (error := sending.error) is not None:  # before, or at another peer: this one is told, and lent nothing
+            if (error := sending.error) is not None:  # before, or at another peer: this peer gets the error, and no loan
                 flow.fail(error)
         if not sending.flows and not sending.has_failed:
             sending.settle()
@@ -439,7 +439,7 @@ class Link:
             inflow = self._inflows.get(at)
             self._offers.pop(at, None)
             if inflow is None:
-                self._ended.setdefault(at, None)  # an offer that is late is of no use
+                self._ended.setdefault(at, None)  # so that an offer that arrives later is ignored
                 self.say(peer, Stopped(note.sending, note.arrival, False))
             else:
                 inflow.stopped(note)

@@ -35,7 +35,7 @@ class Loan:
     tokens, origin
         As of the note.
     is_digest_sent : bool
-        True if the peer was told the digest of the blocks.
+        True if the digest of the blocks was sent to the peer.
     is_returned : bool
         True if the peer does not read them any more.
     """
@@ -50,11 +50,11 @@ class Loan:
         self._pass: Pass | None = None  # that digests the blocks, after `begin`
 
     def small_table(self) -> Table | None:
-        """The table, if it has room in an offer."""
+        """The table if it fits into an offer."""
         return next(self._tables(), None) if len(self._table) <= MOST_OFFERED else None
 
     def begin(self) -> None:
-        """Tell the table, unless the offer has it, and digest the blocks.  Mostly the peer copies them meanwhile."""
+        """Send the table, unless the offer has it, and digest the blocks.  Mostly the peer copies them meanwhile."""
         flow = self._flow
         if flow.offer.table is None or self.arrival:
             self._say_table()
@@ -63,7 +63,7 @@ class Loan:
 
     @property
     def digest(self) -> int:
-        """The digest of what is lent, after the peer `is_digest_sent`."""
+        """The digest of what is lent.  The blocks must be digested."""
         assert self._pass is not None
         return self._pass.total
 
@@ -81,7 +81,7 @@ class Loan:
         return self.is_returned and self.is_digested
 
     def say(self) -> None:
-        """Tell the block table again, and the digest if it is known."""
+        """Send the block table again, and the digest if it is known."""
         self._say_table()
         self.is_digest_sent = False
         self.go_on()
@@ -108,7 +108,7 @@ class Loan:
         return False
 
     def go_on(self) -> bool:
-        """Tell the peer when the blocks are digested.  True if it was told now."""
+        """Send the digest when the blocks are digested.  True if it was sent now."""
         if self.is_digest_sent or self._pass is None or not self.is_digested:
             return False
         self.is_digest_sent = True

@@ -98,7 +98,7 @@ class Ring:
             self._with.subtract(sends for sends in (False, True) if (peer, sends) in self._taken)
 
     def require_room(self, more: int) -> None:
-        """Raise `BindError` for another peer of a ring with a single slot each way: whoever has it could stop."""
+        """Raise `BindError` for another peer of a ring with a single slot each way: a peer that stops would keep it."""
         peers = len(self._peers | {peer for peer, _ in self._taken}) + more
         if more and peers > 1 and min(self.sends, self.takes) < 2:
             raise BindError(

@@ -65,7 +65,7 @@ _LOCK_SECONDS = 0.02
 #: Most characters of another side's text in a message or an error.
 _MOST_TEXT = 2000
 
-#: Seconds within which somebody who connects must say who it is.
+#: Seconds within which a client that connects must identify itself.
 HELLO = 10.0
 
 #: Most conversations of a reception: in all, with one host, and with strangers of one host.
@@ -386,7 +386,7 @@ class Talk:
 
 
 class Refusals:
-    """Says in the log who was refused, and why: each host once a minute, with the number of its refusals since then."""
+    """Logs refused clients with the reason: one line per host and minute, with the number of refusals since the last line."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -411,24 +411,23 @@ class Refusals:
 class Reception:
     """A port where others begin conversations.  Each has its own thread, and none waits for another.
 
-    Who is refused is in the log of ``kvbm.link.talk``, each host once a minute.
+    Refusals are in the log of ``kvbm.link.talk``, one line per host and minute.
 
-    Somebody is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if it
-    is less.  If a host has too many of them, the one
-    that came first is sent away, and if a host has too many conversations, the next one is.
+    A client is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if that
+    is less.  If a host has too many strangers, the oldest one is disconnected; if it has too many conversations, the new one.
 
     Parameters
     ----------
     host, port
         Address to listen at; port 0 is any free port.
     welcome : callable
-        Called with each conversation, on its thread; the conversation ends when it returns.  Its errors are told to the other side.
+        Called with each conversation, on its thread; the conversation ends when it returns.  Its errors are sent to the other side.
     timeout : float
         Limit of `HELLO`.
     name : str
         Name of the threads.
     secret : Secret, optional
-        Somebody must prove first that it knows this secret.
+        Clients must first prove that they know this secret.
     is_insecure : bool
         Listen at any address, even without a secret.
 

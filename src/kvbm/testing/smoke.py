@@ -241,7 +241,7 @@ def smoke(
             done = run(suite, device=device, kernel=function, num_runs=runs, limit_s=limit, step=step)
         except KvbmError:
             if report is not None:
-                report.touch()  # it ends with an error, which is told
+                report.touch()  # empty: the run ended with an error, which is printed
             raise
     else:
         from . import remote

@@ -193,7 +193,7 @@ class Mapped:
         return Slab(known.slab.address + remote.offset, remote.nbytes, known.slab.device, known)
 
     def hold(self, peer: str) -> bool:
-        """Begin a loan of a peer's memory: until `give_back` it waits with its reuse.  False if this side cannot borrow from it.
+        """Begin a loan of a peer's memory: the peer does not reuse it until `give_back`.  False if this side cannot borrow it.
 
         Raises
         ------

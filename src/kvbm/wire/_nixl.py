@@ -218,7 +218,7 @@ class _Far(Reached):
     sent: int = 0
     delivered: int = 0
     early: dict[int, bytes] = field(default_factory=dict)
-    #: The peer has asked this side to stop; the peer was told that this side has ended the connection.
+    #: The peer has asked this side to end the connection; this side has sent its end to the peer.
     wants_end: bool = False
     is_bye_sent: bool = False
 

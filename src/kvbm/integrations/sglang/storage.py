@@ -298,7 +298,7 @@ def _text(given: dict[str, Any], name: str, usual: str | None) -> str:
 
 
 def _labels(path: Path) -> dict[str, str]:
-    """What a file says that it is: a file that was moved or copied is none of its new place."""
+    """The metadata that ties a file to its name and folder: a file that was moved or copied is refused."""
     return {_NAME: path.name, _CONTENT: path.parent.name}
 
 

@@ -229,7 +229,7 @@ class _Worker:
             logger.warning("kvbm: no secret_file: whoever reaches %s:%d can ask for the KV caches of prompts", host, port)
 
     def _tell(self, link: Link, name: str, why: str) -> None:
-        if self._door is not None:  # else it is being opened, and nobody has asked
+        if self._door is not None:  # else the server is being started, and no request has arrived
             self._door.tell(link, name, why)
 
     def stop(self, metadata: KVConnectorMetadata) -> None:
@@ -358,7 +358,7 @@ class _Worker:
                 if arriving.failure:
                     self._ended.failed_recving.add(request)
                 del self._arrivals[request]
-            if not self._requesting:  # nobody waits for the others
+            if not self._requesting:  # no load waits for the other ones
                 self._lost.clear()
             self._ended.finished_sending |= self.holds.ended()
             over, self._ended = self._ended, KVConnectorTransferResults()

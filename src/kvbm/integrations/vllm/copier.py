@@ -382,7 +382,7 @@ class Copier:
                 wrong_blocks.append(copying.ids[wrong])
                 result.wrong_chunks |= set((copying.units[wrong] // self.blocks_per_chunk).tolist())
         if wrong_blocks:
-            # Before anybody is told, and in all layers.  The copies are done: no stream has to wait for another.
+            # Before the result is returned, and in all layers.  The copies are done: no stream has to wait for another.
             blocks = np.unique(np.concatenate(wrong_blocks))
             for store, copying in job.copies:
                 store.zeros(copying.ids[np.isin(copying.ids, blocks)], self._clearing)

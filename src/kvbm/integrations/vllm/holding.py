@@ -21,7 +21,7 @@ __all__ = ["Hold", "Holds", "Push"]
 #: The number of a held request in its name.
 _NUMBER = re.compile("[0-9]{1,18}")
 
-#: Seconds that a wanted request may wait until the worker is told that it is held.
+#: Seconds that a wanted request may wait until the scheduler's message that it is held.
 _HOLD_DELAY = 20.0
 
 #: Most requests that are remembered after they were sent or released, so that late questions are answered at once.  If there are
@@ -121,7 +121,7 @@ class _Past:
     def why(self, name: str, link: Link) -> str | None:
         """Why a link does not get a request, empty if it has been sent over it; None if the request is not remembered.
 
-        What one engine asked for in vain says nothing to another one.
+        A refusal to one engine does not apply to another one.
         """
         for one in (link, None):
             if name in (names := self._by_link.get(one, OrderedDict[str, str]())):
@@ -416,7 +416,7 @@ class Holds:
                     self._refusals.append((link, name, "it was sent to another engine"))
 
     def _send_refusals(self) -> None:
-        """Tell other engines what was found while the lock was held, under which nobody is told."""
+        """Send the refusals that were found while the lock was held.  No message is sent under the lock."""
         with contextlib.suppress(IndexError):
             while True:
                 self._tell(*self._refusals.popleft())

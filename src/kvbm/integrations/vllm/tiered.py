@@ -390,7 +390,7 @@ class TierIndex:
 
 
 class _Reading:
-    """A job that reads files.  As a context manager it says whether the job is still wanted, and lets nobody change that inside."""
+    """A job that reads files.  As a context manager it returns whether the job is still wanted; that cannot change inside."""
 
     def __init__(self) -> None:
         self.end = time.monotonic() + FILES_LIMIT
