@@ -173,7 +173,7 @@ class Shelf:
     ) -> Shelved:
         """Read blocks into host memory.  The parameters are those of `write`.
 
-        Host memory is written inside the context `wanted`, and only if that is true: while files are read, the blocks may be reused.
+        Host memory is written inside `wanted`, and only if it is true: while files are read, the blocks may be reused.
 
         A unit that does not exist, or has another digest than when it was stored, raises no error: its block is not good.  Files
         with wrong contents are removed.
