@@ -247,7 +247,7 @@ def test_a_copy_waits_for_complete_blocks_and_not_for_their_digest(is_complete: 
         sending = found.links[0].send("x", Span([5, 3, 8, 1], range(60)))
         far = [np.asarray(array) for array in found.pools[1].arrays]
         if is_complete:
-            until(lambda: any(flow._found is not None for flow in found.links[1]._inflows.values()), "it is copied")
+            until(lambda: any(flow._own_digest is not None for flow in found.links[1]._inflows.values()), "it is copied")
             assert any((array != 0x5555).any() for array in far)
         else:
             until(lambda: any(flow._pieces is not None for flow in found.links[1]._inflows.values()), "its table is known")
