@@ -89,14 +89,12 @@ class Serving:
             self.served.append(trial.Served(""))
             with contextlib.closing(connection):
                 try:
-                    link._serve(
-                        talk.Talk(connection, LIMIT),
-                        self.side,
-                        "127.0.0.1",
-                        self.options["only"],
-                        trial.Memory(self.options["memory"]),
-                        self.served[-1],
-                    )
+                    conversation = talk.Talk(connection, LIMIT)
+                    with link._telling_peer(conversation, "the memory"):
+                        trial.serve(
+                            conversation, self.side, "127.0.0.1", only=self.options["only"],
+                            memory=trial.Memory(self.options["memory"]), served=self.served[-1],
+                        )  # fmt: skip
                 except KvbmError as error:
                     self.errors.append(error)
 
@@ -659,7 +657,7 @@ def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
     near, far = ends
     for number in range(3):
         far.sendall(framed(b'{"busy": true}') + framed(b'{"word": %d}' % number))
-        until(lambda most=number: near.look() or len(near._kept) > most, "its note is kept", LIMIT)
+        until(lambda most=number: near.look() or len(near._unclosed) > most, "its note is kept", LIMIT)
     assert [near.hear("word")["word"] for _ in range(3)] == [0, 1, 2]
 
 

@@ -417,7 +417,7 @@ def test_what_is_not_held_fails(worker: Any) -> None:
 
 def test_what_is_to_come_is_waited_for_and_keeps_nobody_waiting(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine that decodes may be faster than what tells the workers; of a name that does not come it is metadata."""
-    monkeypatch.setattr(holding, "_TOLD", LIMIT)
+    monkeypatch.setattr(holding, "_HOLD_DELAY", LIMIT)
     prefill, decode = worker("p"), worker("d")
     prefill.begin(StepMetadata("1", holds={"r": hold()}))
     decode.begin(StepMetadata("2", loads={"later": load(prefill, "s", number=1), "never": load(prefill, "t", number=2)}))
@@ -463,14 +463,14 @@ def test_an_engine_that_does_not_answer_delays_no_other(worker: Any) -> None:
         decode.begin(StepMetadata("2", loads={f"s{number}": Load(there, blocks, 0, 31) for number in range(40)}))
         decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
         found = until(decode, "finished_recving")
-        assert found.finished_recving == {"q"} and not found.failed_recving and len(decode._asking) == 40
+        assert found.finished_recving == {"q"} and not found.failed_recving and len(decode._requesting) == 40
         decode._seconds = 0.2
         there = dataclasses.replace(there, host="localhost")  # another visit
         decode.begin(StepMetadata("2", loads={f"t{number}": Load(there, blocks, 0, 31) for number in range(3)}))
         failed: set[str] = set()
         while len(failed) < 3:
             failed |= until(decode, "finished_recving").failed_recving
-        assert failed == {"t0", "t1", "t2"} and len(decode._asking) == 40
+        assert failed == {"t0", "t1", "t2"} and len(decode._requesting) == 40
 
 
 def test_more_than_is_held_fails_on_both_sides(worker: Any) -> None:
@@ -503,7 +503,7 @@ def test_a_request_that_is_aborted_while_it_is_asked_for_ends(worker: Any, monke
     goes_on.set()
     started = time.monotonic()
     assert until(decode, "finished_recving").finished_recving == {"q"} and time.monotonic() - started < LIMIT / 2
-    assert not decode._asking and not decode._arrivals
+    assert not decode._requesting and not decode._arrivals
 
 
 def test_the_engine_that_prefills_ends(worker: Any) -> None:
@@ -637,7 +637,7 @@ def test_layers_go_while_they_are_computed(worker: Any) -> None:
     for number in range(MODEL.nl):
         mine, theirs = (one._caches.pool.arrays[number].swapaxes(0, 1) for one in (prefill, decode))  # b o t h d
         assert np.array_equal(mine[:7], theirs[::-1][:7]) and np.array_equal(mine[7, :, :3], theirs[0, :, :3])
-    assert prefill.holds.counts == {"sent": 1, "pushed": 3} and not prefill.holds._held and not prefill.holds._names
+    assert prefill.holds.counts == {"sent": 1, "pushed": 3} and not prefill.holds._requests and not prefill.holds._names
 
 
 def test_who_asks_late_gets_what_has_been_computed(worker: Any) -> None:
@@ -646,7 +646,7 @@ def test_who_asks_late_gets_what_has_been_computed(worker: Any) -> None:
     prefill.holds.saved("layer.0")
     prefill.holds.end_step()
     decode.begin(StepMetadata("2", loads={"q": early(prefill)}))
-    sooner(lambda: prefill.holds._held["r"].link)
+    sooner(lambda: prefill.holds._requests["r"].link)
     prefill.begin_step(push(16, 32))
     sooner(lambda: came(decode))
     prefill.holds.end_step()
@@ -663,9 +663,9 @@ def test_without_layers_it_goes_behind_the_step(worker: Any, extra: dict[str, in
     prefill.begin_step(push(0, 32))
     for number in range(MODEL.nl):
         prefill.holds.saved(f"layer.{number}")
-    assert not prefill.holds._held["r"].sendings
+    assert not prefill.holds._requests["r"].sendings
     prefill.holds.end_step()
-    assert len(prefill.holds._held["r"].sendings) == 2
+    assert len(prefill.holds._requests["r"].sendings) == 2
     prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert not until(decode, "finished_recving").failed_recving
 
@@ -675,7 +675,7 @@ def test_what_is_aborted_while_it_is_computed_fails_at_once(worker: Any) -> None
     prefill, decode = both(worker)
     prefill.begin_step(push(0, 16))
     prefill.holds.end_step()
-    sendings = prefill.holds._held["r"].sendings
+    sendings = prefill.holds._requests["r"].sendings
     prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 0, 1e3, 1, "push/x", "it was aborted")}))
     assert until(prefill, "finished_sending").finished_sending == {"r"} and all(one.has_ended for one in sendings)
     assert until(decode, "finished_recving").failed_recving == {"q"}
@@ -695,7 +695,7 @@ def test_another_adapter_fails_at_once(worker: Any, asks_first: bool) -> None:
     if not asks_first:
         decode.begin(asks)
     assert until(decode, "finished_recving").failed_recving == {"q"}
-    assert not prefill.holds._wanted and prefill.holds._held["r"].link is None
+    assert not prefill.holds._wanted and prefill.holds._requests["r"].link is None
 
 
 def test_inputs_of_another_request_cost_a_prefill() -> None:
@@ -716,13 +716,13 @@ def test_blocks_that_are_taken_away_are_read_no_more(worker: Any) -> None:
     prefill.begin_step(push(0, 16))
     prefill.holds.saved("layer.0")
     prefill.holds.end_step()
-    sendings = list(prefill.holds._held["r"].sendings)
+    sendings = list(prefill.holds._requests["r"].sendings)
     prefill.stop(StepMetadata("1", stopped=["r", "another"]))
     assert sendings and all(one.has_ended for one in sendings)
     assert until(decode, "finished_recving").failed_recving == {"q"}
     prefill.begin_step(push(0, 32))
     prefill.holds.end_step()
-    assert prefill.holds._held["r"].sendings == sendings
+    assert prefill.holds._requests["r"].sendings == sendings
     prefill.begin(StepMetadata("1", holds={"r": Hold((TABLE,), 32, 1e3, 1, "push/x")}))
     assert until(prefill, "finished_sending").finished_sending == {"r"}
 
@@ -733,7 +733,7 @@ def test_who_decodes_gives_up(worker: Any) -> None:
     prefill.begin_step(push(0, 16))
     prefill.holds.end_step()
     assert until(decode, "finished_recving", frozenset({"q"})).failed_recving == {"q"}
-    held = prefill.holds._held["r"]
+    held = prefill.holds._requests["r"]
     sooner(lambda: held.want.is_given_up)
     prefill.begin_step(push(16, 32))
     prefill.holds.end_step()
@@ -846,13 +846,13 @@ def test_what_is_lost_for_nobody_is_not_remembered(worker: Any) -> None:
     early = Source("push/x", "127.0.0.1", prefill._door.port, 1, 32, is_early=True)
     decode.begin(StepMetadata("2", loads={"q": Load(early, (list(range(8)),), 0, 31)}))
     end = time.monotonic() + LIMIT
-    while "push/x" not in prefill.holds._wanted or decode._asking:
+    while "push/x" not in prefill.holds._wanted or decode._requesting:
         assert time.monotonic() < end
     _, link, _ = prefill.holds._wanted["push/x"]
     for number in range(3):
         prefill._tell(link, f"push/y{number}", "it was aborted")
     [visit] = decode._visits.values()
-    hear_of, visit._hear_of = visit._hear_of, lambda metadata: (hear_of(metadata), names.append(metadata["lost"]))
+    hear_of, visit._note_lost = visit._note_lost, lambda metadata: (hear_of(metadata), names.append(metadata["lost"]))
     names: list[str] = []
     while len(names) < 3:
         assert time.monotonic() < end and not decode.results(set()).finished_recving

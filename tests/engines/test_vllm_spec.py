@@ -22,16 +22,16 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvbm import BindError, DigestError, load
 from kvbm.integrations import vllm as integration
+from kvbm.integrations.versions import require_version
 from kvbm.integrations.vllm import offload
 from kvbm.integrations.vllm.copier import Copier, HostMemory
 from kvbm.integrations.vllm.pages import pages_of
-from kvbm.integrations.vllm.version import require_version
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "dev"])
 def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(BindError, match=rf"expected vLLM 0\.32 or newer, before 0\.33, got {version}"):
-        require_version(version)
+        require_version("vLLM", version, *integration.VERSIONS)
 
 
 def test_names() -> None:

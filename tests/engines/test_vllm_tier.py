@@ -421,7 +421,7 @@ def worker(folder: Path) -> tuple[TierWorker, Tiered]:
     store = SimpleNamespace(host=host, digests=host.digest(), known=np.ones(2, np.bool_), verify=True)
     copier = SimpleNamespace(memory=SimpleNamespace(stores=[[store]], verify=True), blocks_per_chunk=1)
     found = TierWorker.__new__(TierWorker)
-    found._copier, found._own, found._tiers, found._count = copier, (replace(content, model=""),), [], lambda *_: None
+    found._copier, found._unit_contents, found._tiers, found._count = copier, (replace(content, model=""),), [], lambda *_: None
     found._shelves = [Shelf(content.shape, host, range(4), threads=1)]
     found._threads, found._reads, found._writes, found._stores = ThreadPoolExecutor(1), {}, {}, {}
     found._late = []

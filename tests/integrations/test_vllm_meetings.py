@@ -20,11 +20,11 @@ import pytest
 
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
-from kvbm.integrations.vllm import holding, meetings
+from kvbm.integrations.versions import require_version
+from kvbm.integrations.vllm import VERSIONS, holding, meetings
 from kvbm.integrations.vllm.holding import Hold, Holds, Push
 from kvbm.integrations.vllm.identity import push_name
 from kvbm.integrations.vllm.meetings import Door, Links, Visit, Want
-from kvbm.integrations.vllm.version import require_version
 from kvbm.link import notes
 from kvbm.link import talk as talk_module
 from kvbm.link.secret import Secret
@@ -191,12 +191,12 @@ def test_one_link_for_both_ways(engines: Any) -> None:
     second.load(there, "one")
     first.load(back, "two")
     second.load(there, "three")
-    assert back.link() is first.doors[0]._guests["b", "1"].link
-    assert there.link() is second.doors[0]._guests["a", "1"].link
+    assert back.link() is first.doors[0]._clients["b", "1"].link
+    assert there.link() is second.doors[0]._clients["a", "1"].link
     link = back.link()
     there.close()
     left(first)
-    first.doors[0]._part(first.doors[0]._guests["b", "1"])  # as if it had gone long ago
+    first.doors[0]._part(first.doors[0]._clients["b", "1"])  # as if it had gone long ago
     assert not link.is_closed
     first.links[0].part(link)  # it does not wait for the endpoint's thread
     first.ends[0].call(int)
@@ -215,7 +215,7 @@ def test_who_asks_is_started_again(engines: Any) -> None:
     after = engines("d", start="2")
     after.load(after.visit(0, port, 1), "two")
     assert np.array_equal(prefill.tokens(), after.tokens())
-    assert list(prefill.doors[0]._guests) == [("d", "2")]
+    assert list(prefill.doors[0]._clients) == [("d", "2")]
 
 
 def test_a_connection_that_broke_long_ago_is_made_anew(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +229,9 @@ def test_a_connection_that_broke_long_ago_is_made_anew(engines: Any, monkeypatch
             talk.close()
     left(prefill)
     ends.close()
-    monkeypatch.setattr(meetings, "_KEPT", -1.0)
+    monkeypatch.setattr(meetings, "_SILENT_SECONDS", -1.0)
     end = time.monotonic() + LIMIT
-    while ("e", "1") in prefill.doors[0]._guests:  # it is found when somebody comes
+    while ("e", "1") in prefill.doors[0]._clients:  # it is found when somebody comes
         assert time.monotonic() < end
         visit = other.visit(0, port, 1)
         visit.link()
@@ -338,7 +338,7 @@ def test_what_is_nonsense_is_refused(engines: Any, said: list[dict[str, Any]]) -
             [talk.hear() for _ in range(3)]
     decode.load(decode.visit(0, port, 1), "one")
     assert np.array_equal(prefill.tokens(), decode.tokens())
-    left_by_nonsense = [name for name in prefill.doors[0]._guests if name != ("d", "1")]
+    left_by_nonsense = [name for name in prefill.doors[0]._clients if name != ("d", "1")]
     assert not left_by_nonsense
 
 
@@ -405,7 +405,7 @@ def test_a_door_that_closes_wakes_all(engines: Any) -> None:
     waits = threading.Thread(target=meet, daemon=True)
     waits.start()
     with door._met:
-        assert door._met.wait_for(lambda: any(guest.cards for guest in door._guests.values()), LIMIT)
+        assert door._met.wait_for(lambda: any(guest.cards for guest in door._clients.values()), LIMIT)
     door.close()
     waits.join(LIMIT)
     assert failed and not door._reception._thread.is_alive()
@@ -494,7 +494,7 @@ def test_one_byte_and_silence_delay_nobody(engines: Any, after: str) -> None:
         decode.load(decode.visit(0, port, 1), "one")
         assert np.array_equal(prefill.tokens(), decode.tokens())
         [door] = prefill.doors
-        door.tell(door._guests["d", "1"].link, "lost", "why")
+        door.tell(door._clients["d", "1"].link, "lost", "why")
         end = time.monotonic() + LIMIT
         while (found := decode.visits[0].lost()) != {"lost": "why"}:
             assert not found and time.monotonic() < end
@@ -575,7 +575,7 @@ def test_names_are_compared_before_placements_are_read(engines: Any, monkeypatch
                 one.sendall(struct.pack(">4sI", b"kvb1", len(data)) + data)
             with contextlib.suppress(ConnectionError):
                 assert json.loads(one.makefile("rb").read()[8:])["error"] == "BindError"
-        assert not read and not prefill.doors[0]._guests
+        assert not read and not prefill.doors[0]._clients
 
 
 def test_strangers_of_one_host_have_a_share(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,7 +600,7 @@ def test_who_does_not_read_is_not_waited_for(engines: Any) -> None:
     prefill, decode = engines("p"), engines("d")
     visit = decode.visit(0, prefill.listen(), 1)
     visit.link()
-    [guest] = prefill.doors[0]._guests.values()
+    [guest] = prefill.doors[0]._clients.values()
     for number in range(1 << 16):
         prefill.doors[0].tell(guest.link, f"{number}", "why" * 300)
         if not guest.talks:
@@ -651,7 +651,7 @@ def test_another_prompt_of_the_routers_name_is_refused_at_once(is_first: bool) -
     holds.begin_step({"r": Push(wanted[1].name, ([1],), 0, 4)})
     if is_first:
         assert sorted(name for _, name, why in told if "tokens" in why) == [wanted[0].name, wanted[2].name]
-        assert holds._held["r"].link is link and list(holds._wanted) == ["push/xx#tokens=0"]
+        assert holds._requests["r"].link is link and list(holds._wanted) == ["push/xx#tokens=0"]
     else:
         for want in (wanted[0], wanted[2]):
             with pytest.raises(TransferError, match="tokens"):
@@ -684,7 +684,7 @@ def test_what_one_engine_asked_for_in_vain_is_remembered_for_it_alone(monkeypatc
     told: list[Any] = []
     holds = holds_that_tell(told)
     holds.take_step("1", {}, (), {"push/lost": "why"})
-    holds._gone.add("1/0/sent", other, "")
+    holds._past.add("1/0/sent", other, "")
     for turn in range(10):
         for number in range(1000):
             holds.asked(Want(f"push/{turn}-{number}"), hostile)
@@ -692,7 +692,7 @@ def test_what_one_engine_asked_for_in_vain_is_remembered_for_it_alone(monkeypatc
             patch.setattr(time, "monotonic", lambda: 1e9)
             holds.ended()
         assert len(told) == 1000 * (turn + 1) and not holds._wanted and not holds._waits
-    assert len(holds._gone) == holding._MOST_GONE
+    assert len(holds._past) == holding._MOST_PAST
     holds.asked(Want("1/0/sent"), other)  # it has been sent: asked twice
     for name, link, why in (
         ("1/0/sent", hostile, "another engine"), ("push/lost", other, "why"), ("push/9-999", hostile, "in time"),
@@ -702,8 +702,8 @@ def test_what_one_engine_asked_for_in_vain_is_remembered_for_it_alone(monkeypatc
     holds.asked(Want("push/9-999"), other)  # which may have been right, and too early
     assert set(holds._wanted) == {"push/9-999"}
     cast(Any, hostile).is_closed = True
-    holds._gone.add("push/last", other, "why")
-    assert len(holds._gone) == 3 and hostile not in holds._gone._by_link
+    holds._past.add("push/last", other, "why")
+    assert len(holds._past) == 3 and hostile not in holds._past._by_link
 
 
 @pytest.mark.slow  # 0.6 s
@@ -762,7 +762,7 @@ def test_other_inputs_are_refused_at_once_by_their_names(asks_first: bool) -> No
         for name, said in ((wanted, why), (plain, "adapter, image: that")):
             with pytest.raises(TransferError, match=said):
                 holds.asked(Want(name), link)
-    assert not holds._wanted and not holds._waits and holds._held["r"].link is None
+    assert not holds._wanted and not holds._waits and holds._requests["r"].link is None
     holds.asked(Want(push_name("x", "adapter=1,image=2")), link)
     holds.asked(Want(push_name("x#y", "")), link)  # another request
     assert set(holds._named) == {"push/x", "push/x%23y"}
@@ -882,7 +882,7 @@ def test_a_stranger_costs_little_before_it_is_refused(
         assert work.received <= 3 * talk_module.MOST and work.parsed <= 2 * talk_module.MOST, (name, work.received, work.parsed)
         assert work.calls < 4000, (name, work.calls)
         assert not is_secret or not work.parsed, name
-    assert not prefill.doors[0]._guests and not end.links
+    assert not prefill.doors[0]._clients and not end.links
 
 
 def test_who_is_refused_is_in_the_log_once_a_minute(
@@ -933,12 +933,12 @@ def test_many_hosts_fill_neither_the_log_nor_the_memory(caplog: pytest.LogCaptur
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])
 def test_other_versions_of_vllm_are_refused(found: str) -> None:
     with pytest.raises(BindError, match=r"expected vLLM 0\.32 or newer, before 0\.33"):
-        require_version(found)
+        require_version("vLLM", found, *VERSIONS)
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7"])
 def test_versions_of_vllm(found: str) -> None:
-    require_version(found)
+    require_version("vLLM", found, *VERSIONS)
 
 
 # ---- a shared secret ---------------------------------------------------------------------------------------------------
@@ -974,7 +974,7 @@ def test_engines_with_other_secrets_refuse_each_other_at_once(
         monkeypatch.setattr(Talk, "_parsed", lambda *_: pytest.fail("it was parsed"))
     with pytest.raises(KvbmError, match=said):
         decode.visit(0, port, 1).link()
-    assert not prefill.asked[0] and not prefill.doors[0]._guests
+    assert not prefill.asked[0] and not prefill.doors[0]._clients
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_a_copy_waits_for_complete_blocks_and_not_for_their_digest(is_complete: 
         sending = found.links[0].send("x", Span([5, 3, 8, 1], range(60)))
         far = [np.asarray(array) for array in found.pools[1].arrays]
         if is_complete:
-            until(lambda: any(flow._found is not None for flow in found.links[1]._inflows.values()), "it is copied")
+            until(lambda: any(flow._own_digest is not None for flow in found.links[1]._inflows.values()), "it is copied")
             assert any((array != 0x5555).any() for array in far)
         else:
             until(lambda: any(flow._pieces is not None for flow in found.links[1]._inflows.values()), "its table is known")
@@ -320,7 +320,7 @@ def test_blocks_are_lent_until_the_reader_has_ended(who: str, monkeypatch: pytes
         arrivals = [link.receive("x", span) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
         assert slow.begun.wait(LIMIT)
         lent = [one for one in sendings if any(flow._loan is not None for flow in one.flows)]
-        until(lambda: any(flow._loan and flow._loan.is_told for one in lent for flow in one.flows), "it is lent")
+        until(lambda: any(flow._loan and flow._loan.is_digest_sent for one in lent for flow in one.flows), "it is lent")
         for one in sendings if who == "sender" else arrivals:
             one.abort()
         given_up = sendings if who == "sender" else arrivals

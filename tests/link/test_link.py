@@ -843,8 +843,8 @@ def test_an_idle_endpoint_wakes_up_seldom_or_never(is_told: bool, monkeypatch: p
 
 def test_what_is_on_its_way_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender sends only its offers and one put per chunk, each with its note; nothing is repeated."""
-    monkeypatch.setattr(flows, "AGAIN", (30.0, 30.0))
-    monkeypatch.setattr(links, "_ASKS", 1e9)
+    monkeypatch.setattr(flows, "REPEAT_SECONDS", (30.0, 30.0))
+    monkeypatch.setattr(links, "_PROBES", 1e9)
     with counted() as found:
         for side in found.wires:
             for one in side:

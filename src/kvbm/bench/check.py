@@ -142,9 +142,9 @@ class Check:
     def __init__(self, src: Pool, dst: Pool) -> None:
         terms = [term for pool in (src, dst) for order in pool.layout.orders for term in order.terms if term.opaque]
         opaque = sorted({axis for term in terms for axis in term.axes})
-        theirs = {part.plane: part for part in dst.resolved.planes}
+        dst_planes = {part.plane: part for part in dst.resolved.planes}
         self._planes = [
-            (_Blocks(src, part, opaque), _Blocks(dst, theirs[part.plane], opaque)) for part in src.resolved.planes
+            (_Blocks(src, part, opaque), _Blocks(dst, dst_planes[part.plane], opaque)) for part in src.resolved.planes
         ]
         self._pools = src, dst
         self._calls = 0

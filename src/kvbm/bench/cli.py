@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..cli.common import write_commands
+from ..cli.common import complete_shape, write_commands
 from ..errors import CudaError, KvbmError
-from ..layout.shapes import load_shape, shape_names
+from ..layout.shapes import load_shape
 from .options import listed, numbers
 
 if TYPE_CHECKING:
@@ -47,10 +47,6 @@ class _Bench(click.Group):
         return plot
 
 
-def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    return [name for name in shape_names() if name.startswith(incomplete)]
-
-
 def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]:
     return click.option(*names, multiple=True, callback=listed, metavar=metavar, **rest)
 
@@ -60,7 +56,7 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     "--shape",
     "shape_text",
     metavar="SHAPE",
-    shell_complete=_complete_shape,
+    shell_complete=complete_shape,
     help=f"Shape of a block: a preset, one with changes, or all sizes.  [default: {GPU_PROFILE}; {CPU_PROFILE} on the CPU]",
 )
 @click.option(

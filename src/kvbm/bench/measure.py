@@ -327,8 +327,8 @@ class Ids:
     (6, 4, dtype('int32'))
     """
 
-    def __init__(self, src_blocks: int, dst_blocks: int, batch: int, least: int = LEAST_SETS, seed: int = 11) -> None:
-        random = np.random.default_rng(seed)
+    def __init__(self, src_blocks: int, dst_blocks: int, batch: int, least: int = LEAST_SETS) -> None:
+        random = np.random.default_rng(11)
         count = min(max(least, LEAST_SETS), MOST_SETS)
         sides = [_disjoint_neighbours(random, n, batch, count) for n in (src_blocks, dst_blocks)]
         self.sets = list(zip(*sides, strict=True))
@@ -421,11 +421,11 @@ class Yardstick:
         with contextlib.suppress(ImportError):
             import torch
 
-            theirs, ours = torch.from_numpy(src), torch.from_numpy(dst)
+            src_tensor, dst_tensor = torch.from_numpy(src), torch.from_numpy(dst)
 
             def whole(_: Any) -> None:
                 at = next(turns)
-                ours[at : at + nbytes].copy_(theirs[at : at + nbytes])
+                dst_tensor[at : at + nbytes].copy_(src_tensor[at : at + nbytes])
 
             found.append(self.clock.time(whole, iters=iters, warmup=warmup))
         return min(found)

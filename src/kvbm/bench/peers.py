@@ -207,9 +207,9 @@ def _move(src: Any, dst: Any, order: tuple[int, ...], block: int, src_ids: Any, 
 
 def _move_each(src: Any, dst: Any, order: tuple[int, ...], _block: int, src_ids: Any, dst_ids: Any) -> None:
     """The same copy, block by block."""
-    theirs = src.permute(order)  # the block axis first, as in `dst`
+    blocks = src.permute(order)  # the block axis first, as in `dst`
     for i, j in zip(src_ids.tolist(), dst_ids.tolist(), strict=True):
-        dst[j].copy_(theirs[i])
+        dst[j].copy_(blocks[i])
 
 
 def torch_eager(src: Pool, dst: Pool) -> Copy:
@@ -251,10 +251,10 @@ def _torch(src: Pool, dst: Pool, move: Callable[..., None]) -> Copy:
     for half in strided(src, dst):
         shape, strides = (src.num_blocks, *half.shape), (half.src_block, *half.src)
         memory = _order_in_memory(strides)
-        theirs = tensor(half.src_address, [shape[i] for i in memory], [strides[i] for i in memory])
-        ours = tensor(half.dst_address, (dst.num_blocks, *half.shape), (half.dst_block, *half.dst))
+        src_view = tensor(half.src_address, [shape[i] for i in memory], [strides[i] for i in memory])
+        dst_view = tensor(half.dst_address, (dst.num_blocks, *half.shape), (half.dst_block, *half.dst))
         order = tuple(memory.index(axis) for axis in range(len(shape)))
-        halves.append((theirs, ours, order, memory.index(0)))
+        halves.append((src_view, dst_view, order, memory.index(0)))
     known: dict[int, tuple[Any, Any]] = {}
 
     def ids(numbers: npt.NDArray[np.int32]) -> Any:
@@ -313,8 +313,8 @@ def cupy_take(src: Pool, dst: Pool) -> Copy:
     def copy(src_ids: Any, dst_ids: Any, stream: Any) -> None:
         with cupy.cuda.Device(device), cupy.cuda.ExternalStream(_core.stream_handle(stream), device):
             here, there = ids(src_ids), ids(dst_ids)
-            for theirs, ours in halves:
-                ours[there] = theirs[here]
+            for src_view, dst_view in halves:
+                dst_view[there] = src_view[here]
 
     return copy
 
@@ -338,8 +338,8 @@ def numpy_take(src: Pool, dst: Pool) -> Copy:
     ]
 
     def copy(src_ids: Any, dst_ids: Any, _stream: Any) -> None:
-        for theirs, ours in halves:
-            ours[dst_ids] = theirs[src_ids]
+        for src_view, dst_view in halves:
+            dst_view[dst_ids] = src_view[src_ids]
 
     return copy
 

@@ -141,8 +141,8 @@ class Job:
                 raise unknown(f"{members[0].where}: column 'direction'", DIRECTIONS, direction)
         for direction in DIRECTIONS:
             rows = [row for row in found.get((direction,), ()) if wanted & {row["backend"], row[column]}]
-            if ours := [row for row in rows if row["backend"] != YARDSTICK]:
-                yield direction, rows, ours
+            if compared := [row for row in rows if row["backend"] != YARDSTICK]:
+                yield direction, rows, compared
 
 
 class _TooLittleError(SpecError):
@@ -226,9 +226,9 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], start: float = 0.0) -> None:
 def _roofline(job: Job) -> Figure:
     """Bandwidth by the bytes of a batch, compared with one contiguous copy."""
     panels = []
-    for direction, rows, ours in job.by_direction("pattern"):
+    for direction, rows, compared in job.by_direction("pattern"):
         first = {"d2d": ("direct",), "h2h": ("host", "direct")}.get(direction, ())
-        there = grouped(ours, "backend")
+        there = grouped(compared, "backend")
         if backend := next((name for name in (*first, *KVBM_BACKENDS) if (name,) in there), None):
             panels.append((direction, backend, rows, grouped(there[(backend,)], "pattern")))
     if not panels:
@@ -263,10 +263,10 @@ def _bars(job: Job) -> Figure:
     """Bandwidth at one size: the yardstick, kvbm, and copies without kvbm."""
     panels = []
     left_out = 0
-    for direction, rows, ours in job.by_direction("pattern"):
-        sizes = {row.positive("num_blocks") for row in ours}
+    for direction, rows, compared in job.by_direction("pattern"):
+        sizes = {row.positive("num_blocks") for row in compared}
         size = _BARS_AT if _BARS_AT in sizes else max(sizes)
-        here = (row for row in ours if row.positive("num_blocks") == size)
+        here = (row for row in compared if row.positive("num_blocks") == size)
         groups = {pair: held for (pair,), held in grouped(here, "pattern").items()}
         # Prefer pairs that more backends and peers support.
         most = sorted(groups, key=lambda pair: -len(groups[pair]))[: len(job.pairs) or _MOST_PAIRS]

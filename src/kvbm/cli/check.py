@@ -55,12 +55,10 @@ def mistaken(
     return notes
 
 
-def _some(names: Sequence[str], total: int, most: int = 4) -> str:
-    if len(names) <= most:
+def _some(names: Sequence[str], total: int) -> str:
+    if len(names) <= 4:
         return ", ".join(names)
-    return (
-        "any shipped shape" if len(names) == total else f"{', '.join(names[:most])} and {len(names) - most} more shapes"
-    )
+    return "any shipped shape" if len(names) == total else f"{', '.join(names[:4])} and {len(names) - 4} more shapes"
 
 
 def chosen(given: Iterable[str]) -> Iterator[str | Path]:

@@ -99,21 +99,21 @@ def write_commands(group: click.Group, ctx: click.Context, formatter: click.Help
 def _signals_as_exceptions() -> Iterator[None]:
     """SIGTERM and SIGHUP end the program with an exception, as Ctrl-C does, so half-written files are removed."""
     is_main = threading.current_thread() is threading.main_thread()
-    ours = [
+    handled = [
         number for number in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(number) is signal.SIG_DFL
     ]
 
     def end(number: int, _: object) -> None:
-        for each in ours:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)  # ignore further signals
         raise SystemExit(128 + number)
 
-    for number in ours:
+    for number in handled:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number in ours:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -199,7 +199,8 @@ def complete_layout(ctx: click.Context, param: click.Parameter, incomplete: str)
     return [name for name in spec.layouts() if name.startswith(incomplete)]
 
 
-def _complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+def complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
+    """Names of shipped shapes that begin with `incomplete`."""
     return [name for name in shape_names() if name.startswith(incomplete)]
 
 
@@ -237,7 +238,7 @@ def shape_option(*, default: str | None = DEFAULT_SHAPE, fits: bool = False) -> 
         default=None if fits else default,
         show_default=default is not None and not fits,
         metavar="SHAPE",
-        shell_complete=_complete_shape,
+        shell_complete=complete_shape,
         help="A preset that `kvbm shapes` lists (llama-3.1-8b, llama-3.1-70b/tp8), a preset with changes "
         "(llama-3.1-8b,nt=32,dtype=float8_e4m3fn), or all sizes (nl=2,no=2,nh=4,nt=16,hd=32,dtype=float16)."
         + (f"  [default: {DEFAULT_SHAPE}, or another that fits]" if fits else ""),

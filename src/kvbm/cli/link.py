@@ -39,7 +39,7 @@ from .common import (
 if TYPE_CHECKING:
     from ..link.secret import Secret
     from ..link.talk import Talk
-    from ..link.trial import Memory, Row, Sender, Side
+    from ..link.trial import Row, Sender, Side
 
 #: The default port of `serve` and `send`.
 PORT = 29555
@@ -201,8 +201,9 @@ class Senders:
     def serve(self, talk: Talk) -> None:
         """Serve a sender, on the thread of its conversation."""
         from ..link.trial import Served
+        from ..link.trial import serve as serve_sender
 
-        talk.wait()  # who says nothing is no sender
+        talk.wait()  # a client that sends nothing is no sender
         with self._lock:
             if self._once and self.count:
                 raise BindError("this side serves one sender (kvbm link serve --once), and it has come")
@@ -211,7 +212,10 @@ class Senders:
             self._running.add(talk)
         served, failed = Served(talk.peer), None
         try:
-            _serve(talk, self._side, talk.here, self._only, self._memory, served, self._timeout)
+            with _telling_peer(talk, f"{talk.peer}: the memory that was asked for"):
+                serve_sender(
+                    talk, self._side, talk.here, only=self._only, memory=self._memory, served=served, timeout=self._timeout
+                )
         except (KvbmError, OSError) as error:
             failed = error
         except Exception as error:  # for any error, so that the command goes on
@@ -227,7 +231,7 @@ class Senders:
                         print_error(failed)
                     click.echo(json.dumps(served.as_json(), ensure_ascii=False) if self._as_json else str(served))
                     sys.stdout.flush()
-            finally:  # also if nobody reads the output any more
+            finally:  # also if the output is closed
                 self.ended.put(0 if failed is None else getattr(failed, "exit_code", 1))
 
     def stop(self) -> bool:
@@ -239,20 +243,6 @@ class Senders:
                 talk.close()
             self._lock.wait_for(lambda: not self._running, _STOPS)
         return bool(running)
-
-
-def _serve(
-    talk: Any, side: Side, host: str, only: str | None, memory: Memory, served: Any, timeout: float = 60.0
-) -> None:
-    from ..link import trial
-
-    try:
-        trial.serve(talk, side, host, only=only, memory=memory, served=served, timeout=timeout)
-    except (KvbmError, OSError, MemoryError) as error:
-        talk.fail(error)
-        if isinstance(error, MemoryError):
-            raise KvbmError(f"{talk.peer}: the memory that was asked for is not there: {error}") from None
-        raise
 
 
 @link.command()
@@ -317,7 +307,7 @@ def send(
     try:
         with (
             connect(*address, timeout, secret) as talk,
-            _telling_peer(talk),
+            _telling_peer(talk, "the memory"),
             progress("connecting") as update,
             Sender(talk, side, terms) as sender,
         ):
@@ -333,14 +323,14 @@ def send(
 
 
 @contextlib.contextmanager
-def _telling_peer(talk: Any) -> Iterator[None]:
-    """Tell the other side why this side gives up."""
+def _telling_peer(talk: Talk, memory: str) -> Iterator[None]:
+    """Tell the other side why this side gives up.  `memory` is what messages call the memory that this side needs."""
     try:
         yield
     except (KvbmError, OSError, MemoryError) as error:
         talk.fail(error)
         if isinstance(error, MemoryError):
-            raise KvbmError(f"the memory is not there: {error}") from None
+            raise KvbmError(f"{memory} is not there: {error}") from None
         raise
 
 

@@ -23,7 +23,7 @@ _Schema = dict[str, Any]
 
 # JavaScript reads these patterns, too, with its flag "u": no named groups, no unnecessary escapes.
 _DRAFT = "http://json-schema.org/draft-07/schema#"  # the version that most editors support
-_OWN = "".join(AXES)
+_KNOWN_AXES = "".join(AXES)
 _ANY = "A-Za-z"
 _NAME = "[a-z][a-z0-9_]*"  # name of a plane
 _SHARED = "[" + "".join(axis for axis in AXES if axis not in "bd") + "]"
@@ -49,7 +49,7 @@ def layout_schema() -> _Schema:
         "axes": {
             "type": "object",
             "description": "Further axes, one letter each, and their sizes.",
-            "propertyNames": {"pattern": f"^(?![{_OWN}])[{_ANY}]$"},
+            "propertyNames": {"pattern": f"^(?![{_KNOWN_AXES}])[{_ANY}]$"},
             "additionalProperties": _expression(""),
         },
         "planes": {
@@ -74,7 +74,7 @@ def layout_schema() -> _Schema:
         # Other letters than those of the language are axes only if the key 'axes' declares them.
         "if": {"required": ["axes"]},
         "then": {"properties": _with_letters(_ANY)},
-        "else": {"properties": _with_letters(_OWN)},
+        "else": {"properties": _with_letters(_KNOWN_AXES)},
         "definitions": {"block": {"allOf": _rules(_BLOCK)}, "once": {"allOf": _rules(_ONCE)}},
     }
 
@@ -216,8 +216,8 @@ def text(kind: str) -> str:
 
 # A whole term is a letter without a split, outside (…). The letter B is a unit and not an axis, so the patterns skip it. They also
 # skip the names between <>.
-_APART = "(?![^<>]*>)"
-_LETTER, _WHOLE = f"([AC-Za-z]){_APART}", r"(?![/%])(?![^()]*\))"
+_NO_PLANE = "(?![^<>]*>)"
+_LETTER, _WHOLE = f"([AC-Za-z]){_NO_PLANE}", r"(?![/%])(?![^()]*\))"
 _NOT_B = "(?:[^b<]|<[^<>]*>)*"
 
 #: Rules for the order of a layout: pattern → the message that an editor shows instead of it.
@@ -229,7 +229,7 @@ _BLOCK = {
 #: Rules for any order, for any letters.
 _ONCE = {
     r"^(?![\s\S]*[({](?:\s*b\s+[A-Za-z]|[^(){}]*[A-Za-z]\s+b))": "expected the axis b (block) alone: block ids index it",
-    rf"^(?![\s\S]*{_LETTER}{_WHOLE}[\s\S]*\1{_APART})(?![\s\S]*{_LETTER}[\s\S]*\2{_APART}{_WHOLE})": "expected every axis "
+    rf"^(?![\s\S]*{_LETTER}{_WHOLE}[\s\S]*\1{_NO_PLANE})(?![\s\S]*{_LETTER}[\s\S]*\2{_NO_PLANE}{_WHOLE})": "expected every axis "
     "once, or in the pieces of one split",
     r"^(?![\s\S]*\([^()]*([A-Za-z])[^()]*\1)": "expected every axis once inside (…)",
     r"^(?![\s\S]*([A-Za-z](?:[/%][0-9]+B?)+)(?![0-9B/%])[\s\S]*\1(?![0-9B/%]))": "expected every piece of a split once",
@@ -249,7 +249,7 @@ def _with_letters(letters: str) -> _Schema:
     planes = rf"<\s*{_NAME}(?:\s+{_NAME})+\s*>"
     table = rf"\[(?:\s*(?:{term}|{planes}|\{{\s*{axis}\s*\}}))*\s*\]"
     inner = rf"(?:\s*(?:{term}|{opaque}))*"
-    known = f" ({' '.join(AXES)}; others are declared under axes)" if letters == _OWN else ""
+    known = f" ({' '.join(AXES)}; others are declared under axes)" if letters == _KNOWN_AXES else ""
     message = f"expected axes{known}, one pair of brackets in front, splits such as d/16B, (…), {{…}}, and <…> at the end"
     whole = [
         *_rules({rf"^\s*(?:{table})?{inner}(?:\s*{planes})?\s*$": message}),

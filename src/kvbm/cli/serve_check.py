@@ -197,12 +197,12 @@ def _copy(one: dict[str, Any]) -> str:
     speed = (
         f"{one['gbps']:g} GB/s ({one['measured']})" if one["gbps"] else "speed not measured on this machine (kvbm tune)"
     )
-    ours = f"{one['launches']} {'launch' if one['launches'] == 1 else 'launches'} of a kernel"
+    kvbm_work = f"{one['launches']} {'launch' if one['launches'] == 1 else 'launches'} of a kernel"
     if one["descriptors"]:
-        ours += f", {one['descriptors']:,} descriptors"
+        kvbm_work += f", {one['descriptors']:,} descriptors"
     return (
         f"  {one['way']} of {one['blocks']} blocks, stage {one['stage']}, {_groups(one['groups'])}: {one['bytes']:,} bytes, "
-        f"{one['strategy']}: {ours}; vLLM's own: {one['vllm_descriptors']:,} descriptors; {speed}"
+        f"{one['strategy']}: {kvbm_work}; vLLM's own: {one['vllm_descriptors']:,} descriptors; {speed}"
     )
 
 

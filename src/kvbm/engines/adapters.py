@@ -8,7 +8,6 @@ so NHD in place of HND is an error if the strides differ.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -19,7 +18,7 @@ from ..errors import BindError, LayoutError
 from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import PACKED, BlockShape, as_shape
-from .vllm import Group, groups
+from .vllm import ORDERS, Group, groups, number_of_layer
 
 __all__ = ["FromEngines", "pool_hint"]
 
@@ -31,7 +30,7 @@ VLLM_DIMS = {
     "vllm/flashinfer_nhd": "b o t h d",
     "vllm/flashinfer_hnd": "b o t h d",
     # vLLM 0.26 and newer: views of one tensor of all layers.  The last dimension is K and V of a token and head.
-    **dict.fromkeys((f"vllm/{order}" for order in ("LBNHC", "LBHNC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")), "b h t o*d"),
+    **dict.fromkeys((f"vllm/{order}" for order in ORDERS), "b h t o*d"),
     # K and V have different orders.  The tensor's shape gives only the sizes.
     "vllm/cpu": "o b h t d",
     "vllm/cpu_vec": "b h t o*d",
@@ -531,16 +530,10 @@ def _by_layer(kv_caches: Mapping[str, Any]) -> list[Any]:
     """Tensors in the order of the layers' numbers; each name has one."""
     found: dict[int, str] = {}
     for name in kv_caches:
-        numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
-        if len(numbers) != 1:
-            raise BindError(
-                f"vLLM: layer {name!r}: expected one number between dots, got {len(numbers)}; pass a list in order"
-            )
-        if int(numbers[0]) in found:
-            raise BindError(
-                f"vLLM: layers {found[int(numbers[0])]!r} and {name!r} have the same number; pass a list in order"
-            )
-        found[int(numbers[0])] = name
+        number = number_of_layer(name)
+        if number in found:
+            raise BindError(f"vLLM: layers {found[number]!r} and {name!r} have the same number; pass a list in order")
+        found[number] = name
     return [kv_caches[found[number]] for number in sorted(found)]
 
 

@@ -192,21 +192,21 @@ def groups(
     BindError
         The config does not contain what is needed, or kvbm does not know a value.  The message says what to pass.
     """
-    held = list(_of(kv_cache_config, "kv_cache_config", "kv_cache_groups"))
-    if group is not None and group not in range(len(held)):
-        raise BindError(f"vLLM: group: expected one of 0 to {len(held) - 1}, got {group!r}")
+    kv_groups = list(_of(kv_cache_config, "kv_cache_config", "kv_cache_groups"))
+    if group is not None and group not in range(len(kv_groups)):
+        raise BindError(f"vLLM: group: expected one of 0 to {len(kv_groups) - 1}, got {group!r}")
     order = _order(vllm_config, kv_cache_config)
     found = []
     for tensor in _of(kv_cache_config, "kv_cache_config", "kv_cache_tensors"):
         names = tuple(_of(tensor, "kv_cache_config.kv_cache_tensors[…]", "layers"))
-        indices = [index for index, one in enumerate(held) if names[0] in one.layer_names]
+        indices = [index for index, one in enumerate(kv_groups) if names[0] in one.layer_names]
         if len(indices) != 1:
             raise BindError(
                 f"vLLM: layer {names[0]!r}: expected it in one group of kv_cache_groups, got it in {len(indices)}"
             )
         if group in (None, indices[0]):
             found.append(
-                _group(vllm_config, kv_cache_config, held[indices[0]], indices[0], tensor, names, order, layout)
+                _group(vllm_config, kv_cache_config, kv_groups[indices[0]], indices[0], tensor, names, order, layout)
             )
     if not found:
         raise BindError(
@@ -220,7 +220,7 @@ def groups(
 def _group(
     vllm_config: Any,
     kv_cache_config: Any,
-    held: Any,
+    kv_group: Any,
     index: int,
     tensor: Any,
     names: tuple[str, ...],
@@ -228,7 +228,7 @@ def _group(
     layout: Any,
 ) -> Group:
     what = f"vLLM: group {index}, layer {names[0]!r}"
-    cache_spec = held.kv_cache_spec
+    cache_spec = kv_group.kv_cache_spec
     cache_spec = getattr(cache_spec, "kv_cache_specs", {}).get(names[0], cache_spec)  # layers of one type with different sizes
     if getattr(cache_spec, "num_kv_heads", None) is None:
         raise BindError(
@@ -399,10 +399,10 @@ def _pitched(layout: Layout, shape: BlockShape, view: Sequence[int], strides: Se
             raise LayoutError(f"{layout.name} ({layout.order_text}): layers {steps[0]} and blocks {steps[1]} bytes apart")
     except LayoutError as error:
         raise BindError(f"{what}: {error}; expected layers {layer} and blocks {block} bytes apart") from None
-    if (held := resolved.block_bytes // shape.nl) != view[1] * view[2] * view[3]:
+    if (nbytes := resolved.block_bytes // shape.nl) != view[1] * view[2] * view[3]:
         raise BindError(
             f"{what}: {layout.name} ({layout.order_text}): expected {view[1] * view[2] * view[3]} bytes per block and layer, as "
-            f"the config says, got {held} at {shape}; pass another layout="
+            f"the config says, got {nbytes} at {shape}; pass another layout="
         )
     return layout
 

@@ -132,7 +132,7 @@ class HostStore:
 
     def changed(self, units: Sequence[int] | Ids) -> npt.NDArray[np.bool_]:
         """For each unit: True if it was not stored, or if host memory no longer holds what was stored."""
-        at = self._units(units)
+        at = self._checked_units(units)
         wrong: npt.NDArray[np.bool_] = ~self.known[at]
         if self.verify and at.size:
             wrong |= self.host.digest(at) != self.digests[at]
@@ -191,7 +191,7 @@ class HostStore:
         self.back.close()
         self.zeros.close()
 
-    def _units(self, units: Sequence[int] | Ids) -> Ids:
+    def _checked_units(self, units: Sequence[int] | Ids) -> Ids:
         found: Ids = np.asarray(units, np.int64)
         if found.size and (found.min() < 0 or found.max() >= self.host.num_blocks):
             raise BindError(
@@ -200,7 +200,7 @@ class HostStore:
         return found
 
     def _copying(self, ids: Sequence[int] | Ids, units: Sequence[int] | Ids, steps: int) -> Copying:
-        at = self._units(units)
+        at = self._checked_units(units)
         digests = torch.zeros(steps, at.size, dtype=torch.int64, pin_memory=self.on_gpu) if self.verify else None
         return Copying(np.asarray(ids, np.int64), at, self.digests[at], np.zeros(at.size, np.bool_), digests)
 

@@ -23,12 +23,12 @@ from ..link.model import differences, named
 from ..system.cache import replacing
 
 __all__ = [
-    "describe", "folder_of", "key_of", "key_of_adapter", "key_of_files", "longest_counts",
+    "describe", "folder_of", "get", "key_of", "key_of_adapter", "key_of_files", "longest_counts",
     "neighbours", "of_config", "of_model", "weights",
 ]  # fmt: skip
 
 #: Names in a configuration of Hugging Face, at any depth, that change neither K nor V.
-_OTHER = frozenset({
+_IRRELEVANT = frozenset({
     "attention_dropout", "attn_implementation", "attn_pdrop", "auto_map", "bos_token_id", "chunk_size_feed_forward",
     "classifier_dropout", "context_len", "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range",
@@ -48,20 +48,20 @@ _LONG_ROPE = frozenset({"longrope", "su"})
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 
 #: The description in a folder of blocks; the most bytes that are read of another folder's, and the most folders that are looked at.
-_TOLD, _MOST_TOLD, _MOST_FOLDERS = "content.json", 1 << 18, 64
+_DESCRIPTION, _MOST_BYTES, _MOST_FOLDERS = "content.json", 1 << 18, 64
 
 
 # ---- the fields ----------------------------------------------------------------------------------------------------------
 
 
 def of_model(
-    held: Mapping[str, Any], dtype: object, quantization: object, quantised: object, weights: str, longest: int
+    config: Mapping[str, Any], dtype: object, quantization: object, quantised: object, weights: str, longest: int
 ) -> dict[str, Any]:
     """The fields of a target or of a draft that all engines have.
 
     Parameters
     ----------
-    held : mapping
+    config : mapping
         The configuration of Hugging Face that is in effect: with the operator's overrides.
     dtype, quantization, quantised
         The dtype of the computation, the method of quantisation, and its configuration.
@@ -70,57 +70,57 @@ def of_model(
     longest : int
         Tokens of the longest sequence that the engine may hold.
     """
-    config, ropes = of_config(held), _ropes(held)
+    counted, ropes = of_config(config), _ropes(config)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
-        _drop(config, "max_position_embeddings")
-    if (chosen := longest_counts(held, longest)) is not None:
-        config["longrope: long factors"] = chosen
+        _drop(counted, "max_position_embeddings")
+    if (chosen := longest_counts(config, longest)) is not None:
+        counted["longrope: long factors"] = chosen
     text = json.dumps(quantised, sort_keys=True, default=str) if isinstance(quantised, Mapping | list) else str(quantised)
     return {
-        "config": config, "dtype": str(dtype).removeprefix("torch."), "quantization": [str(quantization), text],
+        "config": counted, "dtype": str(dtype).removeprefix("torch."), "quantization": [str(quantization), text],
         "weights": weights,
     }  # fmt: skip
 
 
-def longest_counts(held: Mapping[str, Any], longest: int) -> bool | None:
+def longest_counts(config: Mapping[str, Any], longest: int) -> bool | None:
     """True if LongRoPE turns by its factors for long sequences; None if the model has none.
 
     Engines choose them by the longest sequence that they may hold, for all sequences.
     """
-    if _LONG_ROPE.isdisjoint(_ropes(held)):
+    if _LONG_ROPE.isdisjoint(_ropes(config)):
         return None
-    return bool(longest > min(_numbers(held, "original_max_position_embeddings"), default=0))
+    return bool(longest > min(_numbers(config, "original_max_position_embeddings"), default=0))
 
 
-def of_config(held: Mapping[str, Any]) -> dict[str, Any]:
+def of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without what does not matter."""
     return {
         name: of_config(value) if isinstance(value, Mapping) else value
-        for name, value in held.items()
-        if name not in _OTHER and not str(name).startswith("_")
+        for name, value in config.items()
+        if name not in _IRRELEVANT and not str(name).startswith("_")
     }
 
 
-def _drop(held: dict[str, Any], name: str) -> None:
-    held.pop(name, None)
-    for value in held.values():
+def _drop(config: dict[str, Any], name: str) -> None:
+    config.pop(name, None)
+    for value in config.values():
         if isinstance(value, dict):
             _drop(value, name)
 
 
-def _numbers(held: Mapping[str, Any], name: str) -> Iterator[int]:
+def _numbers(config: Mapping[str, Any], name: str) -> Iterator[int]:
     """The numbers of a name, at any depth."""
-    for key, value in held.items():
+    for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, name)
         elif key == name and isinstance(value, int):
             yield value
 
 
-def _ropes(held: Mapping[str, Any]) -> list[str]:
+def _ropes(config: Mapping[str, Any]) -> list[str]:
     """The kinds of RoPE in a configuration; empty if it names none."""
     found = []
-    for name, value in held.items():
+    for name, value in config.items():
         if isinstance(value, Mapping):
             if name in ("rope_parameters", "rope_scaling"):
                 found += list(_kinds(value))
@@ -133,6 +133,11 @@ def _kinds(rope: Mapping[str, Any]) -> Iterator[str]:
     inner = [one for one in rope.values() if isinstance(one, Mapping)]  # one for each kind of layer
     for one in inner or [rope]:
         yield str(one.get("rope_type", one.get("type", "default")))
+
+
+def get(engine: Any, name: str) -> Any:
+    """An attribute of an engine's object; None if this version of the engine does not have it: then both engines have None."""
+    return getattr(engine, name, None)
 
 
 # ---- files of weights ----------------------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ def describe(folder: Path, title: str, model: Mapping[str, Any], fields: Mapping
     OSError
         The folder cannot be created or written.
     """
-    with replacing(folder / _TOLD) as part:
+    with replacing(folder / _DESCRIPTION) as part:
         part.write_text(json.dumps({"title": title, "model_fields": named(model), **fields}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -263,11 +268,11 @@ def neighbours(folder: Path, title: str, model: Mapping[str, Any]) -> list[str]:
         others = (one for one in beside if one.name != folder.name and one.is_dir(follow_symlinks=False))
         for other in sorted((one for one, _ in zip(others, range(_MOST_FOLDERS), strict=False)), key=lambda one: one.name):
             with contextlib.suppress(OSError, ValueError, RecursionError):
-                held = _read(Path(other.path) / _TOLD)
-                theirs = held.get("model_fields")
-                if held.get("title") != title or not isinstance(theirs, dict):
+                description = _read(Path(other.path) / _DESCRIPTION)
+                fields = description.get("model_fields")
+                if description.get("title") != title or not isinstance(fields, dict):
                     continue
-                if differ := differences(own, {str(field): str(value) for field, value in theirs.items()}):
+                if differ := differences(own, {str(field): str(value) for field, value in fields.items()}):
                     found.append(f"{printable(other.name)}: {differ}")
     return found
 
@@ -275,5 +280,5 @@ def neighbours(folder: Path, title: str, model: Mapping[str, Any]) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     with open(number, "rb") as file:  # noqa: PTH123  (a descriptor)
-        held = json.loads(file.read(_MOST_TOLD))
-    return held if isinstance(held, dict) else {}
+        description = json.loads(file.read(_MOST_BYTES))
+    return description if isinstance(description, dict) else {}

@@ -8,11 +8,11 @@ from typing import Any
 from ..errors import BindError
 from ..layout.naming import suggestion
 
-__all__ = ["require_known", "unknown"]
+__all__ = ["flag_of", "require_known", "unknown"]
 
 
 def unknown(given: Mapping[str, Any], known: Iterable[str]) -> str:
-    """The end of a message about a setting that nobody reads, with similar names; empty if there is none."""
+    """The end of a message about an unknown setting, with similar names; empty if all settings are known."""
     names = sorted(known)
     for name in given:
         if name not in names:
@@ -22,7 +22,7 @@ def unknown(given: Mapping[str, Any], known: Iterable[str]) -> str:
 
 
 def require_known(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Raise `BindError` for a setting that nobody reads, such as a misspelt one.
+    """Raise `BindError` for an unknown setting, such as a misspelt one.
 
     Parameters
     ----------
@@ -35,3 +35,11 @@ def require_known(given: Mapping[str, Any], known: Iterable[str], where: str) ->
     """
     if problem := unknown(given, known):
         raise BindError(f"{where}: {problem}")
+
+
+def flag_of(given: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A setting of ``kv_connector_extra_config`` that is true or false; `BindError` for anything else."""
+    found = given.get(name, default)
+    if not isinstance(found, bool):
+        raise BindError(f"kv_connector_extra_config: {name}: expected true or false, got {found!r:.100}")
+    return found

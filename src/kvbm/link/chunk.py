@@ -126,7 +126,7 @@ class Trailer(NamedTuple):
             return
         for name in self._fields[1:]:
             if (got := getattr(self, name)) != (known := getattr(expected, name)):
-                raise BindError(f"{where}: {name}: expected {_said(name, known)}, got {_said(name, got)}")
+                raise BindError(f"{where}: {name}: expected {_field_text(name, known)}, got {_field_text(name, got)}")
 
     def require_digest(self, found: int, where: object = "a chunk", *, written: bool = False) -> None:
         """Raise `DigestError` if the chunk that arrived has another digest than the one that was sent."""
@@ -137,7 +137,7 @@ class Trailer(NamedTuple):
             )
 
 
-def _said(name: str, value: Any) -> str:
+def _field_text(name: str, value: Any) -> str:
     return f"{value:#018x}" if name in ("plan", "key", "epoch") else repr(value)
 
 
@@ -252,12 +252,12 @@ def chunks(
     if not isinstance(both, Sequence) or len(both) != 2:
         raise BindError(f"origins: expected the source's and the destination's, got {quoted(origins)}")
     turns = made.sends[message.src].t, made.takes[message.dst].t
-    ours, theirs = (Span([], tokens, origin).origin for origin in origins)
+    src_origin, dst_origin = (Span([], tokens, origin).origin for origin in origins)
     if len(tokens) > _MOST_TOKENS:
         raise BindError(f"tokens: expected at most {_MOST_TOKENS:,} of a sequence, got {quoted(tokens)}")
-    Rank(f"{made.src.name} rank {message.src}", turns[0], made.src.nt, 0).require_origin(ours)
-    Rank(f"{made.dst.name} rank {message.dst}", turns[1], made.dst.nt, 0).require_origin(theirs)
-    shift = ours - theirs
+    Rank(f"{made.src.name} rank {message.src}", turns[0], made.src.nt, 0).require_origin(src_origin)
+    Rank(f"{made.dst.name} rank {message.dst}", turns[1], made.dst.nt, 0).require_origin(dst_origin)
+    shift = src_origin - dst_origin
     messages = made.refit(made.cuts, shift).messages if shift else made.messages
     message = messages[made.messages.index(message)]
     some = message if layers is None else message.of_layers(layers)
@@ -269,7 +269,7 @@ def chunks(
         held = unit.meeting.size if unit.meeting else 0
         return round_up(some.layers * some.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack, 16)
 
-    parts = split(message.t, *turns, tokens, ours)
+    parts = split(message.t, *turns, tokens, src_origin)
     return cut(some, parts, (nbytes(message.t), nbytes(ONE_TOKEN)), limit)
 
 

@@ -21,6 +21,7 @@ from ..reshard.packer import NUM_CELLS, Lane, Packer
 from ..reshard.sequence import Ids, Span
 from ..system.locks import Lock
 from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of
+from .sums import Sums
 
 __all__ = ["ChunksDone", "Cut"]
 
@@ -345,20 +346,6 @@ class _Launch(NamedTuple):
     ids: list[Ids]
 
 
-class _Numbers:
-    """Memory for digests of kernels.  It is released with its last reference, unless not all work was enqueued."""
-
-    def __init__(self, count: int, on_gpu: bool, copies: int) -> None:
-        self._on_gpu, self.is_enqueued = on_gpu, False
-        if on_gpu:
-            pinned.release(8 + copies)  # release more old ones than new ones are created
-        self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
-
-    def __del__(self) -> None:
-        if self._on_gpu and self.is_enqueued and pinned is not None:  # None: the interpreter is shutting down
-            pinned.give(self.memory)
-
-
 class _Work:
     """Copies of chunks with digests, or only digests of slots: one launch for all chunks of a kind."""
 
@@ -393,9 +380,11 @@ class _Work:
         self._launches = list(launches.values())
         count = sum(size for launch in self._launches for _, size in launch.jobs)
         self._jobs, self._on_gpu = len(jobs), packer.device >= 0
-        self._found = _Numbers(count, self._on_gpu, len(self._launches))
+        if self._on_gpu:
+            pinned.release(8 + len(self._launches))  # release more old ones than new ones are created
+        self._found = Sums(count, self._on_gpu)
         self.dones: list[_core.Done] = []
-        out = int(self._found.memory.ctypes.data)
+        out = self._found.address
         for launch in self._launches:
             try:
                 done = self._enqueue(launch, out, stream, wait, (packer, jobs, self._found))
@@ -406,7 +395,7 @@ class _Work:
                 raise
             self.dones.append(done)
             if self._on_gpu:
-                pinned.watch(done)  # whoever drops the last reference
+                pinned.watch(done)  # keeps it until it is done, even if the caller drops it
             out += 8 * sum(size for _, size in launch.jobs)
         self._found.is_enqueued = True
 

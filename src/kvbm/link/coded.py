@@ -16,6 +16,7 @@ from ..copy.transfer import convert
 from ..layout import spec
 from ..layout.shapes import BlockShape
 from ..pool.pool import Pool
+from ..system.machine import device_of
 from ..wire import Slab
 from ..wire.protocol import move
 
@@ -97,7 +98,7 @@ class Coded:
             0, most, (1, 1, 1, count * shape.nt, 1), self._place.dtype, endpoint=True
         )
         self._host = np.empty((*heads, shape.nt, row // word), self._place.dtype)
-        self._device = int(side.device.partition(":")[2] or 0) if side.device != "cpu" else -1
+        self._device = device_of(side.device)
 
     def code(self, block: int) -> Words:
         """The correct contents of a block of the sequence, with axes h, l, o, t and word."""

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .. import _core
 from .._arguments import quoted
 from ..compile.prepare import digest_copies, prepare
 from ..digest.cells import alone, fused
-from ..digest.run import fused_copies, pinned
+from ..digest.run import fused_copies
 from ..errors import BindError, CudaError
 from ..layout.grammar import parse, write
 from ..layout.shapes import BlockShape
@@ -30,7 +29,9 @@ from ..reshard.messages import Message
 from ..reshard.packer import Packer
 from ..reshard.sequence import Ids, Span
 from ..reshard.strips import ONE_TOKEN
+from ..system.machine import device_of
 from ..wire import Slab
+from .sums import Sums
 
 __all__ = ["Lender", "Pass", "Piece", "Reader", "Shared", "opened", "read_shared", "shared"]
 
@@ -92,7 +93,7 @@ def shared(pool: Pool) -> Shared:
         files = [file_of(int(begin), int(end)) for begin, end in pool.spans]
         pieces = {begin: (str(file), end - begin, begin) for file, begin, end in files}
     else:
-        device = int(pool.device.partition(":")[2])
+        device = device_of(pool.device)
         ranges = find_ranges(pool.spans.tolist(), (), functools.partial(_core.memory_range, pinned=False))
         if ranges is None:
             raise BindError("the driver does not know its memory")
@@ -142,7 +143,7 @@ def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[st
 
     Parameters
     ----------
-    told : Shared
+    shared_pool : Shared
     shape : BlockShape
         The block shape that the peer's placement says.
     name : str
@@ -165,7 +166,7 @@ def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[st
 # ---- both sides ----------------------------------------------------------------------------------------------------
 
 
-class _Some(NamedTuple):
+class _Units(NamedTuple):
     """Units or single tokens of a message."""
 
     message: Message
@@ -174,53 +175,33 @@ class _Some(NamedTuple):
     ids: Ids
 
 
-def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Some]:
+def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Units]:
     """What a rank exchanges with a peer, of some tokens and layers."""
     for message, listed in packer.listed(span, origin).items():
         some = message.of_layers(layers)
         if packer.peer(message) == peer and some is not None:
             for single in (False, True):
                 if listed.at[single].size:
-                    yield _Some(some, single, listed.at[single], listed.ids[single])
-
-
-class _Digests:
-    """Memory for digests of kernels.  It is used again when nothing is under way."""
-
-    def __init__(self, count: int, on_gpu: bool) -> None:
-        self._on_gpu, self.is_enqueued = on_gpu, True
-        self.memory: npt.NDArray[np.uint64] = pinned.take(count) if on_gpu else np.zeros(count, np.uint64)
-        self.count = count
-
-    @property
-    def address(self) -> int:
-        return int(self.memory.ctypes.data)
-
-    def total(self) -> int:
-        """The sum, after the kernels are done."""
-        return int(self.memory[: self.count].sum(dtype=np.uint64))
-
-    def __del__(self) -> None:
-        if self._on_gpu and self.is_enqueued and pinned is not None:  # None: the interpreter is shutting down
-            pinned.give(self.memory)
+                    yield _Units(some, single, listed.at[single], listed.ids[single])
 
 
 class Pass:
     """Launches under way, and the sum of their digests."""
 
     def __init__(self) -> None:
-        self._begun: list[tuple[_core.Done | None, _Digests]] = []
+        self._begun: list[tuple[_core.Done | None, Sums]] = []
         self.total = 0
 
-    def add(self, done: _core.Done | None, digests: _Digests) -> None:
-        """Launches of which `done` is the end; None on the CPU, where they have ended."""
+    def add(self, done: _core.Done | None, digests: Sums) -> None:
+        """Launches of which `done` is the end; None on the CPU, where they have ended.  All are enqueued."""
+        digests.is_enqueued = True
         self._begun.append((done, digests))
 
     def query(self) -> bool:
         """True if all is done."""
         while self._begun and (self._begun[0][0] is None or self._begun[0][0].query()):
             _, digests = self._begun.pop(0)
-            self.total = (self.total + digests.total()) % (1 << 64)
+            self.total = (self.total + int(digests.memory.sum(dtype=np.uint64))) % (1 << 64)
         return not self._begun
 
     def synchronize(self) -> None:
@@ -254,7 +235,7 @@ def _digest(
     route: _core.Route, packer: Packer, num_ids: int, ids: Ids, at: Ids, into: Pass, order: Mapping[str, Any], keep: Any
 ) -> None:
     """Enqueue a pass over blocks or units that only digests them."""
-    found = _Digests(ids.size, packer.device >= 0)
+    found = Sums(ids.size, packer.device >= 0)
     pairs = _core.Pairs(ids, None, num_ids, _MOST_IDS, False, packer.device)
     positions = _core.Positions(at, at.size, packer.device)
     if packer.device < 0:
@@ -300,7 +281,7 @@ class Lender:
 # ---- the reader ----------------------------------------------------------------------------------------------------
 
 
-class _Way(NamedTuple):
+class _Launches(NamedTuple):
     """Launches between a section of the peer's pool and one of this rank's."""
 
     copies: _core.Route
@@ -314,7 +295,7 @@ class _Way(NamedTuple):
 class Piece(NamedTuple):
     """Pairs that one launch copies, or only digests in the peer's pool."""
 
-    way: _Way
+    launches: _Launches
     is_copied: bool
     far: Ids
     own: Ids
@@ -323,7 +304,7 @@ class Piece(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that are copied."""
-        return self.is_copied * len(self.own) * self.way.nbytes
+        return self.is_copied * len(self.own) * self.launches.nbytes
 
 
 class Reader:
@@ -342,7 +323,7 @@ class Reader:
     def __init__(self, packer: Packer, peer: int, far: Pool) -> None:
         self._packer, self._peer, self.far = packer, peer, far
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
-        self._ways: dict[tuple[Message, bool], _Way] = {}
+        self._launches: dict[tuple[Message, bool], _Launches] = {}
 
     def pieces(self, span: Span, table: Ids, origin: int, layers: range) -> list[Piece]:
         """What is copied of a sequence, and what is only digested because this rank has no block for it.
@@ -365,15 +346,15 @@ class Reader:
             far = packer.ends(message)[1]._replace(num_blocks=self.far.num_blocks)
             far.touched(lent)
             slots = far.slots(lent, at)
-            theirs = far.ids(lent, slots, 1 if single else message.t.src_slots)
-            if (theirs < 0).any():
+            peer_ids = far.ids(lent, slots, 1 if single else message.t.src_slots)
+            if (peer_ids < 0).any():
                 raise BindError(f"{far.name}: its table has no block for some of the tokens {span.tokens}")
-            way = self._way(message, single)
-            each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(way.nbytes, 1), 1)
+            launches = self._launches_of(message, single)
+            each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(launches.nbytes, 1), 1)
             for is_copied, some in ((True, np.flatnonzero(own >= 0)), (False, np.flatnonzero(own < 0))):
                 for begin in range(0, len(some), each):
                     part = some[begin : begin + each]
-                    found.append(Piece(way, is_copied, theirs[part], own[part], at[part] + way.first))
+                    found.append(Piece(launches, is_copied, peer_ids[part], own[part], at[part] + launches.first))
         return found
 
     def written(self) -> None:
@@ -382,37 +363,37 @@ class Reader:
 
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
-        packer, way = self._packer, piece.way
+        packer, launches = self._packer, piece.launches
         packer.require_usable()  # it may have been closed since `receive`
         keep = packer, self
         if not (copies and piece.is_copied):
-            _digest(way.digests, packer, way.far_ids, piece.far, piece.at, into, order, keep)
+            _digest(launches.digests, packer, launches.far_ids, piece.far, piece.at, into, order, keep)
             return
-        found = _Digests(piece.far.size, packer.device >= 0)
-        pairs = _core.Pairs(piece.far, piece.own, way.far_ids, way.own_ids, False, packer.device)
+        found = Sums(piece.far.size, packer.device >= 0)
+        pairs = _core.Pairs(piece.far, piece.own, launches.far_ids, launches.own_ids, False, packer.device)
         positions = _core.Positions(piece.at, piece.at.size, packer.device)
         on_gpu, streams = packer.device >= 0, (order.get("stream"), order.get("wait"))
-        done = way.copies.copy_digested(pairs, positions, found.address, on_gpu, (0, 0), *streams, (*keep, found))
+        done = launches.copies.copy_digested(pairs, positions, found.address, on_gpu, (0, 0), *streams, (*keep, found))
         into.add(done if on_gpu else None, found)
 
-    def _way(self, message: Message, single: bool) -> _Way:
-        found = self._ways.get((message, single))
+    def _launches_of(self, message: Message, single: bool) -> _Launches:
+        found = self._launches.get((message, single))
         if found is None:
-            found = self._ways[message, single] = self._made(message, single)
+            found = self._launches[message, single] = self._made(message, single)
         return found
 
-    def _made(self, message: Message, single: bool) -> _Way:
+    def _made(self, message: Message, single: bool) -> _Launches:
         packer, far = self._packer, self.far
         unit, own = ONE_TOKEN if single else message.t, packer.part(message, single)
         assert unit.meeting is not None
-        theirs = far.units(unit.src_slots).section(
+        peer_section = far.units(unit.src_slots).section(
             l=[x for meeting in message.l for x in meeting.coordinates("src")],
             h=[x for meeting in message.h for x in meeting.coordinates("src")],
             t=list(unit.meeting.coordinates("src")),
         )
         title = f"{far.layout.name} → {own.pool.layout.name}, direct"
         first, keys = packer.keys(message, single)
-        sections, sides = (theirs.of, own.of), (far, own.pool)
+        sections, sides = (peer_section.of, own.of), (far, own.pool)
         alignments, steps = [side.alignment for side in sides], [side.steps for side in sides]
         made = None if packer.max_sms else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
@@ -421,10 +402,10 @@ class Reader:
             dst_steps=steps[1],
         )  # fmt: skip
         route = _core.Route(
-            packer.device, self._table, packer.table, theirs.num_ids, own.num_ids, direct=_warmed(copies, packer),
+            packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=_warmed(copies, packer),
             sum_direct=copies if isinstance(sums, list) else (), max_sms=packer.max_sms,
             # Of what was written: the peer's memory may change between two passes.
             digests=((), _digest_copies(own, packer, message, single)), digests_dst=True,
         )  # fmt: skip
-        digests = _digesting(theirs, self._table, packer, message, single)
-        return _Way(route, digests, theirs.num_ids, own.num_ids, own.of.block_bytes, first)
+        digests = _digesting(peer_section, self._table, packer, message, single)
+        return _Launches(route, digests, peer_section.num_ids, own.num_ids, own.of.block_bytes, first)

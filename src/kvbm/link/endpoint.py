@@ -63,8 +63,8 @@ _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
 #: Rounds without work before the thread sleeps at all: the next work mostly comes at once.
 _AT_ONCE = 20
 
-#: Most seconds of sleep if the wire wakes the thread: repeated notes and deadlines may be late by this much.
-_TOLD = 10e-3
+#: Most seconds of sleep during transfers if the wire wakes the thread: repeats and deadlines may be late by this much.
+_WOKEN = 10e-3
 
 #: Seconds of sleep while no transfer runs, if the wire must be polled: the first, doubled each time up to the last.  Calls of this
 #: side wake the thread, and a peer's offer waits for one anyway; only the end of a connection is answered this much later.
@@ -198,7 +198,7 @@ class Endpoint:
         self._unclaimed: dict[tuple[object, ...], Link] = {}  # links whose callers had given up when they were made
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._is_told = hasattr(wire, "on_news")  # polling would take Python's lock from threads that work
+        self._is_woken = hasattr(wire, "on_news")  # polling would take Python's lock from threads that work
         if hasattr(wire, "on_news"):
             wire.on_news(self._wake.set)
         self._lock, self._is_over = threading.Lock(), False
@@ -244,12 +244,12 @@ class Endpoint:
         }  # fmt: skip
         if not self._shared:
             return self._signed(json.dumps(held).encode())
-        told: dict[str, Any] = {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()}
-        card = json.dumps(held | {"shared": told}).encode()
-        while _is_too_large(card) and (lent := [name for name, one in told.items() if not isinstance(one, str)]):
-            largest = max(lent, key=lambda name: len(json.dumps(told[name])))
-            self._shared[largest] = told[largest] = "its arrays are too many for a card"
-            card = json.dumps(held | {"shared": told}).encode()
+        pools: dict[str, Any] = {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()}
+        card = json.dumps(held | {"shared": pools}).encode()
+        while _is_too_large(card) and (lent := [name for name, one in pools.items() if not isinstance(one, str)]):
+            largest = max(lent, key=lambda name: len(json.dumps(pools[name])))
+            self._shared[largest] = pools[largest] = "its arrays are too many for a card"
+            card = json.dumps(held | {"shared": pools}).encode()
         return self._signed(card)
 
     def _signed(self, card: bytes) -> bytes:
@@ -339,16 +339,16 @@ class Endpoint:
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            theirs, planes, cuts, formats = there[name]
-            ours = cuts_of([pool])
+            peer_place, planes, peer_cuts, formats = there[name]
+            own_cuts = cuts_of([pool])
             if planes != _planes(pool):
                 raise BindError(
                     f"{title}: planes: {_planes(pool)} here and {printable(planes)} on the other side; expected the same"
                 )
             require_one_format(f"{title}: group {name!r}: {self.engine} as the source", pool.formats, formats)
             for plans, ends, where in (
-                (outgoing, (mine, theirs), (ours, cuts)),
-                (incoming, (theirs, mine), (cuts, ours)),
+                (outgoing, (mine, peer_place), (own_cuts, peer_cuts)),
+                (incoming, (peer_place, mine), (peer_cuts, own_cuts)),
             ):
                 try:
                     if gather:
@@ -509,13 +509,13 @@ class Endpoint:
                 is_idle = all(link.is_idle for link in self._links) and not self.dropping
                 if not is_idle:
                     idle = _IDLE[0]
-                if is_idle and (self._is_told or not self._by_peer):
-                    self._wake.wait()  # nothing has a deadline, and nobody else can begin anything unnoticed
+                if is_idle and (self._is_woken or not self._by_peer):
+                    self._wake.wait()  # nothing has a deadline, and all new work wakes the thread
                 elif is_idle:
                     self._wake.wait(idle)
                     idle = min(2 * idle, _IDLE[1])
-                elif self._is_told and self.ring.device == "cpu":
-                    self._wake.wait(_TOLD)
+                elif self._is_woken and self.ring.device == "cpu":
+                    self._wake.wait(_WOKEN)
                 elif quiet < _ROUNDS:
                     time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: only releases Python's lock
                 else:

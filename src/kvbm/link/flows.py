@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["TRIES", "Incoming", "Inflow", "Outflow", "Repeat"]
 
 #: Seconds until a note is repeated: the first, doubled each time up to the last.
-AGAIN = (0.1, 1.0)
+REPEAT_SECONDS = (0.1, 1.0)
 
 #: How often a wrong chunk is sent again.
 TRIES = 2
@@ -46,13 +46,13 @@ class Repeat:
         self.reset()
 
     def reset(self) -> None:
-        self._wait = AGAIN[0]
+        self._wait = REPEAT_SECONDS[0]
         self._at = time.monotonic() + self._wait
 
     def is_due(self, now: float) -> bool:
         if now < self._at:
             return False
-        self._wait = min(2 * self._wait, AGAIN[1])
+        self._wait = min(2 * self._wait, REPEAT_SECONDS[1])
         self._at = now + self._wait
         return True
 
@@ -65,7 +65,7 @@ class _Packed:
         self.done: ChunksDone
         self.is_on_loan = slot < 0
         self.op: Op | None = None
-        self.is_told, self.told_at = False, 0.0
+        self.is_announced, self.announced_at = False, 0.0
 
 
 class Outflow:
@@ -87,8 +87,8 @@ class Outflow:
         self.arrival = 0
         self.is_over = False
         self._stop: Stop | None = None  # sent when nothing is in transit
-        self._answers = False  # the receiver stopped, and waits for an answer
-        self._is_told = self._is_lost = False
+        self._owes_answer = False  # the receiver stopped, and waits for an answer
+        self._is_stop_sent = self._is_lost = False
         self._cut: Cut | None = None
         self._turn = self._last = 0
         self._wanted: deque[Grant] = deque()
@@ -96,7 +96,7 @@ class Outflow:
         self._digests: dict[int, int] = {}
         self._stops = 0
         self._loan: Loan | None = None  # the peer copies out of the pool itself
-        self._again = Repeat()
+        self._repeat = Repeat()
         loan = self._lend() if offer.is_lent else None
         self._say_offer()
         if loan is not None:
@@ -105,7 +105,7 @@ class Outflow:
     # ---- notes -----------------------------------------------------------------------------------------------------
 
     def wanted(self, note: Want) -> None:
-        if self.is_over or self._stop or self._answers or note.turn <= self._turn:
+        if self.is_over or self._stop or self._owes_answer or note.turn <= self._turn:
             if self.is_over:
                 self.link.say(self.peer, Stopped(self.number, note.arrival, True))
             return
@@ -121,30 +121,30 @@ class Outflow:
                 self.fail(error)
                 return
         self._turn = note.turn
-        self._again.reset()
+        self._repeat.reset()
         listed = {grant.serial for grant in note.grants}
-        for serial in [one for one, packed in self._packed.items() if packed.is_told and one not in listed]:
+        for serial in [one for one, packed in self._packed.items() if packed.is_announced and one not in listed]:
             self._forget(serial)
         if len(self._wanted) + len(self._packed) + sum(one > self._last for one in listed) > MOST_GRANTS:
             raise BindError(f"{self.link.title}: {self.peer} wants more than {MOST_GRANTS} chunks at a time")
         for grant in note.grants:
             packed = self._packed.get(grant.serial)
-            if packed is not None and packed.is_told:
-                if time.monotonic() > packed.told_at + AGAIN[0] / 2:  # until then the note may be in transit
-                    self._tell(packed)
+            if packed is not None and packed.is_announced:
+                if time.monotonic() > packed.announced_at + REPEAT_SECONDS[0] / 2:  # until then the note may be in transit
+                    self._announce(packed)
             elif packed is None and grant.serial > self._last:
                 self._wanted.append(grant)
         self._last = max([self._last, *listed])
 
     def asked(self, note: Ask) -> None:
         """The receiver has opened this side's pool: lend it the blocks."""
-        if self.is_over or self._stop or self._answers:
+        if self.is_over or self._stop or self._owes_answer:
             if self.is_over:
                 self.link.say(self.peer, Stopped(self.number, note.arrival, True))
             return
         if self._cut or (self.arrival and note.arrival != self.arrival):
             return
-        self._again.reset()
+        self._repeat.reset()
         loan, is_all = self._loan, (note.tokens, note.origin) == (self.offer.tokens, self.offer.origin)
         self.link.asked(self.peer, self.offer.group, is_all=is_all)
         if loan is not None and (note.tokens, note.origin) == (loan.tokens, loan.origin):
@@ -200,7 +200,7 @@ class Outflow:
             self.link.say(self.peer, Stopped(self.number, note.arrival, True))
             return
         self.arrival = self.arrival or note.arrival
-        self._answers = True
+        self._owes_answer = True
         kind = DigestError if note.is_digest else TransferError
         self.sending.fail(kind(f"{self.link.title}: {self.peer} has stopped receiving {self.sending.key!r}: {note.why}"))
 
@@ -212,7 +212,7 @@ class Outflow:
     def finished(self, note: Done) -> None:
         if self.is_over or self.arrival not in (0, note.arrival):  # 0: the receiver never wanted it
             return
-        if not all(_is_done(packed.done) for packed in self._packed.values()) or (self._loan and not self._loan.is_told):
+        if not all(_is_done(packed.done) for packed in self._packed.values()) or (self._loan and not self._loan.is_digest_sent):
             return  # the note cannot belong to what is still being packed or digested: it is repeated
         for serial in list(self._packed):
             self._forget(serial)
@@ -230,7 +230,7 @@ class Outflow:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        """End the flow from this side.  The receiver is told when nothing is in transit."""
+        """End the flow from this side.  The stop is sent when nothing is in transit."""
         if not self.is_over and self._stop is None:
             self._stop = Stop(self.number, self.arrival, isinstance(error, DigestError), True, str(error))
             self._wanted.clear()
@@ -260,26 +260,26 @@ class Outflow:
                 self._end()
             return False
         busy = self._pack()
-        if self._loan is not None and not self._stop and not self._answers:  # what has failed is told no digest
+        if self._loan is not None and not self._stop and not self._owes_answer:  # a transfer that failed sends no digest
             busy |= self._loan.go_on()
         for serial, packed in list(self._packed.items()):
             busy |= self._go_on(serial, packed)
         is_digesting = self._loan is not None and not self._loan.is_digested
         if is_digesting:
             return busy
-        if (self._stop or self._answers) and not any(one.op or not one.is_told for one in self._packed.values()):
+        if (self._stop or self._owes_answer) and not any(one.op or not one.is_announced for one in self._packed.values()):
             for serial in list(self._packed):
                 self._forget(serial)
-            if self._answers:
+            if self._owes_answer:
                 self.link.say(self.peer, Stopped(self.number, self.arrival, True))
                 self._end()
-            elif self._stop is not None and (not self._is_told or self._again.is_due(now)):
-                self._is_told = True
+            elif self._stop is not None and (not self._is_stop_sent or self._repeat.is_due(now)):
+                self._is_stop_sent = True
                 self._stops += 1
                 self.link.say(self.peer, self._stop)
                 if self._stops > 8:  # a live peer would have answered
                     self._give_up()
-        elif all(one.is_told for one in self._packed.values()) and self._again.is_due(
+        elif all(one.is_announced for one in self._packed.values()) and self._repeat.is_due(
             now
         ):  # the answer may have been lost
             self.link.count("notes_again")
@@ -300,7 +300,7 @@ class Outflow:
     def _pack(self) -> bool:
         """Pack wanted chunks: first a single one, so that it is sent soon, then more per call."""
         busy = False
-        while self._wanted and not self._stop and not self._answers:
+        while self._wanted and not self._stop and not self._owes_answer:
             arrays: dict[tuple[int, int], Array] = {}
             taken: list[_Packed] = []
             most = min(self.link.ring.together, 1 + len(self._digests) + len(self._packed))
@@ -362,11 +362,11 @@ class Outflow:
         if packed.op is not None:
             if not packed.op.query():
                 return False
-            packed.op, packed.is_told, packed.told_at = None, True, time.monotonic()
+            packed.op, packed.is_announced, packed.announced_at = None, True, time.monotonic()
             ring.give(packed.slot)
             packed.slot = -1
             return True
-        if packed.is_told:
+        if packed.is_announced:
             return False
         try:
             if not packed.done.query():
@@ -374,14 +374,14 @@ class Outflow:
         except KvbmError as error:
             self.fail(error)
         self._give_back(packed)
-        if self._stop or self._answers:
-            packed.is_told = True
+        if self._stop or self._owes_answer:
+            packed.is_announced = True
             return True
         chunk = self._chunk(packed.grant.chunk)
         self._digests[packed.grant.chunk] = packed.done.digests[self.rank, packed.grant.chunk]
         if self.offer.pulls or packed.slot < 0:
-            packed.is_told = True
-            self._tell(packed)
+            packed.is_announced = True
+            self._announce(packed)
         else:
             note = Put(self.number, self.arrival, serial, packed.grant.chunk, packed.grant.slot)
             packed.op = link.put(self.peer, ring.slice(packed.slot, chunk.size), packed.grant.slot, note)
@@ -391,8 +391,8 @@ class Outflow:
         link.count("bytes_sent", chunk.size)
         return True
 
-    def _tell(self, packed: _Packed) -> None:
-        packed.told_at = time.monotonic()
+    def _announce(self, packed: _Packed) -> None:
+        packed.announced_at = time.monotonic()
         slot = packed.slot if self.offer.pulls else packed.grant.slot
         self.link.say(self.peer, Put(self.number, self.arrival, packed.grant.serial, packed.grant.chunk, slot))
 
@@ -418,14 +418,14 @@ class Outflow:
             self._loan.release()
 
 
-class _Coming:
+class _Expected:
     """An expected chunk: granted, being fetched, or being unpacked."""
 
     def __init__(self, grant: Grant, slot: int) -> None:
         self.grant, self.slot = grant, slot
         self.op: Op | None = None
         self.done: ChunksDone | None = None
-        self.is_here = False
+        self.has_arrived = False
         self.is_alone = False  # True: unpacked in a separate call, so that other chunks do not fail with it
 
 
@@ -448,7 +448,7 @@ class Incoming(abc.ABC):
         self.digests: dict[int, int] = {}
         self._is_ending = False
         self._stopping: Stop | None = None
-        self._again = Repeat()
+        self._repeat = Repeat()
 
     def fail(self, error: KvbmError) -> None:
         """Stop receiving: tell the sender.  Slots that it may still write stay reserved until it answers."""
@@ -459,7 +459,7 @@ class Incoming(abc.ABC):
             return
         is_digest, why = isinstance(error, DigestError), str(error)
         self._stopping = Stop(self.offer.sending, self.arrival.number, is_digest, False, why)
-        self._again.reset()
+        self._repeat.reset()
         self._say_stop()
 
     def lost(self) -> None:
@@ -546,7 +546,7 @@ class Inflow(Incoming):
         self._cut = cut
         self._chunks = cut.chunks.get(rank, ())
         self._todo = deque(range(len(self._chunks)))
-        self._coming: dict[int, _Coming] = {}
+        self._expected: dict[int, _Expected] = {}
         self._tries: Counter[int] = Counter()
         self._turn = 0
         self._serials = itertools.count(1)
@@ -566,28 +566,28 @@ class Inflow(Incoming):
         if self.is_done:
             self._say_done()
             return
-        coming = self._coming.get(note.serial)
-        if coming is None or coming.is_here or note.arrival != self.arrival.number or note.chunk != coming.grant.chunk:
+        expected = self._expected.get(note.serial)
+        if expected is None or expected.has_arrived or note.arrival != self.arrival.number or note.chunk != expected.grant.chunk:
             return
         if self.offer.pulls:
             size = self._chunks[note.chunk].size
-            coming.op = self.link.get(self.peer, self.link.ring.slice(coming.slot, size), note.slot)
-            if coming.op is None:
+            expected.op = self.link.get(self.peer, self.link.ring.slice(expected.slot, size), note.slot)
+            if expected.op is None:
                 return  # the peer is lost: nothing was read
-        coming.is_here = True
-        self._again.reset()
+        expected.has_arrived = True
+        self._repeat.reset()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     @property
     def is_untouched(self) -> bool:
         """True if no chunk was unpacked or is being unpacked."""
-        return not self.digests and not self.is_done and all(coming.done is None for coming in self._coming.values())
+        return not self.digests and not self.is_done and all(expected.done is None for expected in self._expected.values())
 
     @property
     def uses_no_pool(self) -> bool:
         """True if no kernel of this flow writes the pool."""
-        return all(coming.done is None or _is_done(coming.done) for coming in self._coming.values())
+        return all(expected.done is None or _is_done(expected.done) for expected in self._expected.values())
 
     def tick(self, now: float) -> bool:
         """Advance the flow.  True if something was done."""
@@ -600,47 +600,47 @@ class Inflow(Incoming):
         busy = news
         if self._stopping is None and self.link.ring.together > 1:
             self._unpack_some()
-        for serial, coming in list(self._coming.items()):
-            busy |= self._go_on(serial, coming)
+        for serial, expected in list(self._expected.items()):
+            busy |= self._go_on(serial, expected)
         if self._stopping is not None:
             self._quarantine()
-            if self._again.is_due(now):
+            if self._repeat.is_due(now):
                 self.link.count("notes_again")
                 self.link.say(self.peer, self._stopping)
             return busy
-        if not self.is_done and not news and self._again.is_due(now):
+        if not self.is_done and not news and self._repeat.is_due(now):
             self.link.count("notes_again")
             self._say_wants()
         return busy
 
     def release(self) -> None:
         """At the end: wait for running kernels."""
-        for coming in self._coming.values():
-            if coming.done is not None:
+        for expected in self._expected.values():
+            if expected.done is not None:
                 with contextlib.suppress(Exception):
-                    coming.done.synchronize()
+                    expected.done.synchronize()
 
     def _grant(self) -> bool:
         news = False
         ring = self.link.ring
         window = min(max(WINDOW, 2 * self.link.ring.together, WINDOW_BYTES // ring.slot_bytes), MOST_WINDOW)
-        away = sum(not one.is_here for one in self._coming.values())
+        away = sum(not one.has_arrived for one in self._expected.values())
         if away > window - window // 4:  # several per note
             return False
-        while self._todo and away < window and len(self._coming) < min(2 * window, MOST_GRANTS):
+        while self._todo and away < window and len(self._expected) < min(2 * window, MOST_GRANTS):
             slot = ring.take(self.peer, sends=False)
             if slot is None:
                 self.link.count("stalls")
                 break
             grant = Grant(self._todo.popleft(), slot - ring.sends, next(self._serials))
-            self._coming[grant.serial] = _Coming(grant, slot)
+            self._expected[grant.serial] = _Expected(grant, slot)
             away, news = away + 1, True
         return news
 
     def _say_wants(self) -> None:
         self._turn += 1
         arrival = self.arrival
-        grants = tuple(one.grant for one in self._coming.values() if not one.is_here or one.op is not None)
+        grants = tuple(one.grant for one in self._expected.values() if not one.has_arrived or one.op is not None)
         plan = self.link.plans(self.offer.group)[1]
         self.link.say(
             self.peer,
@@ -648,39 +648,39 @@ class Inflow(Incoming):
                 self.offer.sending, arrival.number, plan, arrival.span.tokens, arrival.span.origin, self._turn, grants
             ),
         )
-        self._again.reset()
+        self._repeat.reset()
 
-    def _go_on(self, serial: int, coming: _Coming) -> bool:
-        if not coming.is_here:
+    def _go_on(self, serial: int, expected: _Expected) -> bool:
+        if not expected.has_arrived:
             return False
-        if coming.op is not None:
-            if not coming.op.query():
+        if expected.op is not None:
+            if not expected.op.query():
                 return False
-            coming.op = None
+            expected.op = None
         try:
-            if coming.done is None:
+            if expected.done is None:
                 if self._stopping is not None:
                     self._free(serial)
                     return True
-                coming.is_alone = True
-                coming.done = self._unpack([coming])
-            if not coming.done.query():
+                expected.is_alone = True
+                expected.done = self._unpack([expected])
+            if not expected.done.query():
                 return False
         except (DigestError, BindError) as error:
-            if coming.is_alone:
-                self._wrong(serial, coming, error)
+            if expected.is_alone:
+                self._wrong(serial, expected, error)
             else:  # unpack each separately to find the wrong one
-                coming.is_alone, coming.done = True, None
+                expected.is_alone, expected.done = True, None
             return True
-        self.digests[coming.grant.chunk] = coming.done.digests[self.rank, coming.grant.chunk]
+        self.digests[expected.grant.chunk] = expected.done.digests[self.rank, expected.grant.chunk]
         self.link.count("chunks_received")
-        self.link.count("bytes_received", self._chunks[coming.grant.chunk].size)
+        self.link.count("bytes_received", self._chunks[expected.grant.chunk].size)
         self._free(serial)
         if len(self.digests) == len(self._chunks) and self._stopping is None:
             self._finish()
         return True
 
-    def _unpack(self, some: Sequence[_Coming]) -> ChunksDone:
+    def _unpack(self, some: Sequence[_Expected]) -> ChunksDone:
         arrival, array, sizes = self.arrival, self.link.ring.array, self._chunks
         slots = {(self.rank, one.grant.chunk): array(one.slot, sizes[one.grant.chunk].size) for one in some}
         if arrival.zero is None:  # from now on something is written
@@ -689,7 +689,7 @@ class Inflow(Incoming):
 
     def _unpack_some(self) -> None:
         """Unpack the arrived chunks in one call; if one is wrong, each in a separate call."""
-        ready = [one for one in self._coming.values() if one.is_here and not (one.op or one.done or one.is_alone)]
+        ready = [one for one in self._expected.values() if one.has_arrived and not (one.op or one.done or one.is_alone)]
         some = ready[: self.link.ring.together]
         if len(some) < 2:
             return
@@ -697,11 +697,11 @@ class Inflow(Incoming):
             done = self._unpack(some)
         except (DigestError, BindError):
             done = None
-        for coming in some:
-            coming.done, coming.is_alone = done, done is None
+        for expected in some:
+            expected.done, expected.is_alone = done, done is None
 
-    def _wrong(self, serial: int, coming: _Coming, error: KvbmError) -> None:
-        number = coming.grant.chunk
+    def _wrong(self, serial: int, expected: _Expected, error: KvbmError) -> None:
+        number = expected.grant.chunk
         self._free(serial)
         self._tries[number] += 1
         self.link.count("chunks_wrong")
@@ -717,25 +717,25 @@ class Inflow(Incoming):
 
     def _quarantine(self) -> None:
         """Keep the slots reserved that the sender may still write."""
-        for coming in self._coming.values():
-            if not coming.is_here and not self.offer.pulls:
-                self.link.ring.quarantined.add((self.peer, coming.slot))
+        for expected in self._expected.values():
+            if not expected.has_arrived and not self.offer.pulls:
+                self.link.ring.quarantined.add((self.peer, expected.slot))
 
     def _free(self, serial: int) -> None:
-        coming = self._coming.pop(serial)
-        self.link.ring.quarantined.discard((self.peer, coming.slot))
-        self.link.ring.give(coming.slot)
+        expected = self._expected.pop(serial)
+        self.link.ring.quarantined.discard((self.peer, expected.slot))
+        self.link.ring.give(expected.slot)
 
     def _end(self) -> None:
         """Nothing of the sender is under way: free all slots, at once or when what this side does with them has ended."""
         self._is_ending = True  # nothing more is granted, or unpacked
-        for serial, coming in list(self._coming.items()):
-            if coming.op is not None and not _is_done(coming.op):
+        for serial, expected in list(self._expected.items()):
+            if expected.op is not None and not _is_done(expected.op):
                 continue  # a get still writes it
-            if coming.done is not None and not _is_done(coming.done):
+            if expected.done is not None and not _is_done(expected.done):
                 continue  # a kernel still reads its slot; `tick` frees it
             self._free(serial)
-        self.is_over = not self._coming
+        self.is_over = not self._expected
 
 
 def _is_done(done: ChunksDone | Op) -> bool:

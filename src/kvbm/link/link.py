@@ -37,8 +37,8 @@ _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
 
-#: Seconds between two notes to a peer from which something is expected.
-_ASKS = 0.5
+#: Seconds between two probes of a peer from which something is expected.
+_PROBES = 0.5
 
 #: Longest seconds of a note on its way: an offer that arrives so soon after a failed receive may belong to the failed attempt.
 _LATE = 30.0
@@ -84,7 +84,7 @@ class Link:
         self._readers: dict[tuple[str, int], Reader] = {}  # peer and group → how its pool is read
         self._lenders: dict[int, Lender] = {}
         #: Peers and groups that read this side's pool; True if the last of them asked for all that was offered.
-        self._asked: dict[tuple[str, int], bool] = {}
+        self._pool_readers: dict[tuple[str, int], bool] = {}
         self._paths: dict[tuple[int, str], str] = {}  # rank and group → "direct", or why not
         #: Inflows that have ended, and the answer for each.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
@@ -94,7 +94,7 @@ class Link:
         self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
         self._numbers = itertools.count(secrets.randbits(32) + 1)
-        self._asks_at = 0.0  # time of the next check of silent peers
+        self._probe_at = 0.0  # time of the next check of silent peers
         self.is_closed = False
 
     # ---- public methods --------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Link:
         if group not in self._gathered:
             self.endpoint.submit(lambda: self._begin_arrival(arrival))
             return arrival
-        near, name = self._near(), f"{self.engine}: {key}"
+        near, name = self._sibling_link(), f"{self.engine}: {key}"
         rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
         passing, begin = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
         gathering = Gathering(arrival, rest, passing, begin)
@@ -193,7 +193,7 @@ class Link:
         self.endpoint.submit(begin_both)
         return gathering
 
-    def _near(self) -> Link:
+    def _sibling_link(self) -> Link:
         """The link between ranks of this engine that hold the same."""
         if self.endpoint.siblings is None:
             raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
@@ -252,11 +252,11 @@ class Link:
 
         Raises `TransferTimeoutError` if the endpoint's thread has not done so within `timeout` seconds; then call it again.
         """
-        self.endpoint.call(lambda: self._close("it was closed"), seconds("timeout", timeout))
+        self.endpoint.call(self._close, seconds("timeout", timeout))
 
     def leave(self) -> None:
         """As `close`, without waiting for the endpoint's thread."""
-        self.endpoint.submit(lambda: self._close("it was closed"))
+        self.endpoint.submit(self._close)
 
     # ---- beginning -------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Link:
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
-        if self._all_direct(packer, identity[0], self._asked):  # either way, an error is raised if this cannot be sent
+        if self._all_direct(packer, identity[0], self._pool_readers):  # either way, an error is raised if this cannot be sent
             packer.listed(span, span.origin)
         else:
             self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)
@@ -305,14 +305,14 @@ class Link:
                 sending.fail(self.lost[peer])
                 break
             plan = int(packer.made.fingerprint, 16)
-            is_lent = not pulls and not sending.has_failed and self._asked.get((peer, identity[0]), False)
+            is_lent = not pulls and not sending.has_failed and self._pool_readers.get((peer, identity[0]), False)
             offer = Offer(
                 number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls, is_lent=is_lent
             )
             flow = Outflow(self, sending, peer, message.dst, number, offer)
             sending.flows.append(flow)
             self._flows[peer, number] = flow
-            if (error := sending.error) is not None:  # before, or at another peer: this one is told, and lent nothing
+            if (error := sending.error) is not None:  # before, or at another peer: this peer gets the error, and no loan
                 flow.fail(error)
         if not sending.flows and not sending.has_failed:
             sending.settle()
@@ -426,20 +426,20 @@ class Link:
             if (flow := self._flows.get(at)) is not None:
                 flow.finished(note)
         elif isinstance(note, Stop):
-            self._told_to_stop(peer, note)
+            self._stopped(peer, note)
         elif note.by_sender:
             if (inflow := self._inflows.get(at)) is not None:
                 inflow.answered()
         elif (flow := self._flows.get(at)) is not None:
             flow.answered()
 
-    def _told_to_stop(self, peer: str, note: Stop) -> None:
+    def _stopped(self, peer: str, note: Stop) -> None:
         at = peer, note.sending
         if note.by_sender:
             inflow = self._inflows.get(at)
             self._offers.pop(at, None)
             if inflow is None:
-                self._ended.setdefault(at, None)  # an offer that is late is of no use
+                self._ended.setdefault(at, None)  # so that an offer that arrives later is ignored
                 self.say(peer, Stopped(note.sending, note.arrival, False))
             else:
                 inflow.stopped(note)
@@ -494,9 +494,9 @@ class Link:
                 self._losing.setdefault(flow.peer, error)
             except KvbmError as error:  # the peer sent something wrong
                 _handle_of(flow).fail(error)
-        if now >= self._asks_at:
-            self._asks_at = now + _ASKS
-            self._ask()
+        if now >= self._probe_at:
+            self._probe_at = now + _PROBES
+            self._probe()
         for peer, lost in list(self._losing.items()):
             self._lose(peer, lost)
         self._losing.clear()
@@ -523,7 +523,7 @@ class Link:
                 kept.popitem(last=False)
         return busy
 
-    def _ask(self) -> None:
+    def _probe(self) -> None:
         """Send an empty note to peers from which something is expected: only then does a wire report that a peer is gone."""
         arrivals = [one for one in self._handles if isinstance(one, Arrival) and one.is_awaited]
         silent = {rank for one in arrivals for rank, layers in one.missing.items() if layers}
@@ -571,8 +571,8 @@ class Link:
         for at in [one for one in self._readers if one[0] == peer]:  # its memory is unmapped when no flow reads it
             del self._readers[at]
 
-    def _close(self, why: str) -> None:
-        self.is_closed = True
+    def _close(self) -> None:
+        self.is_closed, why = True, "it was closed"
         for handle in list(self._handles):
             handle.fail(TransferError(f"{self.title}: {handle.what} {handle.key!r}: {why}"))
         for peer in self.peers:
@@ -608,7 +608,7 @@ class Link:
 
     def asked(self, peer: str, group: int, *, is_all: bool) -> None:
         """Remember that a peer reads this side's pool, and whether it asked for all that was offered."""
-        self._asked[peer, group] = is_all
+        self._pool_readers[peer, group] = is_all
 
     def lender(self, group: int) -> Lender:
         """What digests the blocks of a group that peers read."""
@@ -630,7 +630,7 @@ class Link:
         """Write to a slot that the peer has granted.  None if the peer is lost."""
         wire, closed = self.endpoint.wire, self.endpoint.closed
         return self._guarded(
-            peer, lambda: wire.put(peer, local, self._far(peer, slot, local), closed(peer, write(note)))
+            peer, lambda: wire.put(peer, local, self._remote(peer, slot, local), closed(peer, write(note)))
         )
 
     def borrow(self, peer: str, slot: int, nbytes: int) -> Array | None:
@@ -638,7 +638,7 @@ class Link:
         borrow = getattr(self.endpoint.wire, "borrow", None)
         if borrow is None:
             return None
-        remote = self._far(peer, slot, Slice(0, nbytes))
+        remote = self._remote(peer, slot, Slice(0, nbytes))
         lent = self._guarded(peer, lambda: borrow(peer, remote))
         if lent is None:
             return None
@@ -652,10 +652,10 @@ class Link:
     def get(self, peer: str, local: Slice, slot: int) -> Op | None:
         """Read a slot that the peer has packed.  None if the peer is lost."""
         return self._guarded(
-            peer, lambda: self.endpoint.wire.get(peer, local, self._far(peer, slot, local, sends=True))
+            peer, lambda: self.endpoint.wire.get(peer, local, self._remote(peer, slot, local, sends=True))
         )
 
-    def _far(self, peer: str, slot: int, local: Slice, *, sends: bool = False) -> Slice:
+    def _remote(self, peer: str, slot: int, local: Slice, *, sends: bool = False) -> Slice:
         sending, taking, size = self.rings[peer]
         if not 0 <= slot < (sending if sends else taking) or local.nbytes > size:
             raise BindError(f"{self.title}: {peer}: slot {slot} of {local.nbytes} bytes: it has {taking} slots of {size} bytes")

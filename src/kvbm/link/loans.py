@@ -34,8 +34,8 @@ class Loan:
         The number of the peer's `Ask`; 0 before it asks.
     tokens, origin
         As of the note.
-    is_told : bool
-        True if the peer was told the digest of the blocks.
+    is_digest_sent : bool
+        True if the digest of the blocks was sent to the peer.
     is_returned : bool
         True if the peer does not read them any more.
     """
@@ -45,16 +45,16 @@ class Loan:
         self._span = span if note.tokens == span.tokens else Span(span.table, note.tokens, span.origin)
         self.arrival, self.tokens, self.origin = note.arrival, note.tokens, note.origin
         self._table = lender.table(self._span).astype("<i4")
-        self.is_told = self.is_returned = False
+        self.is_digest_sent = self.is_returned = False
         self._past = [] if past is None else past._passes
         self._pass: Pass | None = None  # that digests the blocks, after `begin`
 
     def small_table(self) -> Table | None:
-        """The table, if it has room in an offer."""
+        """The table if it fits into an offer."""
         return next(self._tables(), None) if len(self._table) <= MOST_OFFERED else None
 
     def begin(self) -> None:
-        """Tell the table, unless the offer has it, and digest the blocks.  Mostly the peer copies them meanwhile."""
+        """Send the table, unless the offer has it, and digest the blocks.  Mostly the peer copies them meanwhile."""
         flow = self._flow
         if flow.offer.table is None or self.arrival:
             self._say_table()
@@ -63,7 +63,7 @@ class Loan:
 
     @property
     def digest(self) -> int:
-        """The digest of what is lent, after the peer `is_told`."""
+        """The digest of what is lent.  The blocks must be digested."""
         assert self._pass is not None
         return self._pass.total
 
@@ -81,9 +81,9 @@ class Loan:
         return self.is_returned and self.is_digested
 
     def say(self) -> None:
-        """Tell the block table again, and the digest if it is known."""
+        """Send the block table again, and the digest if it is known."""
         self._say_table()
-        self.is_told = False
+        self.is_digest_sent = False
         self.go_on()
 
     def _say_table(self) -> None:
@@ -101,17 +101,17 @@ class Loan:
         """True if the blocks are known to be complete: the peer may copy them while this side digests them."""
         order = self._flow.sending.order
         if order.get("stream") is not (self._flow.link.endpoint.stream if order else None):
-            return self.is_told  # the work of another stream comes before
+            return self.is_digest_sent  # the work of another stream comes before
         wait = order.get("wait")
         with contextlib.suppress(Exception):  # an event of any kind
-            return wait is None or self.is_told or bool(wait.query())
+            return wait is None or self.is_digest_sent or bool(wait.query())
         return False
 
     def go_on(self) -> bool:
-        """Tell the peer when the blocks are digested.  True if it was told now."""
-        if self.is_told or self._pass is None or not self.is_digested:
+        """Send the digest when the blocks are digested.  True if it was sent now."""
+        if self.is_digest_sent or self._pass is None or not self.is_digested:
             return False
-        self.is_told = True
+        self.is_digest_sent = True
         self._flow.link.say(self._flow.peer, Ready(self._flow.number, self.arrival, self.digest))
         return True
 

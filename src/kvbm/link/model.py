@@ -51,7 +51,7 @@ def named(model: str | Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def read(held: object) -> dict[str, str]:
+def read(fields: object) -> dict[str, str]:
     """The fields of another engine's card, which is not trusted.
 
     Raises
@@ -59,16 +59,16 @@ def read(held: object) -> dict[str, str]:
     BindError
         They are not fields.
     """
-    if isinstance(held, str):
-        return {_ALONE: _short(held)}
-    if not isinstance(held, dict) or len(held) > _MOST:
-        raise BindError(f"card: 'model': expected a text, or at most {_MOST} fields, got {quoted(held, 60)}")
-    for name, text in held.items():
+    if isinstance(fields, str):
+        return {_ALONE: _short(fields)}
+    if not isinstance(fields, dict) or len(fields) > _MOST:
+        raise BindError(f"card: 'model': expected a text, or at most {_MOST} fields, got {quoted(fields, 60)}")
+    for name, text in fields.items():
         if not isinstance(text, str) or max(len(name), len(text)) > _MOST_TEXT:
             raise BindError(
                 f"card: 'model': expected texts of at most {_MOST_TEXT} characters, got {quoted(name, 60)}: {quoted(text, 60)}"
             )
-    return held
+    return fields
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
@@ -76,12 +76,15 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
     if here == there:
         return ""
     names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-    shown = [f"{printable(name)}: {_said(here, name)} here and {_said(there, name)} on the other side" for name in names[:_SHOWN]]
+    shown = [
+        f"{printable(name)}: {_value_text(here, name)} here and {_value_text(there, name)} on the other side"
+        for name in names[:_SHOWN]
+    ]
     more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
     return "; ".join(shown + more)
 
 
-def _said(fields: Mapping[str, str], name: str) -> str:
+def _value_text(fields: Mapping[str, str], name: str) -> str:
     return repr(fields[name]) if name in fields else "nothing"
 
 

@@ -273,7 +273,7 @@ class Ask:
         return cls(sending, arrival, plan, range(start, stop), origin)
 
 
-#: Most blocks of a sequence whose table is told.
+#: Most entries of a block table.
 MOST_ENTRIES = 1 << 22
 
 

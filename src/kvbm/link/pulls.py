@@ -29,17 +29,17 @@ class Pull(Incoming):
     ) -> None:
         super().__init__(link, arrival, peer, rank, offer, began)
         self._reader = reader
-        self._told = offer.table
+        self._offered_table = offer.table
         self._table: Any = None
-        self._is_known: Any = None  # entries of the table that have come
+        self._has_entry: Any = None  # entries of the table that have come
         self._is_complete = False  # the peer's blocks may be read
-        self._ready: int | None = None  # the peer's digest of them
-        self._found: int | None = None  # the digest of what was read, until the peer's has come
+        self._peer_digest: int | None = None  # the peer's digest of them
+        self._own_digest: int | None = None  # the digest of what was read, until the peer's has come
         self._pieces: list[Piece] | None = None  # what is to copy, after the table is known
         self._todo: deque[Piece] = deque()
         self._pass: Pass | None = None  # what is under way
         self._copies = arrival.verify != "before"  # False: the peer's blocks are only digested, before anything is written
-        self._is_begun = self._is_stop_told = self._is_returned = False
+        self._is_begun = self._is_stop_sent = self._is_returned = False
         self._tries = 0
         self._unanswered: Stop | None = None
         #: Numbers of arrivals whose notes are for this flow; 0: for all that is offered, if it is lent.
@@ -67,20 +67,20 @@ class Pull(Incoming):
         if note.count > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
             raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks for fewer tokens")
         if self._table is None:
-            self._table, self._is_known = np.full(note.count, -1, np.int64), np.zeros(note.count, bool)
+            self._table, self._has_entry = np.full(note.count, -1, np.int64), np.zeros(note.count, bool)
         if len(self._table) != note.count:
             raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks, and of {len(self._table)}")
         part = np.frombuffer(note.blocks, "<i4")
         self._table[note.first : note.first + len(part)] = part
-        self._is_known[note.first : note.first + len(part)] = True
-        self._again.reset()
+        self._has_entry[note.first : note.first + len(part)] = True
+        self._repeat.reset()
 
     def ready(self, note: Ready) -> None:
         if self.is_done:
             self._say_done()
-        elif note.arrival in self._numbers and self._ready is None:
-            self._ready, self._is_complete = note.digest, True
-            self._again.reset()
+        elif note.arrival in self._numbers and self._peer_digest is None:
+            self._peer_digest, self._is_complete = note.digest, True
+            self._repeat.reset()
 
     def stopped(self, note: Stop) -> None:
         if not self.is_over:
@@ -112,26 +112,26 @@ class Pull(Incoming):
             self._end()
             return False
         if self._stopping is not None:
-            if self.uses_no_pool and (not self._is_stop_told or self._again.is_due(now)):
+            if self.uses_no_pool and (not self._is_stop_sent or self._repeat.is_due(now)):
                 self._say_stop()
             return False
         if self.is_done:
             return False
         if self._pass is not None:
             return self._go_on()
-        if self._found is not None and self._ready is not None:
-            self._compare(self._found, self._ready)
+        if self._own_digest is not None and self._peer_digest is not None:
+            self._compare(self._own_digest, self._peer_digest)
             return True
-        if self._told is not None:
-            self.table(self._told)
-            self._told = None
-        if self._pieces is None and self._table is not None and self._is_known.all():
+        if self._offered_table is not None:
+            self.table(self._offered_table)
+            self._offered_table = None
+        if self._pieces is None and self._table is not None and self._has_entry.all():
             arrival, offer = self.arrival, self.offer
             self._pieces = self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers)
-        if self._is_complete and self._pieces is not None and self._found is None:
+        if self._is_complete and self._pieces is not None and self._own_digest is None:
             self._begin()
             return True
-        if self._again.is_due(now):
+        if self._repeat.is_due(now):
             self.link.count("notes_again")
             self._ask()
         return False
@@ -148,7 +148,7 @@ class Pull(Incoming):
         self.link.say(
             self.peer, Ask(self.offer.sending, arrival.number, plan, arrival.span.tokens, arrival.span.origin)
         )
-        self._again.reset()
+        self._repeat.reset()
 
     def _begin(self) -> None:
         assert self._pieces is not None
@@ -174,15 +174,15 @@ class Pull(Incoming):
         assert self._pass is not None
         if not self._pass.query():
             return False
-        self._found, self._pass = self._pass.total, None
+        self._own_digest, self._pass = self._pass.total, None
         if self._copies:
             self._reader.written()
-        if self._ready is not None:
-            self._compare(self._found, self._ready)
+        if self._peer_digest is not None:
+            self._compare(self._own_digest, self._peer_digest)
         return True
 
     def _compare(self, found: int, expected: int) -> None:
-        self._found = None
+        self._own_digest = None
         if found != expected:
             self._wrong(found)
         elif not self._copies:
@@ -203,12 +203,12 @@ class Pull(Incoming):
             return
         done = "its blocks were written: do not use them" if self._copies else "none of it was written"
         where = f"{self.link.title}: {self.arrival.key!r} of {self.peer}: {self._tries} times"
-        self.arrival.fail(DigestError(f"{where}: digest: expected {self._ready:#018x}, got {found:#018x}; {done}"))
+        self.arrival.fail(DigestError(f"{where}: digest: expected {self._peer_digest:#018x}, got {found:#018x}; {done}"))
 
     def _say_stop(self) -> None:
         if self.uses_no_pool:  # until then this side still reads
             self._give_back()
-            self._is_stop_told = True
+            self._is_stop_sent = True
             super()._say_stop()
 
     def _give_back(self) -> None:

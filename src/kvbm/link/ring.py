@@ -15,6 +15,7 @@ from .. import _core
 from ..errors import BindError
 from ..layout.shapes import round_up
 from ..memory.array_info import Array
+from ..system.machine import device_of
 from ..system.memory_files import memory_file
 from ..wire import Slab, Slice
 
@@ -68,7 +69,7 @@ class Ring:
                 ) from None
             address = int(np.frombuffer(self._pages, np.uint8).ctypes.data)
         else:
-            number = int(device.partition(":")[2])
+            number = device_of(device)
             address = _core.alloc_device(number, nbytes)
             self._free_device = (number, address)
         self.slab = Slab(address, nbytes, device, self, file)
@@ -97,7 +98,7 @@ class Ring:
             self._with.subtract(sends for sends in (False, True) if (peer, sends) in self._taken)
 
     def require_room(self, more: int) -> None:
-        """Raise `BindError` for another peer of a ring with a single slot each way: whoever has it could stop."""
+        """Raise `BindError` for another peer of a ring with a single slot each way: a peer that stops would keep it."""
         peers = len(self._peers | {peer for peer, _ in self._taken}) + more
         if more and peers > 1 and min(self.sends, self.takes) < 2:
             raise BindError(

@@ -51,7 +51,7 @@ _CODED = b"kvb2"
 _PART = 1 << 16
 
 #: Most messages that are kept for `Talk.hear`; later ones stay in the socket.
-_MOST_KEPT = 64
+_MOST_MESSAGES = 64
 
 #: Seconds between two messages of a side that is busy, and how many more such messages it may send.
 _BUSY, _MOST_BUSY = 1.0, 60
@@ -60,12 +60,12 @@ _BUSY, _MOST_BUSY = 1.0, 60
 _PAUSE = 0.05
 
 #: Seconds in which a thread has sent a message if the other side reads.
-_SAYS = 0.02
+_LOCK_SECONDS = 0.02
 
 #: Most characters of another side's text in a message or an error.
 _MOST_TEXT = 2000
 
-#: Seconds within which somebody who connects must say who it is.
+#: Seconds within which a client that connects must identify itself.
 HELLO = 10.0
 
 #: Most conversations of a reception: in all, with one host, and with strangers of one host.
@@ -107,11 +107,11 @@ class Talk:
         self.here = str(connection.getsockname()[0])
         self.secret: Secret | None = None
         self.host, self.peer = host, _text(host, port)
-        self._said_at = self._began = self._heard_at = time.monotonic()
+        self._sent_at = self._began = self._received_at = time.monotonic()
         self._busy = 0
         self._data, self._data_at = bytearray(), 0.0  # received, no whole message yet; and when it began
-        self._kept: deque[dict[str, Any]] = deque()
-        self._saying = threading.Lock()  # so that messages of several threads are not mixed
+        self._messages: deque[dict[str, Any]] = deque()
+        self._sending = threading.Lock()  # so that messages of several threads are not mixed
         self._session: Session | None = None
         self._is_refused = False
         connection.setblocking(False)
@@ -145,7 +145,7 @@ class Talk:
             with contextlib.suppress(KvbmError):
                 self._send(side.last_words, 0.0)
             raise AuthenticationError(f"{self.peer}: secret: {error}") from None
-        self._heard_at = self._data_at = time.monotonic()
+        self._received_at = self._data_at = time.monotonic()
         self._session, self._is_refused, self.secret = side.session(), False, secret
 
     # ---- sending ---------------------------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ class Talk:
 
     def _send(self, data: bytes, seconds: float) -> None:
         end = time.monotonic() + seconds
-        if not self._saying.acquire(timeout=max(seconds, _SAYS)):
+        if not self._sending.acquire(timeout=max(seconds, _LOCK_SECONDS)):
             self._give_up(seconds)
         try:
             if self._session is not None:
                 data += self._session.outgoing.code(data)
-            self._said_at, left = time.monotonic(), memoryview(data)
+            self._sent_at, left = time.monotonic(), memoryview(data)
             while left:
                 with contextlib.suppress(BlockingIOError):
                     left = left[self._socket.send(left) :]
@@ -196,7 +196,7 @@ class Talk:
                 raise
             raise self._lost(error) from None
         finally:
-            self._saying.release()
+            self._sending.release()
 
     def _give_up(self, seconds: float) -> NoReturn:
         self.close()  # a part of a message may have been sent: nothing can follow it
@@ -204,7 +204,7 @@ class Talk:
 
     def busy(self) -> None:
         """Tell the other side from time to time that this side is busy: it waits longer for this than for a silent side."""
-        if time.monotonic() - self._said_at > _BUSY:
+        if time.monotonic() - self._sent_at > _BUSY:
             self.say(busy=True)
 
     def fail(self, error: BaseException) -> None:
@@ -238,7 +238,7 @@ class Talk:
             The received data are not a message with these names.
         """
         self.wait(within)
-        found = self._kept.popleft()
+        found = self._messages.popleft()
         if missing := [name for name in names if name not in found]:
             raise BindError(
                 f"{self.peer}: expected a message with {', '.join(missing)}, got {printable(', '.join(found))}"
@@ -252,11 +252,11 @@ class Talk:
         """
         silent = self.timeout if silent is None else silent
         within, pause, began = self.timeout if within is None else within, 0.0, time.monotonic()
-        while not self._kept:
+        while not self._messages:
             self.look()
-            if self._kept:
+            if self._messages:
                 return
-            now, heard = time.monotonic(), max(began, self._heard_at)
+            now, heard = time.monotonic(), max(began, self._received_at)
             left = min(began + within, heard + silent) - now
             if left <= 0:
                 short = f"no complete message within {min(within, silent) if heard == began else within:g} s"
@@ -276,22 +276,22 @@ class Talk:
         TransferTimeoutError
             The rest of a message has not come within `timeout` seconds.
         """
-        if len(self._kept) >= _MOST_KEPT:
+        if len(self._messages) >= _MOST_MESSAGES:
             return
         found = self._unframed()
         if found is None:
             self._receive()
             found = self._unframed()
         if found is not None:
-            self._kept.append(found)
+            self._messages.append(found)
         elif self._data and time.monotonic() > self._data_at + self.timeout:
             raise TransferTimeoutError(f"{self.peer}: no complete message within {self.timeout:g} s")
 
     def news(self) -> dict[str, Any] | None:
         """The next message if it is there; it does not wait.  Raises the errors of `look`."""
-        if not self._kept:
+        if not self._messages:
             self.look()
-        return self._kept.popleft() if self._kept else None
+        return self._messages.popleft() if self._messages else None
 
     def _receive(self) -> None:
         """Take the bytes that are there, at most `_PART` of them."""
@@ -334,7 +334,7 @@ class Talk:
                 raise AuthenticationError(
                     f"{self.peer}: secret: expected the next message with its code; it was changed, repeated, or said elsewhere"
                 )
-            self._heard_at = self._data_at = time.monotonic()
+            self._received_at = self._data_at = time.monotonic()
             found = self._parsed(text)
             if "error" in found:
                 known = str(found["error"])
@@ -343,7 +343,7 @@ class Talk:
             if "busy" not in found:
                 return found
             self._busy += 1
-            if self._busy > _MOST_BUSY + 2 * (self._heard_at - self._began) / _BUSY:
+            if self._busy > _MOST_BUSY + 2 * (self._received_at - self._began) / _BUSY:
                 raise BindError(f"{self.peer}: said {self._busy} times that it is busy; expected once in {_BUSY:g} s")
         return None
 
@@ -386,7 +386,7 @@ class Talk:
 
 
 class Refusals:
-    """Says in the log who was refused, and why: each host once a minute, with the number of its refusals since then."""
+    """Logs refused clients with the reason: one line per host and minute, with the number of refusals since the last line."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -411,24 +411,23 @@ class Refusals:
 class Reception:
     """A port where others begin conversations.  Each has its own thread, and none waits for another.
 
-    Who is refused is in the log of ``kvbm.link.talk``, each host once a minute.
+    Refusals are in the log of ``kvbm.link.talk``, one line per host and minute.
 
-    Somebody is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if it
-    is less.  If a host has too many of them, the one
-    that came first is sent away, and if a host has too many conversations, the next one is.
+    A client is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if that
+    is less.  If a host has too many strangers, the oldest one is disconnected; if it has too many conversations, the new one.
 
     Parameters
     ----------
     host, port
         Address to listen at; port 0 is any free port.
     welcome : callable
-        Called with each conversation, on its thread; the conversation ends when it returns.  Its errors are told to the other side.
+        Called with each conversation, on its thread; the conversation ends when it returns.  Its errors are sent to the other side.
     timeout : float
         Limit of `HELLO`.
     name : str
         Name of the threads.
     secret : Secret, optional
-        Somebody must prove first that it knows this secret.
+        Clients must first prove that they know this secret.
     is_insecure : bool
         Listen at any address, even without a secret.
 

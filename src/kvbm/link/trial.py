@@ -221,7 +221,7 @@ class End:
         try:
             self._stack.close()
         except KvbmError:
-            _kept.append(self)
+            _unclosed.append(self)
             raise
 
     def __enter__(self) -> End:
@@ -235,7 +235,7 @@ class End:
 
 
 #: Ends that could not be closed because a peer may still write to them: their memory is kept.
-_kept: list[End] = []
+_unclosed: list[End] = []
 
 
 def _wire(name: str, device: str, terms: Terms, store: Any) -> wire.Wire:
@@ -304,7 +304,7 @@ class Memory:
             yield
         finally:
             gc.collect()  # what has ended may be held by cycles: its memory is free before others may have it
-            if not any(end.terms is terms for end in _kept):  # else a peer may still write to it
+            if not any(end.terms is terms for end in _unclosed):  # else a peer may still write to it
                 with self._lock:
                     self._used -= nbytes
 

@@ -647,15 +647,15 @@ def _fit(look: Sequence[Any], kind: Allocation, resolved: Resolved) -> str | Non
         return None
     if shape == kind.shape and all(a == b for n, a, b in zip(shape, strides, kind.strides, strict=True) if n > 1):
         return "exact"
-    mine = steps_of(shape, strides)
-    theirs = steps_of(kind.shape, kind.strides)
+    given_steps = steps_of(shape, strides)
+    layout_steps = steps_of(kind.shape, kind.strides)
     if kind.axes == ("elements",):
-        theirs = _agreed(resolved, kind)
-    elif mine == theirs and not kind.is_record:
+        layout_steps = _agreed(resolved, kind)
+    elif given_steps == layout_steps and not kind.is_record:
         return "permuted"
-    if _nests(mine, theirs):
+    if _nests(given_steps, layout_steps):
         return "viewed"
-    if kind.is_record and mine and coalesce(mine) == [(kind.nbytes, 1)]:
+    if kind.is_record and given_steps and coalesce(given_steps) == [(kind.nbytes, 1)]:
         return "viewed"  # all bytes with the padding, in one piece
     return None
 
@@ -667,14 +667,14 @@ def _agreed(resolved: Resolved, kind: Allocation) -> Steps:
     return [(high // low, low) for low, high in itertools.pairwise(edges) if high > low]
 
 
-def _nests(mine: Steps, theirs: Steps) -> bool:
+def _nests(one: Steps, other: Steps) -> bool:
     """True if two nests of axes cover the same bytes, and no axis of one begins inside an axis of the other and ends outside."""
-    if coalesce(mine) != coalesce(theirs):
+    if coalesce(one) != coalesce(other):
         return False
-    ours, others = {stride for _, stride in mine}, {stride for _, stride in theirs}
-    shared = sorted(ours & others)
+    one_strides, other_strides = {stride for _, stride in one}, {stride for _, stride in other}
+    shared = sorted(one_strides & other_strides)
     for low, high in zip(shared, [*shared[1:], math.inf], strict=True):
-        if any(low < cut < high for cut in ours) and any(low < cut < high for cut in others):
+        if any(low < cut < high for cut in one_strides) and any(low < cut < high for cut in other_strides):
             return False
     return True
 

@@ -17,7 +17,7 @@ from ..errors import BindError, PlanError
 from ..memory.array_info import find_overlap
 from ..pool.pool import Pool
 from ..system.locks import Lock
-from .messages import Message, Resharding, require_layers, require_made
+from .messages import Message, Resharding, common_shift, require_layers, require_made
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
 from .strips import ONE_TOKEN, Meeting
@@ -224,15 +224,15 @@ class Local:
                     known[key] = self._touched(rank, spans if pool is not None else [], side == 1, tail)
                 slots[side].append(known[key])
         for i, j in self._both:
-            ours, theirs = slots[0][i], slots[1][j]
+            read, written = slots[0][i], slots[1][j]
             # Ranges that are written are disjoint: only the first one that ends after a start can overlap a range that is read.
-            theirs = theirs[np.argsort(theirs[:, 0])]
-            at = np.searchsorted(theirs[:, 1], ours[:, 0], side="right")
+            written = written[np.argsort(written[:, 0])]
+            at = np.searchsorted(written[:, 1], read[:, 0], side="right")
             if (
-                theirs.size
-                and (hit := (at < len(theirs)) & (theirs[np.minimum(at, len(theirs) - 1), 0] < ours[:, 1])).any()
+                written.size
+                and (hit := (at < len(written)) & (written[np.minimum(at, len(written) - 1), 0] < read[:, 1])).any()
             ):
-                slot = int(max(ours[hit][0, 0], theirs[at[hit][0], 0]))
+                slot = int(max(read[hit][0, 0], written[at[hit][0], 0]))
                 raise BindError(
                     f"{self.made.title}: block {slot // self._ranks[1][j].nt} of {self._ranks[1][j].name}, whose pool is that of "
                     f"{self._ranks[0][i].name}, would be both read and written"
@@ -289,9 +289,7 @@ class Local:
 
     def _fitting(self, shift: int) -> Resharding:
         """The messages, in units that divide `shift`, the distance of the positions at which both sides' tables begin."""
-        places = (self.made.src, self.made.sends), (self.made.dst, self.made.takes)
-        most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
-        shift = math.gcd(shift, most) % most
+        shift = common_shift(self.made, shift)
         if shift not in self._fitted:
             self._fitted[shift] = self.made.refit(self.made.cuts, shift)
         return self._fitted[shift]
@@ -339,8 +337,8 @@ class Local:
         with self._lock:
             if key not in self._tails:
                 zeros, pool = self._zeros_of(index), self._pool(1, index)
-                ours, theirs = (part.units(1).section(l=layers) for part in (zeros, pool))
-                self._tails[key] = Transfer(ours, theirs), (zeros, pool)
+                src_tail, dst_tail = (part.units(1).section(l=layers) for part in (zeros, pool))
+                self._tails[key] = Transfer(src_tail, dst_tail), (zeros, pool)
             return self._tails[key]
 
     def _zeros_of(self, index: int) -> Pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from .placement import Placement, Strips
 from .proof import prove
 from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
-__all__ = ["Message", "Prefer", "Resharding", "gather", "plan", "require_layers", "require_made"]
+__all__ = ["Message", "Prefer", "Resharding", "common_shift", "gather", "plan", "require_layers", "require_made"]
 
 #: Selects which of several equal source ranks sends: ``(destination rank, ranks)`` → one of the ranks.
 Prefer = Callable[[int, Sequence[int]], int]
@@ -143,9 +144,9 @@ class Resharding(Shown):
             raise BindError(f"message: expected one of {self.title}, got one from rank {message.src} to {message.dst}")
         tokens = None if tokens is None else number("tokens", tokens, 0, 1 << 48)
         model = self.src.model
-        ours, theirs = self.sends[message.src].t, self.takes[message.dst].t
-        held = message.tokens if tokens is None else count_common(ours, theirs, tokens)
-        return message.layers * message.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack
+        src_turns, dst_turns = self.sends[message.src].t, self.takes[message.dst].t
+        count = message.tokens if tokens is None else count_common(src_turns, dst_turns, tokens)
+        return message.layers * message.heads * model.no * model.hd * count * ITEMSIZE[model.dtype] // model.pack
 
     @cached_property
     def fingerprint(self) -> str:
@@ -162,6 +163,13 @@ class Resharding(Shown):
 
     def __str__(self) -> str:
         return report.table(self)
+
+
+def common_shift(made: Resharding, shift: int) -> int:
+    """One of few shifts for which `Resharding.refit` makes the same messages as for the given one, so that they can be cached."""
+    places = (made.src, made.sends), (made.dst, made.takes)
+    most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
+    return math.gcd(shift, most) % most
 
 
 # ---- planning ------------------------------------------------------------------------------------------------------
@@ -287,7 +295,7 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
         given: object = place
         if not isinstance(given, Placement):
             raise PlanError(f"{what}: expected a kvbm.Placement, got {quoted(given)}")
-    ours, theirs = src.model, dst.model
+    src_model, dst_model = src.model, dst.model
     for axis, what in (
         ("nl", "layers"),
         ("no", "of K and V"),
@@ -295,7 +303,7 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
         ("hd", "elements per head"),
         ("dtype", ""),
     ):
-        a, b = getattr(ours, axis), getattr(theirs, axis)
+        a, b = getattr(src_model, axis), getattr(dst_model, axis)
         # A model of records says uint8, or the dtype of its values: the planes say what is held, and the pools' are compared.
         if a != b and not (axis == "dtype" and {a, b} & {"uint8", "int8"}):
             raise PlanError(
@@ -306,11 +314,11 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
 
 def _whole_cuts(cuts: Any) -> Cuts:
     try:
-        ours, theirs = (tuple(map(whole, one)) for one in cuts)
+        src_cuts, dst_cuts = (tuple(map(whole, one)) for one in cuts)
     except (TypeError, ValueError):
-        ours = theirs = (None,)
-    found = tuple(tuple(cut for cut in one if cut is not None and cut > 0) for one in (ours, theirs))
-    if found != (ours, theirs):
+        src_cuts = dst_cuts = (None,)
+    found = tuple(tuple(cut for cut in one if cut is not None and cut > 0) for one in (src_cuts, dst_cuts))
+    if found != (src_cuts, dst_cuts):
         raise PlanError(f"cuts: expected two lists of tokens at which blocks are split, got {quoted(cuts)}")
     return found
 
@@ -338,10 +346,10 @@ def _messages(
     units: dict[tuple[Turns, Turns], Unit] = {}
     common: dict[tuple[Runs, Runs], tuple[Meeting, ...]] = {}
 
-    def both(ours: Runs, theirs: Runs) -> tuple[Meeting, ...]:
-        if (ours, theirs) not in common:
-            common[ours, theirs] = meet(ours, theirs)
-        return common[ours, theirs]
+    def both(src_runs: Runs, dst_runs: Runs) -> tuple[Meeting, ...]:
+        if (src_runs, dst_runs) not in common:
+            common[src_runs, dst_runs] = meet(src_runs, dst_runs)
+        return common[src_runs, dst_runs]
 
     for rank, wanted in enumerate(takes):
         for held in classes:

@@ -24,8 +24,9 @@ from ..planner.lowering import Steps
 from ..planner.plan import Plan, between
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
+from ..system.machine import device_of
 from .local import require_pool
-from .messages import Message, Resharding, require_made
+from .messages import Message, Resharding, common_shift, require_made
 from .sequence import Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
 
@@ -126,7 +127,7 @@ class Packer:
         place = made.src if self.sends else made.dst
         require_pool(place, rank, pool)
         self.pool, self.max_sms = pool, 0 if pool.device == "cpu" else max_sms or 0
-        self.device = -1 if pool.device == "cpu" else int(pool.device.partition(":")[2])
+        self.device = device_of(pool.device)
         self.table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
         self.made, self.rank = made, rank
         mine = self._messages(made)
@@ -212,12 +213,9 @@ class Packer:
 
     def fitting(self, shift: int) -> tuple[Message, ...]:
         """The rank's messages, with units that divide `shift`, the distance of the origins; both sides use the same units."""
-        made = self.made
-        places = (made.src, made.sends), (made.dst, made.takes)
-        most = math.gcd(*(place.nt * strips.t.over for place, ranks in places for strips in ranks))
-        shift = math.gcd(shift, most) % most
+        shift = common_shift(self.made, shift)
         if shift not in self._fitting:
-            self._fitting[shift] = self._messages(made.refit(made.cuts, shift))
+            self._fitting[shift] = self._messages(self.made.refit(self.made.cuts, shift))
         return self._fitting[shift]
 
     def peer(self, message: Message) -> int:

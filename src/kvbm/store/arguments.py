@@ -16,7 +16,7 @@ from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
 
-__all__ = ["FLAG", "PROGRESS", "TEXTS", "Kind", "blocks_of", "layout_of", "number_of", "path_of", "require", "shape_of"]
+__all__ = ["FLAG", "PROGRESS", "TEXTS", "Kind", "blocks_of", "layout_of", "num_blocks_of", "path_of", "require", "shape_of"]
 
 
 class Kind(NamedTuple):
@@ -46,11 +46,11 @@ def layout_of(name: str, given: Any) -> Layout:
     raise BindError(f"{name}: expected a Layout, a name or the path of a .yaml file, got {quoted(given)}")
 
 
-def shape_of(name: str, given: Any) -> BlockShape:
+def shape_of(given: Any) -> BlockShape:
     """The block shape for a BlockShape or its text; `SpecError` for a text that is not a shape."""
     if isinstance(given, BlockShape | str):
         return as_shape(given)
-    raise BindError(f"{name}: expected a BlockShape or its text, got {quoted(given)}")
+    raise BindError(f"shape: expected a BlockShape or its text, got {quoted(given)}")
 
 
 def path_of(name: str, given: Any) -> Path:
@@ -62,11 +62,11 @@ def path_of(name: str, given: Any) -> Path:
     raise BindError(f"{name}: expected a path, got {quoted(given)}")
 
 
-def number_of(name: str, given: Any) -> int:
-    """An integer, of Python or of NumPy."""
+def num_blocks_of(given: Any) -> int:
+    """A number of blocks: an integer, of Python or of NumPy."""
     if (found := whole(given)) is not None:
         return found
-    raise BindError(f"{name}: expected an integer, got {quoted(given)}")
+    raise BindError(f"num_blocks: expected an integer, got {quoted(given)}")
 
 
 def blocks_of(title: object, given: Any, num_blocks: int) -> list[int]:

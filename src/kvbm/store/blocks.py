@@ -19,6 +19,7 @@ from ..layout import spec
 from ..layout.layout import Layout
 from ..memory.streams import framework_of, framework_stream
 from ..pool.pool import Pool
+from ..system.machine import device_of
 from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
 from .digests import DIGEST, Damage, Digests, Kinds, damages
@@ -230,12 +231,8 @@ class _Side(NamedTuple):
                 raise BindError("stream: the pool is on the CPU, where the call waits until all is done; leave stream out")
             return None
         if given is None and framework_of(self.pool.arrays[0]) in ("torch", "cupy"):
-            return framework_stream(framework_of(self.pool.arrays[0]), self.device)
+            return framework_stream(framework_of(self.pool.arrays[0]), device_of(self.pool.device))
         return 0 if given is None else given
-
-    @property
-    def device(self) -> int:
-        return int(self.pool.device.partition(":")[2])
 
 
 _Move = Callable[[Sequence[int], Sequence[int]], None]
@@ -246,7 +243,7 @@ def _mover(src: Pool, dst: Pool, step: int, stream: Any = None) -> _Move:
     if src.device == dst.device == "cpu":
         return lambda ids, into: convert_blocks(src, dst, ids, into)
     far = src if dst.device == "cpu" else dst
-    device = int(far.device.partition(":")[2])
+    device = device_of(far.device)
     near = Pool.allocate(dst.layout if far is src else src.layout, src.shape, step, "pinned")
     here = list(range(step))
 

@@ -35,7 +35,7 @@ from ..errors import BindError, LayoutError, printable
 from ..layout.loops import loops_of
 from ..layout.shapes import ITEMSIZE, PACKED, BlockShape
 from ..system.cache import replacing
-from .arguments import FLAG, TEXTS, Kind, layout_of, number_of, path_of, require, shape_of
+from .arguments import FLAG, TEXTS, Kind, layout_of, num_blocks_of, path_of, require, shape_of
 from .digests import DIGEST, PARTS, Digests, Kinds
 from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
 from .open_file import Opened, mapped
@@ -247,8 +247,8 @@ class Stored:
         self, layout: Layout | str | Path, shape: BlockShape | str | None, num_blocks: int | None
     ) -> tuple[Source, list[int]]:
         layout = layout_of("layout", layout)
-        shape = None if shape is None else shape_of("shape", shape)
-        num_blocks = None if num_blocks is None else number_of("num_blocks", num_blocks)
+        shape = None if shape is None else shape_of(shape)
+        num_blocks = None if num_blocks is None else num_blocks_of(num_blocks)
         shape, num_blocks = self._agree(layout, shape, num_blocks)
         try:
             resolved = layout.resolve(shape, num_blocks)
@@ -435,9 +435,9 @@ def made(
     force: bool = False,
 ) -> Iterator[tuple[Pool, Opened]]:
     """As `create`.  It also yields the open file, which stays the one that was written whatever gets its name afterwards."""
-    path, num_blocks = path_of("path", path), number_of("num_blocks", num_blocks)
+    path, num_blocks = path_of("path", path), num_blocks_of(num_blocks)
     metadata = {} if metadata is None else metadata
-    layout, shape = layout_of("layout", layout), shape_of("shape", shape)
+    layout, shape = layout_of("layout", layout), shape_of(shape)
     require(TEXTS, metadata=metadata)
     require(FLAG, force=force)
     require(_DIGESTS, digests=digests)

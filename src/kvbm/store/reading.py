@@ -170,7 +170,7 @@ class _Order(NamedTuple):
     block: Piece
     inner: tuple[Piece, ...]
     base: tuple[int, int]  # bytes and table entries of its start
-    held: int  # bytes of the innermost item
+    item_bytes: int  # bytes of the innermost item
     half: int | None  # which half of axis 'o' it is for
 
 
@@ -197,7 +197,7 @@ def _inside(resolved: Resolved) -> list[object]:
             [(piece.term, piece.divisor, piece.extent, piece.stride) for piece in order.inner],
             [(piece.term, piece.divisor, piece.extent) for piece in (*order.tables, *order.outer) if piece is not order.block],
             order.block.stride,
-            order.held,
+            order.item_bytes,
         )
         for order in _orders(resolved)
     ]
@@ -208,9 +208,9 @@ def _places(resolved: Resolved, first: int, count: int) -> Iterator[tuple[int, i
 
     Their order depends only on layout and shape.
     """
-    for tables, outer, block, inner, (byte, entry), held, half in _orders(resolved):
+    for tables, outer, block, inner, (byte, entry), item_bytes, half in _orders(resolved):
         steps = [(piece.extent, piece.stride) for piece in inner]
-        size = reach(steps, held)
+        size = reach(steps, item_bytes)
         if not block.table:
             byte, size = byte + first * block.stride, size + (count - 1) * block.stride
         of_table = [[index * piece.table for index in _taken(piece, first, count, half)] for piece in tables]

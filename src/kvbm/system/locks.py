@@ -14,7 +14,7 @@ __all__ = ["Lock"]
 
 
 class Lock:
-    """A reentrant lock.  A forked child lacks the thread that may have held it: there it is free, unless that thread forked."""
+    """A reentrant lock.  After a fork it is free in the child, unless the forking thread holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -27,7 +27,7 @@ class Lock:
         self._lock.release()
 
     def free(self) -> None:
-        """Take it from a thread that is no more."""
+        """Release it if a thread holds it that does not exist in this process."""
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
@@ -46,7 +46,7 @@ def _free() -> None:
 
 
 def _cached_properties() -> Iterator[Any]:
-    """Those of kvbm's classes."""
+    """The cached properties of kvbm's classes."""
     for name, module in tuple(sys.modules.items()):
         if name.partition(".")[0] == "kvbm":
             for owner in tuple(vars(module).values()):

@@ -61,10 +61,10 @@ def allclose_with_error(
     (False, nan, nan)
     """
     _require_tolerances(rtol, atol)
-    ours, theirs = _numbers("actual", actual), _numbers("expected", expected)
+    actual_values, expected_values = _numbers("actual", actual), _numbers("expected", expected)
     if _shape(actual) != _shape(expected) or dtype_name(actual) != dtype_name(expected):
         return False, math.inf, math.inf
-    errors = _compare(ours, theirs, rtol, atol)
+    errors = _compare(actual_values, expected_values, rtol, atol)
     return errors.wrong == 0, errors.max_abs, errors.max_rel
 
 

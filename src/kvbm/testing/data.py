@@ -114,8 +114,9 @@ def device_index(data: Any) -> int:
                 return int(value.device.index or 0)
         elif is_array(value) and not isinstance(value, np.ndarray):
             from ..memory.array_info import describe
+            from ..system.machine import device_of
 
-            return int(describe(value).device.partition(":")[2] or -1)
+            return device_of(describe(value).device)
     return -1
 
 

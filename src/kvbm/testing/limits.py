@@ -119,13 +119,13 @@ def end_if_forked(pid: int) -> None:
         os._exit(0)
 
 
-def error_text(error: BaseException, ours: str = __file__) -> str:
-    """An exception as a short text: class, message, and the place where it was raised outside the file `ours`."""
+def error_text(error: BaseException, own_file: str = __file__) -> str:
+    """An exception as a short text: class, message, and the place where it was raised outside the file `own_file`."""
     place = ""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<frozen")
     ]
-    if frames := list(itertools.dropwhile(lambda frame: frame.filename == ours, frames)):
+    if frames := list(itertools.dropwhile(lambda frame: frame.filename == own_file, frames)):
         # The deepest line in the kernel's file: deeper lines may be far inside a library.
         own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         place = f" (line {own.lineno} of {own.filename.rpartition('/')[2]})"

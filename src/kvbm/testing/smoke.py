@@ -234,14 +234,14 @@ def smoke(
         if kernel is not None and report is None:
             options = ["--suite", suite, "--iters", str(runs), "--limit", str(limit), "--kernel", kernel]
             options += ["--cpu"] * cpu + ["--json"] * as_json + (["--gpu", str(gpu)] if gpu is not None else [])
-            sys.exit(_apart(kernel, options))
+            sys.exit(_in_subprocess(kernel, options))
         try:
             device, function = "cpu" if cpu else _device(gpu), load_kernel(kernel)
             step = None if as_json else _print
             done = run(suite, device=device, kernel=function, num_runs=runs, limit_s=limit, step=step)
         except KvbmError:
             if report is not None:
-                report.touch()  # it ends with an error, which is told
+                report.touch()  # empty: the run ended with an error, which is printed
             raise
     else:
         from . import remote
@@ -263,7 +263,7 @@ def smoke(
     sys.exit(0 if done.correct == len(done.tests) else 1)
 
 
-def _apart(kernel: str, options: Sequence[str]) -> int:
+def _in_subprocess(kernel: str, options: Sequence[str]) -> int:
     """Run the same command in a separate process, and return its exit code: the kernel may end its process."""
     with tempfile.TemporaryDirectory(prefix="kvbm-smoke-") as folder:
         file = Path(folder, "report.json")

@@ -96,7 +96,7 @@ class Faulty:
         self._late: list[_Late] = []
         self._polls = 0
         #: Delayed notes, each with the number of the poll that delivers it.
-        self._held: list[tuple[int, tuple[str, bytes]]] = []
+        self._delayed: list[tuple[int, tuple[str, bytes]]] = []
         self._swapped: list[tuple[str, bytes]] = []
         if hasattr(wire, "on_news"):
             self.on_news = wire.on_news
@@ -121,13 +121,13 @@ class Faulty:
             return _Op(self, peer, self._late[-1])
         if self._slab is None or self._slab.device != "cpu":
             raise BindError(f"{fault}: only bytes of a slab on the CPU are changed")
-        kept = self._change(self._slab.address + local[0], local[1], fault)
+        original = self._change(self._slab.address + local[0], local[1], fault)
         try:
             op = self._wire.put(peer, local, remote, note)
         except BaseException:
-            kept.restore()
+            original.restore()
             raise
-        return _Op(self, peer, op, kept)
+        return _Op(self, peer, op, original)
 
     def get(self, peer: str, local: Slice, remote: Slice) -> Op:
         self._call(peer)
@@ -147,18 +147,18 @@ class Faulty:
                 self._swapped.append(note)
                 continue
             if fault and what == "delay":
-                self._held.append((self._polls + fault.after, note))
+                self._delayed.append((self._polls + fault.after, note))
             elif what != "lose":
                 ready += [note] * (2 if what == "double" else 1)
             ready += self._swapped
             self._swapped.clear()
-        ready += [note for when, note in self._held if when <= self._polls]
-        self._held = [(when, note) for when, note in self._held if when > self._polls]
+        ready += [note for when, note in self._delayed if when <= self._polls]
+        self._delayed = [(when, note) for when, note in self._delayed if when > self._polls]
         return [note for note in ready if note[0] not in self._killed]
 
     def drop(self, peer: str, seconds: float | None = None) -> None:
         self._wire.drop(peer, seconds)
-        self._held = [(when, note) for when, note in self._held if note[0] != peer]
+        self._delayed = [(when, note) for when, note in self._delayed if note[0] != peer]
         self._swapped = [note for note in self._swapped if note[0] != peer]
 
     def close(self) -> None:
@@ -197,19 +197,19 @@ class Faulty:
         if peer in self._killed:
             raise PeerLostError(f"{peer} is lost: killed by a fault", peer=peer)
 
-    def _change(self, address: int, nbytes: int, fault: Fault) -> _Kept:
+    def _change(self, address: int, nbytes: int, fault: Fault) -> _Original:
         """Change bytes of this side's slab.  They are restored when the put is done."""
         count = min(_BYTES[fault.what], nbytes)
         chance = random.Random(f"{fault.what} {fault.at}")
         start = address + chance.randrange(nbytes - count + 1)
-        kept = _Kept(start, ctypes.string_at(start, count))
+        original = _Original(start, ctypes.string_at(start, count))
         mask = 1 << chance.randrange(8) if fault.what == "bit" else 0xFF
-        ctypes.memmove(start, bytes(byte ^ mask for byte in kept.was), count)
-        return kept
+        ctypes.memmove(start, bytes(byte ^ mask for byte in original.was), count)
+        return original
 
 
 @dataclass
-class _Kept:
+class _Original:
     """The original bytes that a fault has changed."""
 
     address: int
@@ -222,8 +222,8 @@ class _Kept:
 class _Op:
     """An operation of the wrapped wire.  When it ends, the bytes that a fault changed are restored."""
 
-    def __init__(self, faulty: Faulty, peer: str, op: Op, kept: _Kept | None = None) -> None:
-        self._faulty, self._peer, self._op, self._kept = faulty, peer, op, kept
+    def __init__(self, faulty: Faulty, peer: str, op: Op, original: _Original | None = None) -> None:
+        self._faulty, self._peer, self._op, self._original = faulty, peer, op, original
 
     def query(self) -> bool:
         try:
@@ -237,9 +237,9 @@ class _Op:
         return done
 
     def _restore(self) -> None:
-        if self._kept is not None:
-            self._kept.restore()
-            self._kept = None
+        if self._original is not None:
+            self._original.restore()
+            self._original = None
 
 
 class _Late:

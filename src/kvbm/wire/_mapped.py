@@ -21,6 +21,7 @@ import numpy as np
 from .. import _core
 from .._arguments import is_real, quoted, require_a
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from ..system.machine import device_of
 from ..system.memory_files import memory_file, open_memory_file
 from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
 
@@ -104,8 +105,8 @@ class Mapped:
 
     def card(self) -> bytes:
         """The wrapped wire's card, with the fields that a peer on this host needs."""
-        held = json.loads(self._wire.card())
-        text = json.dumps({**held, "mapped": {**self._shared, "sha256": _sum(held["name"], self._shared)}}).encode()
+        fields = json.loads(self._wire.card())
+        text = json.dumps({**fields, "mapped": {**self._shared, "sha256": _sum(fields["name"], self._shared)}}).encode()
         if len(text) > CARD_BYTES:
             raise BindError(f"card: {len(text)} bytes, expected at most {CARD_BYTES}")
         return text
@@ -120,7 +121,11 @@ class Mapped:
             self._why = "it is no endpoint's ring, or this system shares no memory"
             return {}
         try:
-            lent = {"file": slab.file} if slab.device == "cpu" else {"ipc": _handle(slab).hex(), "address": slab.address}
+            if slab.device == "cpu":
+                lent: dict[str, Any] = {"file": slab.file}
+            else:
+                handle = _core.ipc_handle(device_of(slab.device), slab.address)
+                lent = {"ipc": handle.hex(), "address": slab.address}
             self._page = _Page.made(self._name())
         except (OSError, KvbmError) as error:
             self._why = str(error)
@@ -188,7 +193,7 @@ class Mapped:
         return Slab(known.slab.address + remote.offset, remote.nbytes, known.slab.device, known)
 
     def hold(self, peer: str) -> bool:
-        """Begin a loan of a peer's memory: until `give_back` it waits with its reuse.  False if this side cannot borrow from it.
+        """Begin a loan of a peer's memory: the peer does not reuse it until `give_back`.  False if this side cannot borrow it.
 
         Raises
         ------
@@ -449,7 +454,7 @@ class _Lent:
     """A peer's slab, or its pool's memory, as memory of this process.  That of a pool is read-only on the CPU."""
 
     def __init__(self, shared: dict[str, Any], device: str, what: str = "ring") -> None:
-        self.nbytes, self.device, self.is_open = shared["nbytes"], device, True
+        self.nbytes, self.device = shared["nbytes"], device
         self._close: Callable[[], object] = int
         if device == "cpu":
             file = open_memory_file(shared["pid"], shared["file"], what, self.nbytes)
@@ -460,7 +465,7 @@ class _Lent:
             self.buffer = np.frombuffer(pages, np.uint8)
             self.address = int(self.buffer.ctypes.data)
             return
-        own, far = (int(name.partition(":")[2]) for name in (device, shared["device"]))
+        own, far = device_of(device), device_of(shared["device"])
         if _is_own(shared["pid"]):  # CUDA refuses to open an IPC handle in the process that made it
             if own != far and not _core.enable_peer(own, far):
                 raise BindError(f"{device} does not reach {shared['device']}")
@@ -470,7 +475,7 @@ class _Lent:
         self._close = functools.partial(_core.ipc_close, own, self.address)
 
     def close(self) -> None:
-        self.buffer, self.is_open = None, False  # type: ignore[assignment]
+        self.buffer = None  # type: ignore[assignment]
         close, self._close = self._close, int
         with contextlib.suppress(KvbmError):
             close()
@@ -479,28 +484,28 @@ class _Lent:
 def _read(card: bytes) -> dict[str, Any]:
     """Read the fields for peers on the same host from a card that the wrapped wire has accepted; empty if it has none."""
     whole = json.loads(card)
-    held = whole.get("mapped", {})
-    if not isinstance(held, dict):
-        raise BindError(f"card: 'mapped': expected an object, got {quoted(held, 60)}")
-    if "mapped" in whole and held.pop("sha256", None) != _sum(whole["name"], held):
+    fields = whole.get("mapped", {})
+    if not isinstance(fields, dict):
+        raise BindError(f"card: 'mapped': expected an object, got {quoted(fields, 60)}")
+    if "mapped" in whole and fields.pop("sha256", None) != _sum(whole["name"], fields):
         raise BindError("card: 'mapped': expected the sum that its fields have: it was damaged on its way")
-    if not held:
+    if not fields:
         return {}
-    kinds = _KINDS | (_OF_HOST if held.get("device") == "cpu" else _OF_GPU)
+    kinds = _KINDS | (_OF_HOST if fields.get("device") == "cpu" else _OF_GPU)
     for name, expected in kinds.items():
-        value = held.get(name)
+        value = fields.get(name)
         if isinstance(expected, str):
             is_right = isinstance(value, str) and bool(re.fullmatch(expected, value, re.ASCII))
         else:
             is_right = type(value) is int and value in expected
         if not is_right:
             raise BindError(f"card: {name!r}: expected {expected}, got {quoted(value, 60)}")
-    return {name: held[name] for name in kinds}
+    return {name: fields[name] for name in kinds}
 
 
-def _sum(name: str, held: dict[str, Any]) -> str:
+def _sum(name: str, fields: dict[str, Any]) -> str:
     """Checksum of these fields.  It detects damage before a field is used as an address; it does not authenticate the sender."""
-    return hashlib.sha256(json.dumps([name, held], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([name, fields], sort_keys=True).encode()).hexdigest()
 
 
 def _host() -> dict[str, Any]:
@@ -524,10 +529,6 @@ def _started(pid: int) -> int:
 
 def _is_own(pid: int) -> bool:
     return pid == os.getpid()
-
-
-def _handle(slab: Slab) -> bytes:
-    return _core.ipc_handle(int(slab.device.partition(":")[2]), slab.address)
 
 
 def _key(name: str) -> bytes:

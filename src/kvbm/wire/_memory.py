@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .._arguments import require_a
 from ..errors import BindError, PeerLostError
-from .protocol import Card, Ends, Peer, Ready, Slab, Slice, move
+from .protocol import Ends, Peer, Ready, Slab, Slice, move
 
 __all__ = ["Hub", "memory"]
 
@@ -67,17 +67,14 @@ class _Memory(Ends[Peer]):
     def register(self, slab: Slab) -> None:
         self._take_slab(slab)
 
-    def card(self) -> bytes:
-        return Card(self.name, self.slab).write(self.transport)
-
     def connect(self, card: bytes) -> str:
-        held = self._read(card)
-        there = self._hub.ends.get(held.name)
-        if there is None or there.slab != held.slab:
-            raise BindError(f"card of {held.name}: expected an end of this hub, found none of this name")
+        peer_card = self._read(card)
+        there = self._hub.ends.get(peer_card.name)
+        if there is None or there.slab != peer_card.slab:
+            raise BindError(f"card of {peer_card.name}: expected an end of this hub, found none of this name")
         with self._lock:
-            self._peers.setdefault(held.name, Peer(held))
-        return held.name
+            self._peers.setdefault(peer_card.name, Peer(peer_card))
+        return peer_card.name
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Ready:
         self._check(peer, local, remote, note)

@@ -50,7 +50,7 @@ class Agent:
             raise KvbmError(f"this wire needs NIXL ({error}): pip install 'kvbm-layouts[nixl]'") from None
         kinds = [getattr(_bindings, kind) for kind in dir(_bindings) if kind.endswith("Error")]
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
-        self._gone: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)
+        self._disconnected: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)
         self._name, self._backend = name, backend
         config = _api.nixl_agent_config(enable_prog_thread=False, backends=[] if parameters else [backend])
         self.nixl: Any = self.call("agent", _api.nixl_agent, name, config)
@@ -71,7 +71,7 @@ class Agent:
         """Call NIXL.  Raises `PeerLostError` if the peer is gone, and `TransferError` for its other errors."""
         try:
             return function(*arguments)
-        except self._gone as error:
+        except self._disconnected as error:
             raise PeerLostError(f"{self._name}: {what}: {error}") from None
         except self._errors as error:
             raise TransferError(f"{self._name}: {what}: {error}") from None
@@ -216,11 +216,11 @@ class _Far(Reached):
     """A peer: numbers of notes sent and delivered, and received notes that wait for an earlier one."""
 
     sent: int = 0
-    taken: int = 0
+    delivered: int = 0
     early: dict[int, bytes] = field(default_factory=dict)
-    #: The peer has asked this side to stop; the peer was told that this side has ended the connection.
-    asked: bool = False
-    is_told: bool = False
+    #: The peer has asked this side to end the connection; this side has sent its end to the peer.
+    wants_end: bool = False
+    is_bye_sent: bool = False
 
 
 def nixl(name: str, *, backend: str = "UCX", drop_seconds: float = 5.0) -> _Nixl:
@@ -268,21 +268,21 @@ class _Nixl(Transfers[_Far]):
         return Card(self.name, self.slab, metadata).write(self.transport)
 
     def connect(self, card: bytes) -> str:
-        held = self._read(card)
-        if held.name in self._peers:
-            return held.name
+        peer_card = self._read(card)
+        if peer_card.name in self._peers:
+            return peer_card.name
         self._forget()
         try:
-            name = self._agent.call("connect", self._agent.nixl.add_remote_agent, held.data)
+            name = self._agent.call("connect", self._agent.nixl.add_remote_agent, peer_card.data)
         except (TransferError, ValueError) as error:
             # NIXL may have stored a part of the data, and then refuses the right data.  The checksum of cards prevents this.
-            raise BindError(f"card of {held.name}: NIXL refuses its data: {error}") from None
+            raise BindError(f"card of {peer_card.name}: NIXL refuses its data: {error}") from None
         name = name.decode() if isinstance(name, bytes) else name
-        if name != held.name:
+        if name != peer_card.name:
             if name not in self._peers:
                 self._agent.nixl.remove_remote_agent(name)
-            raise BindError(f"card of {held.name}: expected data of this agent, got those of {quoted(name, 140)}")
-        self._peers[name] = _Far(held)
+            raise BindError(f"card of {peer_card.name}: expected data of this agent, got those of {quoted(name, 140)}")
+        self._peers[name] = _Far(peer_card)
         kept, self._strangers = self._strangers, []
         for sender, note in kept:
             self._take(sender, note)
@@ -346,7 +346,7 @@ class _Nixl(Transfers[_Far]):
                 self._take(sender, note)
         for far in self._peers.values():
             self._settled(far)  # NIXL sends the note of a put when its state is queried
-            if far.asked:
+            if far.wants_end:
                 self._answer(far)
 
     def _take(self, sender: str, message: bytes) -> None:
@@ -360,22 +360,22 @@ class _Nixl(Transfers[_Far]):
             return
         kind, number = _HEAD.unpack_from(message)
         if kind == _BYE:  # the peer no longer writes, and asks this side to stop, too
-            far.fenced = far.asked = True
+            far.fenced = far.wants_end = True
             far.lost = far.lost or "it has ended the connection"
         elif kind == _GONE:
             far.fenced = True
-        elif kind == _NOTE and number >= far.taken:
+        elif kind == _NOTE and number >= far.delivered:
             far.early[number] = message[_HEAD.size :]
-            while far.taken in far.early:
-                self._ready.append((sender, far.early.pop(far.taken)))
-                far.taken += 1
+            while far.delivered in far.early:
+                self._ready.append((sender, far.early.pop(far.delivered)))
+                far.delivered += 1
 
     # ---- the fence ---------------------------------------------------------------------------------------------------
 
     def _answer(self, far: _Far) -> None:
         """Answer a peer that asked this side to stop, as soon as no write to it is running."""
         if self._settled(far):
-            far.asked = False
+            far.wants_end = False
             with contextlib.suppress(PeerLostError):
                 self._send(far, _HEAD.pack(_GONE, 0))
 
@@ -390,8 +390,8 @@ class _Nixl(Transfers[_Far]):
             for name, far in list(open_.items()):
                 if self._settled(far):
                     # Repeated, so that the end of a process is noticed.
-                    if not far.is_told or (not far.fenced and turns % 64 == 0):
-                        far.is_told = True
+                    if not far.is_bye_sent or (not far.fenced and turns % 64 == 0):
+                        far.is_bye_sent = True
                         with contextlib.suppress(PeerLostError):
                             self._send(far, _HEAD.pack(_BYE, 0))
                     if far.fenced:

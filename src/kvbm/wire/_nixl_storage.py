@@ -101,9 +101,6 @@ class _Storage(Transfers[_Stored]):
         super().__init__(name, backend, parameters)
         self._drop_seconds = drop_seconds
 
-    def card(self) -> bytes:
-        return Card(self.name, self.slab).write(self.transport)
-
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         return self._transfer("WRITE", peer, local, remote, note)
 
@@ -158,15 +155,15 @@ class _Storage(Transfers[_Stored]):
         """A card with a token of its own.  What is stored has no address."""
         return Card(f"{name}#{secrets.token_hex(4)}", Slab(1, nbytes)).write(self.transport)
 
-    def _connected(self, held: Card, number: int, key: str = "") -> str:
+    def _connected(self, peer_card: Card, number: int, key: str = "") -> str:
         try:
-            region = [(0, held.slab.nbytes, number, key)]
+            region = [(0, peer_card.slab.nbytes, number, key)]
             memory = self._agent.call("register", self._agent.nixl.register_memory, region, self.kind)
         except TransferError:
             self._release(number)
             raise
-        self._peers[held.name] = _Stored(held, number=number, memory=memory)
-        return held.name
+        self._peers[peer_card.name] = _Stored(peer_card, number=number, memory=memory)
+        return peer_card.name
 
     def _transfer(self, what: str, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         far = self._check(peer, local, remote, note)
@@ -203,18 +200,18 @@ class _Files(_Storage):
         return card
 
     def connect(self, card: bytes) -> str:
-        held = self._read(card)
-        if held.name in self._peers:
-            return held.name
-        path = self._path(held)
+        peer_card = self._read(card)
+        if peer_card.name in self._peers:
+            return peer_card.name
+        path = self._path(peer_card)
         try:
             number = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
-            raise BindError(f"card of {held.name}: {error}") from None
-        if os.fstat(number).st_size < held.slab.nbytes:
+            raise BindError(f"card of {peer_card.name}: {error}") from None
+        if os.fstat(number).st_size < peer_card.slab.nbytes:
             os.close(number)
-            raise BindError(f"card of {held.name}: {path} is shorter than {held.slab.nbytes} bytes")
-        return self._connected(held, number)
+            raise BindError(f"card of {peer_card.name}: {path} is shorter than {peer_card.slab.nbytes} bytes")
+        return self._connected(peer_card, number)
 
     def _release(self, number: int) -> None:
         os.close(number)
@@ -255,10 +252,10 @@ class _Objects(_Storage):
         return self._made(name, nbytes)
 
     def connect(self, card: bytes) -> str:
-        held = self._read(card)
-        if held.name in self._peers:
-            return held.name
-        return self._connected(held, next(self._numbers), self._key(held.name))
+        peer_card = self._read(card)
+        if peer_card.name in self._peers:
+            return peer_card.name
+        return self._connected(peer_card, next(self._numbers), self._key(peer_card.name))
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         far = self._check(peer, local, remote, note)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from .._arguments import is_real, quoted
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
-from .protocol import NOTE_BYTES, Card, Ends, Op, Peer, Slab, Slice, deadline, inside
+from .protocol import NOTE_BYTES, Ends, Op, Peer, Slab, Slice, deadline, inside
 
 __all__ = ["torch"]
 
@@ -115,17 +115,14 @@ class _Torch(Ends["_Far"]):
             raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
         self._take_slab(slab)
 
-    def card(self) -> bytes:
-        return Card(self.name, self.slab).write(self.transport)
-
     def connect(self, card: bytes) -> str:
-        held = self._read(card)
-        if held.name not in self._peers:
+        peer_card = self._read(card)
+        if peer_card.name not in self._peers:
             if self._device is None:  # one thread of gloo serves all peers
                 self._device = self._distributed.ProcessGroupGloo.create_default_device()
-            far = self._peers[held.name] = _Far(held)
+            far = self._peers[peer_card.name] = _Far(peer_card)
             far.start(self._receive)
-        return held.name
+        return peer_card.name
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
         far = self._check(peer, local, remote, note)

@@ -330,6 +330,9 @@ class Ends(Generic[P]):
             raise BindError(f"{self.name}: memory is registered already; expected one slab per wire")
         self._slab = slab
 
+    def card(self) -> bytes:
+        return Card(self.name, self.slab).write(self.transport)
+
     def _read(self, card: bytes) -> Card:
         """Read the card of a peer, and check that it may be connected."""
         self.slab  # noqa: B018 - says what is missing
@@ -391,8 +394,9 @@ def move(dst: Slab, dst_offset: int, src: Slab, src_offset: int, nbytes: int) ->
     import numpy as np
 
     from .. import _core
+    from ..system.machine import device_of
 
-    device = int((dst.device if dst.device != "cpu" else src.device).partition(":")[2])
+    device = device_of(dst.device if dst.device != "cpu" else src.device)
     _core.memcpy_batch(np.array([to], np.uint64), np.array([at], np.uint64), nbytes, 1, device, 0)
     _core.synchronize(device)
 

@@ -58,7 +58,7 @@ def dies(_: Any) -> None:
         known.append(layer)
         if known.count(layer) == 2 and len(set(known)) + 2 == len(known):
             end = time.monotonic() + 60
-            while not any(one.has_ended for held in holds._held.values() for one in held.sendings):
+            while not any(one.has_ended for held in holds._requests.values() for one in held.sendings):
                 assert time.monotonic() < end, "nothing was sent"
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -23,7 +23,7 @@ from ...pool.pool import Pool
 __all__ = ["FORMATS", "Copies", "Form"]
 
 #: Most pairs of pools that are cached for later copies.
-_KEPT = 512
+_MOST_PAIRS = 512
 
 
 class Form(NamedTuple):
@@ -83,7 +83,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._transfers = functools.lru_cache(_KEPT)(_transfer)
+        self._transfers = functools.lru_cache(_MOST_PAIRS)(_transfer)
         self._pointers: Any = WeakIdKeyDictionary()
 
     def copy(
@@ -142,12 +142,12 @@ class Copies:
             raise BindError(
                 f"LMCache: expected at most {each} blocks an object, got {len(ids)} for {len(objects)} objects"
             )
-        for index, held in enumerate(objects):
+        for index, obj in enumerate(objects):
             first, end = max(index * each, skip), min((index + 1) * each, len(ids))
             if first >= end:
                 continue
             there = torch.arange(first - index * each, end - index * each, device=ids.device)
-            transfer = self._transfers(memory, tokens, _address(held, memory, each), each, to_objects)
+            transfer = self._transfers(memory, tokens, _address(obj, memory, each), each, to_objects)
             here = ids[first:end]
             if not to_objects:
                 here = _once(here)
@@ -226,24 +226,24 @@ def _of_tensors(paged: Any, form: Form, tokens: int, name: str, device: int) -> 
     return _Memory(addresses, form.table, " ".join(dims), tuple(shape), tuple(strides), first.element_size(), device)
 
 
-class _Held(NamedTuple):
+class _Object(NamedTuple):
     """An object: its address and its device."""
 
     address: int
     device: int
 
 
-def _address(held: Any, memory: _Memory, each: int) -> _Held:
-    if isinstance(held, int):
-        return _Held(held, -1 if memory.device < 0 else _core.pointer_device(held))
+def _address(obj: Any, memory: _Memory, each: int) -> _Object:
+    if isinstance(obj, int):
+        return _Object(obj, -1 if memory.device < 0 else _core.pointer_device(obj))
     sizes = _sizes(memory)
     expected = math.prod(size for axis, size in sizes.items() if axis != "b") * each
-    if held.numel() != expected or not held.is_contiguous() or held.element_size() != memory.itemsize:
+    if obj.numel() != expected or not obj.is_contiguous() or obj.element_size() != memory.itemsize:
         raise BindError(
-            f"LMCache: expected a contiguous object of {expected} elements of {memory.itemsize} bytes, got {tuple(held.shape)} of "
-            f"{held.dtype}, strides {held.stride()}"
+            f"LMCache: expected a contiguous object of {expected} elements of {memory.itemsize} bytes, got {tuple(obj.shape)} of "
+            f"{obj.dtype}, strides {obj.stride()}"
         )
-    return _Held(held.data_ptr(), -1 if held.device.type == "cpu" else held.device.index or 0)
+    return _Object(obj.data_ptr(), -1 if obj.device.type == "cpu" else obj.device.index or 0)
 
 
 def _sizes(memory: _Memory) -> dict[str, int]:
@@ -258,7 +258,7 @@ def _sizes(memory: _Memory) -> dict[str, int]:
     return sizes
 
 
-def _transfer(memory: _Memory, tokens: int, held: _Held, each: int, to_objects: bool) -> Transfer:
+def _transfer(memory: _Memory, tokens: int, obj: _Object, each: int, to_objects: bool) -> Transfer:
     sizes = _sizes(memory)
     if sizes["t"] != tokens:
         raise BindError(f"LMCache: expected blocks of {tokens} tokens, got {sizes['t']}")
@@ -279,7 +279,7 @@ def _transfer(memory: _Memory, tokens: int, held: _Held, each: int, to_objects: 
     axes = [axis for axis in "olbthd" if axis in sizes]
     inner = tuple(each if axis == "b" else sizes[axis] for axis in axes)
     steps = tuple(math.prod(inner[at + 1 :]) for at in range(len(inner)))
-    chunk = Pool(_order(" ".join(axes)), shape, [_array(held.address, inner, steps, dtype, held.device)])
+    chunk = Pool(_order(" ".join(axes)), shape, [_array(obj.address, inner, steps, dtype, obj.device)])
     return Transfer(paged, chunk) if to_objects else Transfer(chunk, paged)
 
 

@@ -28,7 +28,7 @@ require_version("LMCache", __version__, *VERSIONS)
 def _is_chosen(name: str) -> bool:
     given = os.environ.get("LMCACHE_DEVICE_BACKEND", "").strip().lower()
     if given and given.startswith("kv") and given not in _NAMES and given not in _WARNED:
-        _WARNED.add(given)  # LMCache asks for each of its devices, and then takes another one without a word
+        _WARNED.add(given)  # LMCache calls this for each of its devices, and then chooses another one without a warning
         logger.warning("LMCACHE_DEVICE_BACKEND: expected kvbm or kvbm_cpu, got %.100r.%s", given, suggestion(given, _NAMES))
     return given == name
 

@@ -16,41 +16,11 @@ __all__ = ["KvbmCpuOps", "KvbmCudaOps"]
 
 
 class _Blocks:
-    """The replaced operation.  Subclasses annotate its arguments: from the annotations LMCache reads if objects may be tensors."""
+    """The replaced operation.  From the annotations of its arguments LMCache reads if objects may be tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies = Copies()
-
-    def _transfer(
-        self,
-        paged: Any,
-        objects: list[Any],
-        block_ids: Any,
-        device: Any,
-        direction: Any,
-        shape_desc: Any,
-        chunk: int,
-        engine_kv_format: Any,
-        skip: int,
-    ) -> None:
-        if int(direction) not in (int(TransferDirection.D2H), int(TransferDirection.H2D)):
-            raise BindError(f"LMCache: direction: expected H2D or D2H, got {direction!r}")
-        self.copies.copy(
-            paged,
-            objects,
-            block_ids,
-            torch.device(device),
-            shape_desc,
-            chunk,
-            getattr(engine_kv_format, "name", str(engine_kv_format)),
-            skip,
-            to_objects=int(direction) == int(TransferDirection.D2H),
-        )
-
-
-class KvbmCpuOps(_Blocks, CpuDeviceOps):  # type: ignore[misc]  # LMCache is not typed
-    """On the CPU."""
 
     def multi_layer_block_kv_transfer(
         self,
@@ -64,21 +34,27 @@ class KvbmCpuOps(_Blocks, CpuDeviceOps):  # type: ignore[misc]  # LMCache is not
         engine_kv_format: Any,
         skip_prefix_n_blocks: int,
     ) -> None:
-        self._transfer(
+        if int(direction) not in (int(TransferDirection.D2H), int(TransferDirection.H2D)):
+            raise BindError(f"LMCache: direction: expected H2D or D2H, got {direction!r}")
+        self.copies.copy(
             paged_buffer_ptrs_tensor,
             lmcache_objects_ptrs,
             block_ids,
-            device,
-            direction,
+            torch.device(device),
             shape_desc,
             lmcache_chunk_size,
-            engine_kv_format,
+            getattr(engine_kv_format, "name", str(engine_kv_format)),
             skip_prefix_n_blocks,
+            to_objects=int(direction) == int(TransferDirection.D2H),
         )
 
 
+class KvbmCpuOps(_Blocks, CpuDeviceOps):  # type: ignore[misc]  # LMCache is not typed
+    """On the CPU."""
+
+
 #: Native functions that LMCache would call instead of the replaced operation.
-_AROUND = ("multi_layer_block_kv_transfer", "execute_object_group_transfer", "execute_direct_copy_transfer")
+_REPLACED = ("multi_layer_block_kv_transfer", "execute_object_group_transfer", "execute_direct_copy_transfer")
 
 
 class KvbmCudaOps(_Blocks, CudaDeviceOps):  # type: ignore[misc]
@@ -87,13 +63,13 @@ class KvbmCudaOps(_Blocks, CudaDeviceOps):  # type: ignore[misc]
     def ensure_native(self) -> None:
         """Load LMCache's compiled operations, except those that copy blocks."""
         super().ensure_native()
-        for name in _AROUND:
+        for name in _REPLACED:
             self.__dict__.pop(name, None)
 
     def multi_layer_block_kv_transfer(
         self,
         paged_buffer_ptrs_tensor: Any,
-        lmcache_objects_ptrs: list[int],
+        lmcache_objects_ptrs: list[int],  # no tensors
         block_ids: Any,
         device: Any,
         direction: Any,
@@ -102,14 +78,7 @@ class KvbmCudaOps(_Blocks, CudaDeviceOps):  # type: ignore[misc]
         engine_kv_format: Any,
         skip_prefix_n_blocks: int,
     ) -> None:
-        self._transfer(
-            paged_buffer_ptrs_tensor,
-            lmcache_objects_ptrs,
-            block_ids,
-            device,
-            direction,
-            shape_desc,
-            lmcache_chunk_size,
-            engine_kv_format,
-            skip_prefix_n_blocks,
-        )
+        super().multi_layer_block_kv_transfer(
+            paged_buffer_ptrs_tensor, lmcache_objects_ptrs, block_ids, device, direction, shape_desc, lmcache_chunk_size,
+            engine_kv_format, skip_prefix_n_blocks,
+        )  # fmt: skip

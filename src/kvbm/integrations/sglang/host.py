@@ -10,18 +10,11 @@ from ...layout.layout import Layout
 from ...pool.pool import Pool
 from ..host_store import Copying, HostStore
 
-__all__ = ["HostPages", "Loading", "Storing"]
+__all__ = ["HostPages", "PagesCopying"]
 
 
-class Storing(NamedTuple):
-    """A running copy of pages to host memory."""
-
-    keys: list[str]
-    copying: Copying
-
-
-class Loading(NamedTuple):
-    """A running copy of pages to the engine."""
+class PagesCopying(NamedTuple):
+    """A running copy of pages, to host memory or to the engine."""
 
     keys: list[str]
     copying: Copying
@@ -51,8 +44,8 @@ class HostPages:
         self.host = Pool.allocate(layout, engine.shape, num_pages, "cpu" if engine.device == "cpu" else "pinned")
         self._copies = HostStore(engine, self.host)
         self._pages: OrderedDict[str, int] = OrderedDict()  # key → block of the host
-        self._coming: set[str] = set()
-        self._held: set[str] = set()
+        self._arriving: set[str] = set()
+        self._protected: set[str] = set()
         self._free = list(range(num_pages))[::-1]
         self.wrong = 0
 
@@ -64,18 +57,18 @@ class HostPages:
 
     def missing(self, keys: Iterable[str]) -> list[str]:
         """The keys without a page in host memory or on its way there."""
-        return [key for key in keys if key not in self._pages and key not in self._coming]
+        return [key for key in keys if key not in self._pages and key not in self._arriving]
 
-    def hold(self, keys: Iterable[str]) -> None:
-        """Protect pages from eviction until `let_go`."""
+    def protect(self, keys: Iterable[str]) -> None:
+        """Protect pages from eviction until `unprotect`."""
         for key in keys:
             if key in self._pages:
                 self._pages.move_to_end(key)
-                self._held.add(key)
+                self._protected.add(key)
 
-    def let_go(self) -> None:
+    def unprotect(self) -> None:
         """End the protection of all pages."""
-        self._held.clear()
+        self._protected.clear()
 
     def check(self, keys: Sequence[str]) -> None:
         """Compare pages in host memory with their digests, and remove those that differ."""
@@ -91,41 +84,41 @@ class HostPages:
             self.wrong += 1
             if self._pages.get(key) == block:
                 self._free.append(self._pages.pop(key))
-                self._held.discard(key)
+                self._protected.discard(key)
 
     def room(self, count: int) -> bool:
         """True if there is space for `count` pages, after eviction if needed."""
-        return count <= len(self._free) + len(self._pages) - len(self._held)
+        return count <= len(self._free) + len(self._pages) - len(self._protected)
 
-    def store(self, keys: Sequence[str], ids: Sequence[int], stream: Any = None) -> Storing:
+    def store(self, keys: Sequence[str], ids: Sequence[int], stream: Any = None) -> PagesCopying:
         """Begin to copy pages to host memory.  Call `room` before, and `stored` when the copy is done."""
         while len(self._free) < len(keys):
-            oldest = next(key for key in self._pages if key not in self._held)
+            oldest = next(key for key in self._pages if key not in self._protected)
             self._free.append(self._pages.pop(oldest))
         blocks = [self._free.pop() for _ in keys]
-        storing = Storing(list(keys), self._copies.store(ids, blocks, stream))
-        self._coming.update(keys)
+        storing = PagesCopying(list(keys), self._copies.store(ids, blocks, stream))
+        self._arriving.update(keys)
         return storing
 
-    def stored(self, storing: Storing) -> None:
+    def stored(self, storing: PagesCopying) -> None:
         """Add the pages of a copy that is done."""
         self._copies.stored(storing.copying)
         for key, block in zip(storing.keys, storing.copying.units.tolist(), strict=True):
             self._pages[key] = block
-            self._coming.discard(key)
+            self._arriving.discard(key)
 
     def load(
         self, keys: Sequence[str], ids: Sequence[int], parts: Iterable[range], stream: Any = None
-    ) -> Iterator[Loading]:
+    ) -> Iterator[PagesCopying]:
         """Begin to copy pages to the engine, one part of the layers per item.  Call `loaded` at the end.
 
         On the CPU pages are compared before they are copied, so that wrong ones never reach the engine.
         """
         blocks = [self._pages[key] for key in keys]
         for copying in self._copies.load(blocks, ids, parts, stream):
-            yield Loading(list(keys), copying)
+            yield PagesCopying(list(keys), copying)
 
-    def loaded(self, loading: Loading, stream: Any = None) -> bool:
+    def loaded(self, loading: PagesCopying, stream: Any = None) -> bool:
         """Wait for a load.  True if all its pages have their digests; the engine's pages of the others are zero then."""
         copying = loading.copying
         copying.synchronize()
@@ -137,8 +130,8 @@ class HostPages:
     def clear(self) -> None:
         """Remove all pages.  No copy may be running."""
         self._pages.clear()
-        self._coming.clear()
-        self._held.clear()
+        self._arriving.clear()
+        self._protected.clear()
         self._free = list(range(self.host.num_blocks))[::-1]
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
 from ...errors import BindError
-from ..identity import key_of_adapter, key_of_files, of_model, weights
+from ..identity import get, key_of_adapter, key_of_files, of_model, weights
 
 __all__ = ["model_of"]
 
@@ -45,20 +45,20 @@ def model_of(given: str, arguments: Any = None) -> dict[str, Any]:
     if arguments is None:
         raise BindError("SGLang: its arguments are not known in this process, and they say which model computes the pages")
     model, arguments = ModelConfig.from_server_args(arguments), resolving_view(arguments)
-    held = model.hf_config.to_dict()
-    cache = _get(arguments, "kv_cache_dtype")
-    quantised = held.get("quantization_config")
+    config = model.hf_config.to_dict()
+    cache = get(arguments, "kv_cache_dtype")
+    quantised = config.get("quantization_config")
     found: dict[str, Any] = {
-        **of_model(held, model.dtype, model.quantization, quantised, _weights(model, arguments, given), model.context_len),
+        **of_model(config, model.dtype, model.quantization, quantised, _weights(model, arguments, given), model.context_len),
         "kv_cache_dtype": str(model.dtype).removeprefix("torch.") if cache in (None, "auto") else str(cache),
         "SGLang": ".".join(__version__.split(".")[:2]),
     }
-    found |= {name: _get(arguments, name) for name in _ARGUMENTS}
-    if scales := _get(arguments, "quantization_param_path"):
+    found |= {name: get(arguments, name) for name in _ARGUMENTS}
+    if scales := get(arguments, "quantization_param_path"):
         found["quantization_param_path"] = key_of_files(Path(scales), "")
-    if path := _get(arguments, "uno_lora_path"):
+    if path := get(arguments, "uno_lora_path"):
         found["uno_lora_path"] = key_of_adapter(str(path))
-    if adapters := _get(arguments, "lora_paths"):
+    if adapters := get(arguments, "lora_paths"):
         found["adapters"] = dict(map(_adapter, adapters))
     return found
 
@@ -68,7 +68,7 @@ def _weights(model: Any, arguments: Any, given: str) -> str:
         return f"named {given}"
     name = os.fspath(model.model_path)
     try:
-        return weights(name, model.revision, str(_get(arguments, "load_format")), _get(arguments, "download_dir"))
+        return weights(name, model.revision, str(get(arguments, "load_format")), get(arguments, "download_dir"))
     except BindError as error:
         raise BindError(f"SGLang: {error}; {_ADVICE}") from None
 
@@ -79,11 +79,6 @@ def _adapter(given: Any) -> tuple[str, str]:
         name, _, path = given.rpartition("=")
     else:
         name, path = (
-            str((given.get(key) if isinstance(given, dict) else _get(given, key)) or "") for key in ("lora_name", "lora_path")
+            str((given.get(key) if isinstance(given, dict) else get(given, key)) or "") for key in ("lora_name", "lora_path")
         )
     return name or path, key_of_adapter(path)
-
-
-def _get(held: Any, name: str) -> Any:
-    """A part of SGLang's objects; None if this version has none of this name: then both engines have None."""
-    return getattr(held, name, None)

@@ -19,7 +19,7 @@ from ...errors import BindError, escaping
 from ...layout import spec as layouts
 from ...pool.pool import Pool
 from ..settings import require_known
-from .host import HostPages, Loading, Storing
+from .host import HostPages, PagesCopying
 
 __all__ = ["KvbmLinker", "LayerGate"]
 
@@ -46,7 +46,7 @@ class _Kind(NamedTuple):
 class _Batch(NamedTuple):
     """A load that has begun: copies per kind, and on a GPU an event per part."""
 
-    loads: dict[PoolName, Loading]
+    loads: dict[PoolName, PagesCopying]
     events: list[Any]
     landed: bool
 
@@ -132,7 +132,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         self._checked: OrderedDict[str, set[str]] = OrderedDict()
         self._queued: dict[str, list[Any]] = {}
         self._batches = 0
-        self._offloads: deque[list[tuple[HostPages, Storing]] | None] = deque()
+        self._offloads: deque[list[tuple[HostPages, PagesCopying]] | None] = deque()
         for name, kind in self.kinds.items():
             logger.info("kvbm: %d pages of %s in host memory, %s", num_pages, name, kind.pages.host)
 
@@ -151,9 +151,9 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
             window = max(1, len(wanted[name].keys))
             ends = [end for end in ends if all(key in self.pools[name] for key in keys[max(0, end - window) : end])]
         if ends:
-            full.hold(keys[: ends[-1]])
+            full.protect(keys[: ends[-1]])
             for name in wanted.keys() - {PoolName.KV}:
-                self.pools[name].hold(keys[: ends[-1]])
+                self.pools[name].protect(keys[: ends[-1]])
         return ends
 
     def _check(self, rid: str, keys: list[str]) -> None:
@@ -200,13 +200,13 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
     def _let_go(self) -> None:
         """Pages may be evicted again, except those of batches that run and of loads that wait."""
         for name, pages in self.pools.items():
-            pages.let_go()
+            pages.unprotect()
             for batch in self.layer_done_counter.batches.values():
                 if name in batch.loads:
-                    pages.hold(batch.loads[name].keys)
+                    pages.protect(batch.loads[name].keys)
         for transfers in self._queued.values():  # loads that have not begun
             for transfer in transfers:
-                self.pools[transfer.name].hold(transfer.keys)
+                self.pools[transfer.name].protect(transfer.keys)
 
     def _begin(self, wanted: Mapping[PoolName, tuple[list[str], list[int]]]) -> _Batch:
         gone = [key for name, (keys, _) in wanted.items() for key in keys if key not in self.pools[name]]
@@ -217,7 +217,7 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         begun = {}
         for name, (keys, ids) in wanted.items():
             kind = self.kinds[name]
-            kind.pages.hold(keys)
+            kind.pages.protect(keys)
             begun[name] = iter(kind.pages.load(keys, ids, map(kind.part, self._parts), stream))
         batch = _Batch({}, [], True)
         for _ in self._parts:

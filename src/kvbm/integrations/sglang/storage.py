@@ -246,7 +246,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             if path.exists():
                 return True
             piece.put.copy([page], [0]).synchronize()
-            save(path, piece.near, metadata=_said(path))
+            save(path, piece.near, metadata=_labels(path))
         except FileExistsError:  # another rank or engine has written it meanwhile
             return True
         except (KvbmError, OSError) as error:
@@ -261,7 +261,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             file = Opened(path)
             stored = opened(file)
             source = stored.source(self.layout, piece.near.shape, 1)
-            for name, expected in _said(path).items():
+            for name, expected in _labels(path).items():
                 if (got := stored.metadata.get(name)) != expected:
                     raise BindError(f"{path}: {name}: expected {expected!r}, got {got!r:.300}")
             if stored.digests is None:
@@ -297,8 +297,8 @@ def _text(given: dict[str, Any], name: str, usual: str | None) -> str:
     return found
 
 
-def _said(path: Path) -> dict[str, str]:
-    """What a file says that it is: a file that was moved or copied is none of its new place."""
+def _labels(path: Path) -> dict[str, str]:
+    """The metadata that ties a file to its name and folder: a file that was moved or copied is refused."""
     return {_NAME: path.name, _CONTENT: path.parent.name}
 
 

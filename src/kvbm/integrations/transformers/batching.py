@@ -302,9 +302,9 @@ def _require_same(src: Any, dst: Any) -> None:
     configs = (named({"config": of_config(model.config.to_dict())}) for model in (src, dst))
     if differ := differences(*configs):
         raise BindError(f"transformers: model: {differ}; expected the same model in both managers")
-    ours, theirs = (dict(model.named_parameters()) for model in (src, dst))
-    for name in ours.keys() | theirs.keys():
-        one, other = ours.get(name), theirs.get(name)
+    src_params, dst_params = (dict(model.named_parameters()) for model in (src, dst))
+    for name in src_params.keys() | dst_params.keys():
+        one, other = src_params.get(name), dst_params.get(name)
         if one is None or other is None or one.dtype != other.dtype or not torch.equal(one, other.to(one.device)):
             raise BindError(f"transformers: model: weights: {name} differs; expected the same model in both managers")
 
@@ -336,15 +336,15 @@ class HandOver:
         _require_same(src.manager.model, dst.manager.model)
         self.src, self.dst = src, dst
         self._copies = {}
-        for name, ours in src.groups.items():
-            theirs = dst.groups[name]
-            if (ours.layers, ours.window) != (theirs.layers, theirs.window):
+        for name, source in src.groups.items():
+            destination = dst.groups[name]
+            if (source.layers, source.window) != (destination.layers, destination.window):
                 raise BindError(
-                    f"transformers: {name}: expected layers {ours.layers} and a window of {ours.window}, got {theirs.layers} and "
-                    f"{theirs.window}"
+                    f"transformers: {name}: expected layers {source.layers} and a window of {source.window}, got "
+                    f"{destination.layers} and {destination.window}"
                 )
-            made = plan(ours.placement("source"), theirs.placement("destination"))
-            self._copies[name] = Local(made, [ours.pool], [theirs.pool])
+            made = plan(source.placement("source"), destination.placement("destination"))
+            self._copies[name] = Local(made, [source.pool], [destination.pool])
 
     def __call__(self, request_id: str, new_id: str | None = None) -> str:
         """Move a request that is being computed.  It continues under `new_id`, which is returned.
@@ -470,9 +470,9 @@ def offloading(
         made.append(found.host.stats)
         return found
 
-    theirs = continuous_api.OffloadingManager
+    original = continuous_api.OffloadingManager
     continuous_api.OffloadingManager = make
     try:
         yield made
     finally:
-        continuous_api.OffloadingManager = theirs
+        continuous_api.OffloadingManager = original

@@ -154,12 +154,12 @@ def _group(name: str, cache: Any, allocator: Any) -> Group:
             # Row r of the view is token r % nt of block r / (2 nl nt), as the engine indexes it.
             rows = int(allocator.block_physical_stride)
             for block, token in ((0, 0), (0, nt - 1), (pool.num_blocks - 1, 0)):
-                ours = base + pool.resolved.address(block, l=at, o=o, t=token)[1]
-                theirs = view.data_ptr() + (block * rows + token) * view.stride(0) * view.element_size()
-                if ours != theirs or tuple(view.shape[1:]) != (shape.nh, shape.hd) or not view[0].is_contiguous():
+                wanted = base + pool.resolved.address(block, l=at, o=o, t=token)[1]
+                written = view.data_ptr() + (block * rows + token) * view.stride(0) * view.element_size()
+                if wanted != written or tuple(view.shape[1:]) != (shape.nh, shape.hd) or not view[0].is_contiguous():
                     raise BindError(
-                        f"{what}: layer {layer}, {'KV'[o]}, block {block}, token {token}: {LAYOUT} has it at byte {ours - base}, "
-                        f"the engine writes it at {theirs - base}, in rows of {tuple(view.shape[1:])}; install transformers "
+                        f"{what}: layer {layer}, {'KV'[o]}, block {block}, token {token}: {LAYOUT} has it at byte {wanted - base}, "
+                        f"the engine writes it at {written - base}, in rows of {tuple(view.shape[1:])}; install transformers "
                         f"{VERSIONS[0]} to {VERSIONS[1]}"
                     )
     window = int(allocator.sliding_window) if name == "sliding_attention" else None

@@ -9,9 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from .version import require_version
+from ..versions import require_version
 
 __all__ = ["KvbmConnector", "KvbmOffloadingConnector", "KvbmOffloadingSpec", "register"]
+
+#: The first supported version, and the first newer version that is not supported.
+VERSIONS = ("0.32", "0.33")
 
 _HOMES = {"KvbmConnector": "connector", "KvbmOffloadingConnector": "offload", "KvbmOffloadingSpec": "offload"}
 
@@ -30,6 +33,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm import __version__
 
-    require_version(__version__)
+    require_version("vLLM", __version__, *VERSIONS)
     register()  # MultiConnector looks the names of its connectors up, however they were found
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

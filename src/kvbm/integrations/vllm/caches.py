@@ -54,8 +54,8 @@ class Caches:
         for group in groups(vllm_config, kv_cache_config):
             if group.index not in kv_cache_config.transfer_group_ids:
                 continue
-            held = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
-            kinds = {type(one).__name__ for one in (getattr(held, "kv_cache_specs", None) or {"": held}).values()}
+            cache_spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+            kinds = {type(one).__name__ for one in (getattr(cache_spec, "kv_cache_specs", None) or {"": cache_spec}).values()}
             if other := sorted(kinds.difference(_BY_POSITION)):
                 raise BindError(
                     f"{group}: {', '.join(other)}: where its block table has a token is not known; expected "
@@ -78,7 +78,7 @@ class Caches:
             self.groups[name] = placement, Pool.from_vllm(kv_caches, group=group)
             self._read[name] = group
             self.layers.update(zip(group.names, group.layers, strict=True))
-            if window_of(held) == (0, 0):
+            if window_of(cache_spec) == (0, 0):
                 whole.append(name)
         self.whole = frozenset(whole)
 
@@ -111,9 +111,9 @@ class Caches:
         for name, group in self._read.items():
             table = np.array(blocks[group.index], np.int64)
             table[table == 0] = -1  # vLLM's null block
-            held = np.flatnonzero(table >= 0)
-            start = max(int(held[0]) * group.shape.nt, begins.get(group.index, 0)) if held.size else last
-            if held.size and len(table) - held[0] != held.size:
+            present = np.flatnonzero(table >= 0)
+            start = max(int(present[0]) * group.shape.nt, begins.get(group.index, 0)) if present.size else last
+            if present.size and len(table) - present[0] != present.size:
                 raise BindError(
                     f"{group}: expected blocks for all tokens from {start} on, got a table with gaps: {blocks[group.index]!r:.200}"
                 )
@@ -121,9 +121,9 @@ class Caches:
         return found
 
 
-def window_of(held: Any) -> tuple[int, int]:
+def window_of(cache_spec: Any) -> tuple[int, int]:
     """Tokens of the sliding window and of the attention chunk of a group; 0 if vLLM does not release blocks because of them."""
-    one = getattr(held, "first_spec", held)
+    one = getattr(cache_spec, "first_spec", cache_spec)
     if any(base.__name__ == "FullAttentionSpec" for base in type(one).__mro__):  # keeps all blocks, even with a window
         return 0, 0
     return tuple(int(getattr(one, name, None) or 0) for name in ("sliding_window", "attention_chunk_size"))  # type: ignore[return-value]

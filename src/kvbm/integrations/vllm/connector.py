@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ... import wire
-from ...errors import BindError, KvbmError, printable
+from ...errors import KvbmError, printable
 from ...reshard import Endpoint, Link, Span
-from ..settings import require_known
+from ..settings import flag_of, require_known
 from .caches import Caches
 from .holding import Holds
 from .identity import model_of
@@ -164,7 +164,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 @dataclass
-class _Coming:
+class _Arriving:
     """The arrivals of a load, and the reason if it failed."""
 
     source: Source
@@ -189,15 +189,13 @@ class _Worker:
         self._hold_seconds = seconds_of(self._transfer, "hold_seconds", HOLD_SECONDS)
         self._push_tokens = count_of(self._transfer, "push_tokens", _PUSH_TOKENS)
         self._push_layers = count_of(self._transfer, "push_layers", 0)
-        self._is_insecure = self._extra("insecure", False)
-        if not isinstance(self._is_insecure, bool):
-            raise BindError(f"kv_connector_extra_config: insecure: expected true or false, got {self._is_insecure!r:.100}")
-        self._known = threading.RLock()
-        self._arrivals: dict[str, _Coming] = {}
+        self._is_insecure = flag_of(self._transfer.kv_connector_extra_config, "insecure", False)
+        self._lock = threading.RLock()
+        self._arrivals: dict[str, _Arriving] = {}
         self._lost: dict[str, str] = {}  # requests that the prefill engine refused, and why
-        self._asking: dict[str, bool] = {}  # loads without arrivals yet → True if given up
+        self._requesting: dict[str, bool] = {}  # loads without arrivals yet → True if given up
         self._visits: dict[tuple[str, int, int], Visit] = {}
-        self._over: KVConnectorTransferResults = KVConnectorTransferResults()
+        self._ended: KVConnectorTransferResults = KVConnectorTransferResults()
         self._start = ""
         self._counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()  # last reported counters of these and of the links
@@ -231,7 +229,7 @@ class _Worker:
             logger.warning("kvbm: no secret_file: whoever reaches %s:%d can ask for the KV caches of prompts", host, port)
 
     def _tell(self, link: Link, name: str, why: str) -> None:
-        if self._door is not None:  # else it is being opened, and nobody has asked
+        if self._door is not None:  # else the server is being started, and no request has arrived
             self._door.tell(link, name, why)
 
     def stop(self, metadata: KVConnectorMetadata) -> None:
@@ -253,16 +251,16 @@ class _Worker:
         if not metadata.loads:
             return
         wait = self._queued()
-        with self._known:
-            self._asking.update(dict.fromkeys(metadata.loads, False))
+        with self._lock:
+            self._requesting.update(dict.fromkeys(metadata.loads, False))
         end = time.monotonic() + self._seconds
         for request, load in metadata.loads.items():
-            with self._known:  # so that the visit is not forgotten meanwhile
+            with self._lock:  # so that the visit is not forgotten meanwhile
                 try:
                     visit = self._visit(load.source)
                     visit.submit(self._load, request, load, visit, wait, end)
                 except KvbmError as error:
-                    self._loaded(request, load, _Coming(load.source, []), error)
+                    self._loaded(request, load, _Arriving(load.source, []), error)
 
     def _queued(self) -> Any:
         """An event after the GPU's queued work on the blocks; None on the CPU."""
@@ -278,7 +276,7 @@ class _Worker:
     def _visit(self, source: Source) -> Visit:
         assert self._links is not None
         world = self._config.parallel_config.world_size
-        with self._known:
+        with self._lock:
             at = source.host, source.port, source.workers
             if at not in self._visits:
                 if len(self._visits) >= _MOST_VISITS:  # most of them could not be reached
@@ -291,7 +289,7 @@ class _Worker:
     def _load(self, request: str, load: Load, visit: Visit, wait: Any, end: float) -> None:
         """Ask for a request, on the thread of its engine.  Everything has come at `end`, or the load has failed."""
         source = load.source
-        coming, why = _Coming(source, []), None
+        arriving, why = _Arriving(source, []), None
         try:
             want = Want(source.request, is_given_up=True)
             if load.first < load.last:
@@ -307,32 +305,32 @@ class _Worker:
                     parts = want.parts() if group in want.groups else [(source.request, span.tokens)]
                     for key, tokens in parts:
                         part = Span(span.table, tokens)
-                        coming.arrivals.append(link.receive(key, part, group=group, wait=wait, timeout=seconds))
+                        arriving.arrivals.append(link.receive(key, part, group=group, wait=wait, timeout=seconds))
             visit.want(want, end)
         except Exception as error:
             why = error
-        self._loaded(request, load, coming, why)
+        self._loaded(request, load, arriving, why)
 
-    def _loaded(self, request: str, load: Load, coming: _Coming, why: Exception | None) -> None:
+    def _loaded(self, request: str, load: Load, arriving: _Arriving, why: Exception | None) -> None:
         """A request was asked for, or could not be."""
         if why is not None:
             where = printable(f"{load.source.request} of {load.source.host}:{load.source.port}")
             logger.warning("request %s: %s was not loaded: %s", printable(request), where, why)
-            coming.fail(str(why) or type(why).__name__)
-        with self._known:
-            if self._asking.pop(request):
-                self._give_up(coming)
+            arriving.fail(str(why) or type(why).__name__)
+        with self._lock:
+            if self._requesting.pop(request):
+                self._give_up(arriving)
             if load.first < load.last:  # else vLLM has all blocks and does not wait
-                self._arrivals[request] = coming
+                self._arrivals[request] = arriving
 
-    def _give_up(self, coming: _Coming, why: str = "it was given up") -> None:
-        """Give up a load, and tell the prefill engine if it still computes.  The caller holds `_known`."""
-        if not coming.failure and coming.source.is_early:
-            want, visit = Want(coming.source.request, is_given_up=True), self._visit(coming.source)
-            visit.submit(self._say, visit, want, time.monotonic() + self._seconds)
-        coming.fail(why)
+    def _give_up(self, arriving: _Arriving, why: str = "it was given up") -> None:
+        """Give up a load, and tell the prefill engine if it still computes.  The caller holds `_lock`."""
+        if not arriving.failure and arriving.source.is_early:
+            want, visit = Want(arriving.source.request, is_given_up=True), self._visit(arriving.source)
+            visit.submit(self._send_want, visit, want, time.monotonic() + self._seconds)
+        arriving.fail(why)
 
-    def _say(self, visit: Visit, want: Want, end: float) -> None:
+    def _send_want(self, visit: Visit, want: Want, end: float) -> None:
         with contextlib.suppress(KvbmError):
             visit.want(want, end)
 
@@ -340,37 +338,37 @@ class _Worker:
 
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
         """Transfers that ended since the last call.  Requests that vLLM has given up are not waited for."""
-        with self._known:
-            self._asking.update(dict.fromkeys(finished & self._asking.keys(), True))
+        with self._lock:
+            self._requesting.update(dict.fromkeys(finished & self._requesting.keys(), True))
             if self._arrivals:
                 for visit in self._visits.values():
                     self._lost.update(visit.lost())
-            for request, coming in list(self._arrivals.items()):
-                failed = next((arrival.why for arrival in coming.arrivals if arrival.has_failed), "")
-                if failed := failed or self._lost.pop(coming.source.request, ""):
-                    if not coming.failure and request not in finished:
+            for request, arriving in list(self._arrivals.items()):
+                failed = next((arrival.why for arrival in arriving.arrivals if arrival.has_failed), "")
+                if failed := failed or self._lost.pop(arriving.source.request, ""):
+                    if not arriving.failure and request not in finished:
                         logger.warning("request %s: it was not loaded: %s", printable(request), failed)
-                    self._give_up(coming, failed)  # do not wait for the rest
+                    self._give_up(arriving, failed)  # do not wait for the rest
                 elif request in finished:
-                    self._give_up(coming)
-                if not all(arrival.has_ended for arrival in coming.arrivals):
+                    self._give_up(arriving)
+                if not all(arrival.has_ended for arrival in arriving.arrivals):
                     continue  # something may still write its blocks
-                self._over.finished_recving.add(request)
-                self._counts["failed" if coming.failure else "loaded"] += 1
-                if coming.failure:
-                    self._over.failed_recving.add(request)
+                self._ended.finished_recving.add(request)
+                self._counts["failed" if arriving.failure else "loaded"] += 1
+                if arriving.failure:
+                    self._ended.failed_recving.add(request)
                 del self._arrivals[request]
-            if not self._asking:  # nobody waits for the others
+            if not self._requesting:  # no load waits for the other ones
                 self._lost.clear()
-            self._over.finished_sending |= self.holds.ended()
-            over, self._over = self._over, KVConnectorTransferResults()
+            self._ended.finished_sending |= self.holds.ended()
+            over, self._ended = self._ended, KVConnectorTransferResults()
         return over
 
     def take_stats(self) -> ConnectorStats | None:
         """Counters since the last call; None if nothing was counted."""
         if self._endpoint is None:
             return None
-        with self._known:
+        with self._lock:
             now = self._counts + self.holds.counts
         for found in self._endpoint.stats().values():
             for name in COUNTERS.keys() & found.keys() - {"failed"}:
@@ -382,7 +380,7 @@ class _Worker:
         """End all transfers, threads and sockets."""
         if self._door is not None:
             self._door.close()
-        with self._known:
+        with self._lock:
             visits = list(self._visits.values())
         for visit in visits:
             visit.close()

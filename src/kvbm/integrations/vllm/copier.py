@@ -25,6 +25,7 @@ from ...layout.shapes import BlockShape, round_up
 from ...memory.array_info import array_on
 from ...pool.pool import Pool
 from ..host_store import Copying, HostStore, Ids
+from .host_layout import one_array
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory", "shared_memory"]
@@ -183,14 +184,8 @@ def _places(groups: Sequence[Sequence[Pages]]) -> tuple[list[Place], int]:
 
 def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uint8]], offset: int) -> Pool:
     """A pool whose blocks are in rows of bytes, starting at an offset in each row."""
-    found = layout.resolve(shape, 1)
-    order = layout.orders[0]
-    if layout.planes or not order.table or order.table[0].axes != ("b",) or found.table_size != 1:
-        raise BindError(
-            f"host_layout: {layout.name} ({layout.order_text}): blocks of several kinds, or several ranks, share the host memory: "
-            "expected a layout with one array a block, such as universal"
-        )
-    return Pool(layout, shape, [array_on(row.data, found.first, offset) for row in rows])
+    place = one_array(layout, shape).first
+    return Pool(layout, shape, [array_on(row.data, place, offset) for row in rows])
 
 
 @dataclass
@@ -332,20 +327,20 @@ class Copier:
         """Per store: the blocks of the engine, as many units of the host, and all units of the chunks."""
         each = self.blocks_per_chunk
         blocks: Ids = ids.astype(np.int64)
-        held: Ids = chunks.astype(np.int64)
+        chunk_ids: Ids = chunks.astype(np.int64)
         skips = [first % each for first in block_indices]
         taken = [-(-(skip + count) // each) if count else 0 for skip, count in zip(skips, group_sizes, strict=True)]
-        if (sum(group_sizes), sum(taken)) != (len(blocks), len(held)):
+        if (sum(group_sizes), sum(taken)) != (len(blocks), len(chunk_ids)):
             raise BindError(
                 f"offloading: groups of {list(group_sizes)} blocks from {list(block_indices)} on, {each} blocks a chunk: expected "
-                f"{sum(group_sizes)} blocks and {sum(taken)} chunks, got {len(blocks)} and {len(held)}"
+                f"{sum(group_sizes)} blocks and {sum(taken)} chunks, got {len(blocks)} and {len(chunk_ids)}"
             )
         found: dict[int, tuple[HostStore, list[tuple[Ids, Ids, Ids]]]] = {}
         at = chunk_at = 0
         for stores, count, skip, num_chunks in zip(self.memory.stores, group_sizes, skips, taken, strict=True):
             if not count:
                 continue
-            units = held[chunk_at : chunk_at + num_chunks]
+            units = chunk_ids[chunk_at : chunk_at + num_chunks]
             if each > 1:
                 units = (units[:, None] * each + np.arange(each)).ravel()
             for store in stores:
@@ -355,8 +350,8 @@ class Copier:
             at, chunk_at = at + count, chunk_at + num_chunks
         joined = []
         for store, parts in found.values():
-            ours, units, whole = map(np.concatenate, zip(*parts, strict=True))
-            joined.append((store, ours, units, whole))
+            engine_ids, units, whole = map(np.concatenate, zip(*parts, strict=True))
+            joined.append((store, engine_ids, units, whole))
         return joined
 
     def _event(self) -> Any:
@@ -387,7 +382,7 @@ class Copier:
                 wrong_blocks.append(copying.ids[wrong])
                 result.wrong_chunks |= set((copying.units[wrong] // self.blocks_per_chunk).tolist())
         if wrong_blocks:
-            # Before anybody is told, and in all layers.  The copies are done: no stream has to wait for another.
+            # Before the result is returned, and in all layers.  The copies are done: no stream has to wait for another.
             blocks = np.unique(np.concatenate(wrong_blocks))
             for store, copying in job.copies:
                 store.zeros(copying.ids[np.isin(copying.ids, blocks)], self._clearing)

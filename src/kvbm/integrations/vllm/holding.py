@@ -21,12 +21,12 @@ __all__ = ["Hold", "Holds", "Push"]
 #: The number of a held request in its name.
 _NUMBER = re.compile("[0-9]{1,18}")
 
-#: Seconds that a wanted request may wait until the worker is told that it is held.
-_TOLD = 20.0
+#: Seconds that a wanted request may wait until the scheduler's message that it is held.
+_HOLD_DELAY = 20.0
 
 #: Most requests that are remembered after they were sent or released, so that late questions are answered at once.  If there are
 #: more, the link with most of them loses its oldest.
-_MOST_GONE = 4096
+_MOST_PAST = 4096
 
 #: Most requests that are wanted and not held yet: of one link, and of all.  If there are more, the link with most of them loses
 #: its newest.
@@ -70,7 +70,7 @@ class _Part:
 
 
 @dataclass
-class _Held:
+class _Request:
     """A request of this worker, the worker that wants it, and its sendings.  Without a hold it is still being computed."""
 
     names: tuple[str, ...]
@@ -89,7 +89,7 @@ class _Held:
         return all(sending.has_ended for sending in self.sendings)
 
 
-class _Gone:
+class _Past:
     """Requests that were sent, released or never came, by the link that they concern; None: this engine's own."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _Gone:
             self._count -= len(self._by_link.pop(closed))
         self._by_link.setdefault(link, OrderedDict())[name] = why
         self._count += 1
-        if self._count > _MOST_GONE:
+        if self._count > _MOST_PAST:
             most = max(self._by_link, key=lambda one: len(self._by_link[one]))
             self.discard(next(iter(self._by_link[most])), most)
 
@@ -121,7 +121,7 @@ class _Gone:
     def why(self, name: str, link: Link) -> str | None:
         """Why a link does not get a request, empty if it has been sent over it; None if the request is not remembered.
 
-        What one engine asked for in vain says nothing to another one.
+        A refusal to one engine does not apply to another one.
         """
         for one in (link, None):
             if name in (names := self._by_link.get(one, OrderedDict[str, str]())):
@@ -185,15 +185,15 @@ class Holds:
         if not each:
             self._stages = []
         self._lock = Lock()
-        self._held: dict[str, _Held] = {}  # vLLM's name → request
+        self._requests: dict[str, _Request] = {}  # vLLM's name → request
         self._names: dict[str, str] = {}  # the name by which it is wanted → vLLM's name
         self._wanted: OrderedDict[str, tuple[Want, Link, float]] = OrderedDict()  # not held yet
         self._waits: Counter[Link] = Counter()  # the number of these of each link
         self._named: dict[str, set[str]] = {}  # names of the router, without inputs → these names of what is held or wanted
-        self._gone = _Gone()
-        self._untold: deque[tuple[Link, str, str]] = deque()
+        self._past = _Past()
+        self._refusals: deque[tuple[Link, str, str]] = deque()
         self._start, self._latest = "", -1
-        self._step: list[tuple[Push, _Held]] = []
+        self._step: list[tuple[Push, _Request]] = []
         self._left: deque[tuple[int, set[str]]] = deque()
         self.counts: Counter[str] = Counter()
 
@@ -214,29 +214,29 @@ class Holds:
         try:
             self._asked(want, link)
         finally:
-            self._tell_all()
+            self._send_refusals()
 
     def _asked(self, want: Want, link: Link) -> None:
         with self._lock:
-            held = self._held.get(self._names.get(want.name, ""))
-            if held is None:
+            record = self._requests.get(self._names.get(want.name, ""))
+            if record is None:
                 self._await(want, link)
                 return
-            if why := held.failure or ("" if held.link in (None, link) else "it was sent to another engine"):
+            if why := record.failure or ("" if record.link in (None, link) else "it was sent to another engine"):
                 raise TransferError(f"request {printable(want.name)}: {why}")
-            is_first = held.link is None  # else another worker of the same engine has asked before
+            is_first = record.link is None  # else another worker of the same engine has asked before
             if is_first or want.is_given_up:
-                self._join(held, want, link)
-            if not is_first or held.hold is None:
+                self._join(record, want, link)
+            if not is_first or record.hold is None:
                 return  # already asked for, or sent while it is computed
-        self._finish(held)
-        if held.failure:
-            raise TransferError(f"request {printable(want.name)}: {held.failure}")
+        self._finish(record)
+        if record.failure:
+            raise TransferError(f"request {printable(want.name)}: {record.failure}")
 
     def _await(self, want: Want, link: Link) -> None:
         """Remember a wanted request that is not held yet."""
         name = printable(want.name)
-        if (why := self._gone.why(want.name, link)) is not None:
+        if (why := self._past.why(want.name, link)) is not None:
             if why:
                 raise TransferError(f"request {name}: {why}")
             return
@@ -246,7 +246,7 @@ class Holds:
                 raise TransferError(f"request {name}: it was held before this engine was started again")
             if not _NUMBER.fullmatch(number) or int(number) <= self._latest:
                 raise TransferError(f"request {name}: not held here")
-            seconds = _TOLD
+            seconds = _HOLD_DELAY
         if want.name in self._wanted:
             if self._wanted[want.name][1] is not link:
                 raise TransferError(f"request {name}: it was sent to another engine")
@@ -282,7 +282,7 @@ class Holds:
             return False
         name = next(name for name, (_, one, _) in reversed(self._wanted.items()) if one is most)
         self._take_wanted(name)
-        self._untold.append((most, name, f"{count} others are waited for"))
+        self._refusals.append((most, name, f"{count} others are waited for"))
         return True
 
     def _take_wanted(self, name: str) -> tuple[Want, Link] | None:
@@ -296,10 +296,10 @@ class Holds:
             del self._waits[link]
         return want, link
 
-    def _join(self, held: _Held, want: Want, link: Link) -> None:
-        held.link, held.want = link, want
+    def _join(self, record: _Request, want: Want, link: Link) -> None:
+        record.link, record.want = link, want
         parts = () if want.is_given_up else want.parts()
-        held.parts = [_Part(key, group, tokens) for key, tokens in parts for group in want.groups]
+        record.parts = [_Part(key, group, tokens) for key, tokens in parts for group in want.groups]
 
     # ---- the worker: before, during and after a step ---------------------------------------------------------------
 
@@ -310,10 +310,10 @@ class Holds:
             return
         with self._lock:
             for request, push in pushes.items():
-                if request not in self._held:
-                    self._add(request, _Held((push.name,)))
-                self._step.append((push, self._held[request]))
-        self._tell_all()
+                if request not in self._requests:
+                    self._add(request, _Request((push.name,)))
+                self._step.append((push, self._requests[request]))
+        self._send_refusals()
         self._left = deque((behind, set(names)) for behind, names in self._stages)
         self._push(0)
 
@@ -336,44 +336,44 @@ class Holds:
     def _push(self, behind: int) -> None:
         """Send the layers below `behind` of parts that end in this step, and all layers of parts that ended before."""
         wait: Any = self
-        for push, held in self._step:
-            if held.link is None or held.failure:
+        for push, record in self._step:
+            if record.link is None or record.failure:
                 continue
-            if failed := next((sending.why for sending in held.sendings if sending.has_failed), ""):
-                self._fail(held, failed)
+            if failed := next((sending.why for sending in record.sendings if sending.has_failed), ""):
+                self._fail(record, failed)
                 continue
             try:
-                for part in held.parts:
+                for part in record.parts:
                     upto = self._count if part.tokens.stop <= push.before else behind
                     if part.tokens.stop > push.after or part.layers >= upto or part.group not in self._whole:
                         continue
                     wait = self._queued() if wait is self else wait
-                    self._send_part(held, part, push.blocks, upto, wait)
+                    self._send_part(record, part, push.blocks, upto, wait)
                     self.counts["pushed"] += 1
             except Exception as error:
-                self._fail(held, _text(error))
+                self._fail(record, _text(error))
 
-    def _send_part(self, held: _Held, part: _Part, blocks: tuple[list[int], ...], behind: int, wait: Any) -> None:
-        assert held.link is not None
+    def _send_part(self, record: _Request, part: _Part, blocks: tuple[list[int], ...], behind: int, wait: Any) -> None:
+        assert record.link is not None
         span = self._spans(blocks, part.tokens.stop, part.tokens.start)[part.group]
         layers = range(part.layers, behind)
-        held.sendings.append(
-            held.link.send(part.key, span, layers=layers, group=part.group, wait=wait, timeout=self._seconds)
+        record.sendings.append(
+            record.link.send(part.key, span, layers=layers, group=part.group, wait=wait, timeout=self._seconds)
         )
         part.layers = behind
 
-    def _finish(self, held: _Held) -> None:
+    def _finish(self, record: _Request) -> None:
         """Send the rest of a held request."""
         try:
-            if not held.failure:
-                self._send_rest(held)
+            if not record.failure:
+                self._send_rest(record)
         except Exception as error:
-            self._fail(held, _text(error))
+            self._fail(record, _text(error))
         finally:
-            held.has_begun = True
+            record.has_begun = True
 
-    def _send_rest(self, held: _Held) -> None:
-        hold, want, link = held.hold, held.want, held.link
+    def _send_rest(self, record: _Request) -> None:
+        hold, want, link = record.hold, record.want, record.link
         assert hold is not None
         assert want is not None
         assert link is not None
@@ -381,45 +381,45 @@ class Holds:
             return
         if want.last > hold.tokens:
             raise TransferError(f"request {printable(want.name)}: {want.last} tokens are asked for, {hold.tokens} were prefilled")
-        for part in held.parts:
+        for part in record.parts:
             if part.layers < self._count:
-                self._send_part(held, part, hold.blocks, self._count, held.wait)
+                self._send_part(record, part, hold.blocks, self._count, record.wait)
         for group, span in self._spans(hold.blocks, hold.tokens).items():
             if group not in want.groups:
-                held.sendings.append(link.send(want.name, span, group=group, wait=held.wait, timeout=self._seconds))
+                record.sendings.append(link.send(want.name, span, group=group, wait=record.wait, timeout=self._seconds))
 
-    def _fail(self, held: _Held, why: str) -> None:
+    def _fail(self, record: _Request, why: str) -> None:
         """Abort the sendings of a request, and tell the engine that wants it."""
-        held.failure = held.failure or why
-        for sending in held.sendings:
+        record.failure = record.failure or why
+        for sending in record.sendings:
             sending.abort()
-        if held.link is not None and held.want is not None:
-            self._tell(held.link, held.want.name, why)
+        if record.link is not None and record.want is not None:
+            self._tell(record.link, record.want.name, why)
 
-    def _add(self, request: str, held: _Held) -> None:
+    def _add(self, request: str, record: _Request) -> None:
         """Add a request.  If another engine already wants it, connect the two."""
-        self._held[request] = held
-        for name in held.names:
-            self._gone.discard(name)
+        self._requests[request] = record
+        for name in record.names:
+            self._past.discard(name)
             self._names[name] = request
             if name.startswith("push/"):
                 names = self._named.setdefault(_plain(name), set())
                 names.add(name)
                 for other in names - self._names.keys():  # wanted with another adapter, or with other pictures
                     if waiting := self._take_wanted(other):
-                        self._untold.append((waiting[1], other, _other_inputs(name, other)))
+                        self._refusals.append((waiting[1], other, _other_inputs(name, other)))
             if waiting := self._take_wanted(name):
                 want, link = waiting
-                if held.link is None:
-                    self._join(held, want, link)
+                if record.link is None:
+                    self._join(record, want, link)
                 else:
-                    self._untold.append((link, name, "it was sent to another engine"))
+                    self._refusals.append((link, name, "it was sent to another engine"))
 
-    def _tell_all(self) -> None:
-        """Tell other engines what was found while the lock was held, under which nobody is told."""
+    def _send_refusals(self) -> None:
+        """Send the refusals that were found while the lock was held.  No message is sent under the lock."""
         with contextlib.suppress(IndexError):
             while True:
-                self._tell(*self._untold.popleft())
+                self._tell(*self._refusals.popleft())
 
     # ---- messages of the scheduler ---------------------------------------------------------------------------------
 
@@ -427,23 +427,23 @@ class Holds:
         """Take new holds, requests that are no longer held, and names of requests that will not come with the reasons."""
         self._start = start
         with self._lock:
-            for held in (self._held[request] for request in unheld if request in self._held):
-                held.until = 0.0
+            for record in (self._requests[request] for request in unheld if request in self._requests):
+                record.until = 0.0
         wait = self._queued() if holds else None
         for request, hold in holds.items():
             with self._lock:
                 self._latest = max(self._latest, hold.number)
                 names = (f"{start}/{hold.number}/{request}", *([hold.name] if hold.name else []))
-                held = self._held.get(request) or _Held(names)
-                held.hold, held.until, held.wait = hold, time.monotonic() + hold.seconds, wait
-                held.names = names
-                self._add(request, held)
-                is_wanted = held.link is not None
-            self._tell_all()
+                record = self._requests.get(request) or _Request(names)
+                record.hold, record.until, record.wait = hold, time.monotonic() + hold.seconds, wait
+                record.names = names
+                self._add(request, record)
+                is_wanted = record.link is not None
+            self._send_refusals()
             if hold.failure:
-                self._fail(held, hold.failure)
+                self._fail(record, hold.failure)
             if is_wanted:
-                self._finish(held)
+                self._finish(record)
         for name, why in lost.items():
             self._lose(name, why)
 
@@ -451,28 +451,28 @@ class Holds:
         """Remember that a request will not come, as this engine says, and tell who wants it."""
         with self._lock:
             request = self._names.get(name)
-            if request is not None and self._held[request].hold is None:
+            if request is not None and self._requests[request].hold is None:
                 self._forget(request, why)
             else:
-                self._gone.add(name, None, why)
+                self._past.add(name, None, why)
             waiting = self._take_wanted(name)
         if waiting is not None:
             self._tell(waiting[1], name, why)
 
     def _forget(self, request: str, why: str) -> None:
-        held = self._held.pop(request)
-        for name in held.names:
+        record = self._requests.pop(request)
+        for name in record.names:
             self._names.pop(name, None)
             self._unname(name)
-            self._gone.add(name, held.link, why)
+            self._past.add(name, record.link, why)
 
     def stop(self, requests: Iterable[str]) -> None:
         """Stop reading the blocks of these requests before a step reuses them.  When it returns, nothing reads them."""
-        stopped = [self._held[request] for request in requests if request in self._held]
-        for held in stopped:
-            self._fail(held, "the engine that prefills took its blocks for another request")
-        for held in stopped:
-            for sending in held.sendings:
+        stopped = [self._requests[request] for request in requests if request in self._requests]
+        for record in stopped:
+            self._fail(record, "the engine that prefills took its blocks for another request")
+        for record in stopped:
+            for sending in record.sendings:
                 try:
                     sending.synchronize(self._seconds)
                 except KvbmError:
@@ -483,24 +483,24 @@ class Holds:
         """Requests whose blocks are no longer needed, since the last call."""
         now, over = time.monotonic(), set()
         with self._lock:
-            for request, held in list(self._held.items()):
-                if held.hold is None:
+            for request, record in list(self._requests.items()):
+                if record.hold is None:
                     continue
-                if held.link is None and not held.failure:
-                    if now < held.until:
+                if record.link is None and not record.failure:
+                    if now < record.until:
                         continue
-                    held.failure = f"it was held for {held.hold.seconds:g} s, and nobody asked for it"
-                elif not held.has_ended or (held.link is not None and not held.has_begun):
+                    record.failure = f"it was held for {record.hold.seconds:g} s, and nobody asked for it"
+                elif not record.has_ended or (record.link is not None and not record.has_begun):
                     continue
                 over.add(request)
-                has_gone = held.sendings and not held.failure and not any(one.has_failed for one in held.sendings)
+                has_gone = record.sendings and not record.failure and not any(one.has_failed for one in record.sendings)
                 self.counts["sent" if has_gone else "unsent"] += 1
-                self._forget(request, held.failure)
+                self._forget(request, record.failure)
             late = [(name, link) for name, (_, link, until) in self._wanted.items() if until < now]
             why = "nothing of this name was prefilled here in time"
             for name, link in late:
                 self._take_wanted(name)
-                self._gone.add(name, link, why)
+                self._past.add(name, link, why)
         for name, link in late:
             self._tell(link, name, why)
         return over
@@ -511,8 +511,8 @@ def _plain(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _other_inputs(held: str, wanted: str) -> str:
-    differ = differing(held.partition("#")[2], wanted.partition("#")[2])
+def _other_inputs(known: str, wanted: str) -> str:
+    differ = differing(known.partition("#")[2], wanted.partition("#")[2])
     return f"{differ}: that of the request here is another; expected the same on both engines"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import BindError, escaping, printable
-from ..identity import key_of_adapter, of_model, weights
+from ..identity import get, key_of_adapter, of_model, weights
 
 __all__ = ["differing", "inputs_of", "model_of", "push_name"]
 
@@ -41,18 +41,18 @@ def model_of(vllm_config: Any, given: Any = None, *, must: bool = False) -> dict
     """
     if given is not None and not (isinstance(given, str) and given):
         raise BindError(f"kv_connector_extra_config: model: expected a name of the weights, got {given!r:.100}")
-    model, load = vllm_config.model_config, _get(vllm_config, "load_config")
-    cache = str(_get(_get(vllm_config, "cache_config"), "cache_dtype"))
+    model, load = vllm_config.model_config, get(vllm_config, "load_config")
+    cache = str(get(get(vllm_config, "cache_config"), "cache_dtype"))
     found: dict[str, Any] = {
         **_fields(model, load, given, must),
-        "kv_cache_dtype": {"auto": str(_get(model, "dtype")).removeprefix("torch."), "fp8": "fp8_e4m3"}.get(cache, cache),
+        "kv_cache_dtype": {"auto": str(get(model, "dtype")).removeprefix("torch."), "fp8": "fp8_e4m3"}.get(cache, cache),
     }
     pictures = getattr(model, "multimodal_config", None)
     if pictures is not None:
         of_files = getattr(pictures, "mm_processor_kwargs", None) or {}
         found["mm_processor_kwargs"] = {name: value for name, value in of_files.items() if name != "device"}
         found["video_pruning_rate"] = getattr(pictures, "video_pruning_rate", None)
-    guesses = _get(vllm_config, "speculative_config")
+    guesses = get(vllm_config, "speculative_config")
     draft = getattr(guesses, "draft_model_config", None)
     if draft is not None and not str(guesses.method).startswith(_NO_DRAFT):
         found["draft"] = {"method": str(guesses.method), **_fields(draft, guesses.draft_load_config or load, given, must)}
@@ -61,20 +61,20 @@ def model_of(vllm_config: Any, given: Any = None, *, must: bool = False) -> dict
 
 def _fields(model: Any, load: Any, given: str | None, must: bool) -> dict[str, Any]:
     """The fields of a target or of a draft."""
-    held = model.hf_config.to_dict() if _get(model, "hf_config") is not None else {}
+    held = model.hf_config.to_dict() if get(model, "hf_config") is not None else {}
     name = f"named {given}" if given else _weights(model, load, must)
-    longest = int(_get(model, "max_model_len") or 0)
+    longest = int(get(model, "max_model_len") or 0)
     return {
-        **of_model(held, _get(model, "dtype"), _get(model, "quantization"), _get(model, "quantization_config"), name, longest),
-        "disable_sliding_window": bool(_get(model, "disable_sliding_window")),
+        **of_model(held, get(model, "dtype"), get(model, "quantization"), get(model, "quantization_config"), name, longest),
+        "disable_sliding_window": bool(get(model, "disable_sliding_window")),
     }
 
 
 def _weights(model: Any, load: Any, must: bool) -> str:
     """A hash of the files of weights; the name if there are none."""
-    name, revision, kind = str(_get(model, "model_weights") or model.model), _get(model, "revision"), str(_get(load, "load_format"))
+    name, revision, kind = str(get(model, "model_weights") or model.model), get(model, "revision"), str(get(load, "load_format"))
     try:
-        return weights(name, revision, kind, _get(load, "download_dir"))
+        return weights(name, revision, kind, get(load, "download_dir"))
     except BindError as error:
         if must:
             raise
@@ -86,11 +86,6 @@ def _weights(model: Any, load: Any, must: bool) -> str:
             name, str(error),
         )  # fmt: skip
         return f"of {name} {revision or ''}".strip()
-
-
-def _get(held: Any, name: str) -> Any:
-    """A part of vLLM's objects; None if this version has none of this name: then both engines have None."""
-    return getattr(held, name, None)
 
 
 def inputs_of(request: Any, tokens: int | None) -> str:
@@ -124,9 +119,9 @@ def inputs_of(request: Any, tokens: int | None) -> str:
     return ",".join(f"{name}={found}" for name, found in hashes.items())
 
 
-def differing(ours: str, theirs: str) -> str:
+def differing(own: str, other: str) -> str:
     """The names of what differs between two results of `inputs_of`, of which the second one may be anything."""
-    here, there = ({part.partition("=")[::2] for part in text.split(",") if part} for text in (ours, theirs))
+    here, there = ({part.partition("=")[::2] for part in text.split(",") if part} for text in (own, other))
     return printable(", ".join(sorted({name for name, _ in here ^ there})))
 
 

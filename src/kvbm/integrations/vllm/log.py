@@ -26,11 +26,11 @@ class _Forward(logging.Handler):
 
 def forward() -> None:
     """Show kvbm's own log in vLLM's, unless the program has given it handlers."""
-    ours = logging.getLogger("kvbm")
-    if not ours.handlers:
-        ours.addHandler(_Forward())
-        if ours.level == logging.NOTSET:
-            ours.setLevel(logger.getEffectiveLevel())
+    root = logging.getLogger("kvbm")
+    if not root.handlers:
+        root.addHandler(_Forward())
+        if root.level == logging.NOTSET:
+            root.setLevel(logger.getEffectiveLevel())
 
 
 forward()

@@ -30,10 +30,10 @@ WORD = 30.0
 _QUIET = 1e6
 
 #: Seconds until an engine that could not be reached is tried again, so that other requests do not wait for it.
-_AGAIN = 5.0
+_RETRY_SECONDS = 5.0
 
 #: Seconds of silence after which kvbm checks whether an engine still exists.  Its link is kept until it is lost.
-_KEPT = 600.0
+_SILENT_SECONDS = 600.0
 
 #: Most ranks of an engine.
 _MOST_RANKS = 4096
@@ -109,7 +109,7 @@ class Want:
 
 
 @dataclass
-class _Made:
+class _LinkUse:
     """A link that is made or used, and the number of its users.  Only those who want this link wait for its lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -130,7 +130,7 @@ class Links:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._lock = threading.Lock()
-        self._made: dict[frozenset[bytes], _Made] = {}  # by the cards of all ranks
+        self._made: dict[frozenset[bytes], _LinkUse] = {}  # by the cards of all ranks
 
     def meet(self, cards: Iterable[bytes], end: float) -> Link:
         """The link to the ranks of these cards.  Call `part` after use.  `end` is the time (`time.monotonic`) at which the caller gives up.
@@ -139,7 +139,7 @@ class Links:
         """  # noqa: E501
         at = frozenset(cards)
         with self._lock:
-            made = self._made.setdefault(at, _Made())
+            made = self._made.setdefault(at, _LinkUse())
             made.users += 1
         try:
             with held_until(made.lock, end, self.endpoint.engine):  # others read cards and make links meanwhile
@@ -158,7 +158,7 @@ class Links:
             self._leave(at, made)
             raise
 
-    def _leave(self, at: frozenset[bytes], made: _Made) -> bool:
+    def _leave(self, at: frozenset[bytes], made: _LinkUse) -> bool:
         """End one use of a link.  True if it was the last one."""
         with self._lock:
             made.users -= 1
@@ -192,7 +192,7 @@ class Links:
 
 
 @dataclass
-class _Guest:
+class _Client:
     """One start of an engine that asks."""
 
     name: tuple[str, str]
@@ -242,7 +242,7 @@ class Door:
     ) -> None:
         self._links, self._begin, self._word = links, begin, word
         self._met = threading.Condition()
-        self._guests: dict[tuple[str, str], _Guest] = {}
+        self._clients: dict[tuple[str, str], _Client] = {}
         self._is_closed = False
         secret = links.endpoint.secret
         self._reception = Reception(
@@ -252,10 +252,10 @@ class Door:
 
     def _serve(self, talk: Talk) -> None:
         """Serve one worker of another engine until it disconnects."""
-        guest = self._hear(talk)
+        client = self._hear(talk)
         try:
             talk.is_known, talk.timeout = True, self._word
-            link = self._meet(talk, guest)
+            link = self._meet(talk, client)
             while True:
                 talk.wait(_QUIET, _QUIET)  # it is silent until it has a request
                 want = Want.of(talk.hear("want"), talk.peer)
@@ -267,13 +267,13 @@ class Door:
                     talk.say(begun=want.name)
         finally:
             with self._met:
-                guest.talks.discard(talk)
-                guest.left_at = time.monotonic()
-                if not guest.talks and guest.link is None and self._guests.get(guest.name) is guest:
-                    del self._guests[guest.name]
+                client.talks.discard(talk)
+                client.left_at = time.monotonic()
+                if not client.talks and client.link is None and self._clients.get(client.name) is client:
+                    del self._clients[client.name]
                 self._met.notify_all()
 
-    def _hear(self, talk: Talk) -> _Guest:
+    def _hear(self, talk: Talk) -> _Client:
         """Read the identity and the card of a worker.  Remains of earlier starts of its engine are removed."""
         hello = talk.hear("engine", "start", "rank", "world", "card")
         engine, start, rank, world = (hello[key] for key in ("engine", "start", "rank", "world"))
@@ -286,69 +286,69 @@ class Door:
         self._links.endpoint.require_alike(card)
         self._forget(name)
         with self._met:
-            guest = self._guests.setdefault(name, _Guest(name, world))
-            if guest.world != world or guest.cards.get(rank, card) != card:
+            client = self._clients.setdefault(name, _Client(name, world))
+            if client.world != world or client.cards.get(rank, card) != card:
                 raise BindError(
                     f"{talk.peer}: rank {rank} of {printable(engine)}: another card than before, at the same start"
                 )
-            guest.cards[rank] = card
-            guest.talks.add(talk)
+            client.cards[rank] = card
+            client.talks.add(talk)
             self._met.notify_all()
-        return guest
+        return client
 
     def _forget(self, name: tuple[str, str]) -> None:
         """Forget earlier starts of this engine, and engines that are gone."""
         now, older, silent = time.monotonic(), [], []
         with self._met:
-            for other, one in self._guests.items():
+            for other, one in self._clients.items():
                 if one.talks or other == name:
                     continue
                 if other[0] == name[0]:  # the engine was restarted
                     older.append(one)
-                elif one.left_at + _KEPT < now:
+                elif one.left_at + _SILENT_SECONDS < now:
                     silent.append(one)
-        for guest in [*older, *(one for one in silent if self._links.is_lost(one.link))]:
-            self._part(guest)
+        for client in [*older, *(one for one in silent if self._links.is_lost(one.link))]:
+            self._part(client)
 
-    def _part(self, guest: _Guest) -> None:
+    def _part(self, client: _Client) -> None:
         with self._met:
-            if guest.talks or self._guests.get(guest.name) is not guest:
+            if client.talks or self._clients.get(client.name) is not client:
                 return  # it has come back, or another thread was here
-            del self._guests[guest.name]
-        if guest.link is not None:
-            self._links.part(guest.link)
+            del self._clients[client.name]
+        if client.link is not None:
+            self._links.part(client.link)
 
-    def _meet(self, talk: Talk, guest: _Guest) -> Link:
+    def _meet(self, talk: Talk, client: _Client) -> Link:
         """Wait until all workers of the engine have sent their cards."""
         talk.say(card=base64.b64encode(self._links.endpoint.card()).decode())
         end = time.monotonic() + self._word
         while True:
             with self._met:
                 left = end - time.monotonic()
-                if not self._is_closed and len(guest.cards) < guest.world and left > 0:
+                if not self._is_closed and len(client.cards) < client.world and left > 0:
                     self._met.wait(min(1.0, left))
                 if self._is_closed:
                     raise BindError(f"{talk.peer}: this engine is shutting down")
-                if len(guest.cards) == guest.world:
+                if len(client.cards) == client.world:
                     break
-                ranks = sorted(guest.cards)
+                ranks = sorted(client.cards)
             if left <= 0:
                 raise TransferTimeoutError(
-                    f"{talk.peer}: of {guest.world} ranks only {str(ranks)[:200]} have come within {self._word:g} s"
+                    f"{talk.peer}: of {client.world} ranks only {str(ranks)[:200]} have come within {self._word:g} s"
                 )
             talk.busy()
             talk.look()
         end = time.monotonic() + self._word
-        with held_until(guest.making, end, talk.peer):  # only workers of this engine wait
-            if guest.link is None:
-                guest.link = self._links.meet(guest.cards.values(), end)
+        with held_until(client.making, end, talk.peer):  # only workers of this engine wait
+            if client.link is None:
+                client.link = self._links.meet(client.cards.values(), end)
         talk.say(met=True)
-        return guest.link
+        return client.link
 
     def tell(self, link: Link, name: str, why: str) -> None:
         """Tell an engine that a request will not come, after it was accepted.  It does not wait."""
         with self._met:
-            talks = [talk for guest in self._guests.values() if guest.link is link for talk in guest.talks]
+            talks = [talk for client in self._clients.values() if client.link is link for talk in client.talks]
         for talk in talks:
             with contextlib.suppress(KvbmError):  # a peer that has gone does not wait
                 talk.tell(lost=name, why=printable(why, _MOST_TEXT))
@@ -394,7 +394,7 @@ class Visit:
         self._cards: list[bytes] = []
         self._link: Link | None = None
         self._lost: dict[str, str] = {}
-        self._failed_at, self._why = -_AGAIN, ""
+        self._failed_at, self._why = -_RETRY_SECONDS, ""
         self._is_closed = False
 
     @property
@@ -433,8 +433,8 @@ class Visit:
             if self._link is not None and self._talks:
                 return self._link
         self._part()
-        if time.monotonic() < self._failed_at + _AGAIN:
-            raise TransferError(f"{self._why}; it is tried again after {_AGAIN:g} s")
+        if time.monotonic() < self._failed_at + _RETRY_SECONDS:
+            raise TransferError(f"{self._why}; it is tried again after {_RETRY_SECONDS:g} s")
         try:
             cards = []
             for number in range(self._ports):
@@ -489,9 +489,9 @@ class Visit:
             heard = talk.hear(within=self._left(end))
             if "lost" not in heard:
                 return heard
-            self._hear_of(heard)
+            self._note_lost(heard)
 
-    def _hear_of(self, heard: dict[str, Any]) -> None:
+    def _note_lost(self, heard: dict[str, Any]) -> None:
         if len(self._lost) < _MOST_LOST * self._ports:
             self._lost[str(heard["lost"])] = printable(str(heard.get("why", "")), _MOST_TEXT)
 
@@ -506,7 +506,7 @@ class Visit:
                         if (heard := talk.news()) is None:
                             break
                         if "lost" in heard:
-                            self._hear_of(heard)
+                            self._note_lost(heard)
             found, self._lost = self._lost, {}
             return found
         finally:

@@ -28,7 +28,7 @@ _PLAIN = (
 )  # fmt: skip
 
 #: ``model_type`` of models that contain a text model, in ``text_config``.
-_AROUND = ("gemma3", "mistral3", "llava")
+_MULTIMODAL = ("gemma3", "mistral3", "llava")
 
 #: Defaults for keys that the config.json of a ``gemma3_text`` may omit.
 _GEMMA3 = {
@@ -149,23 +149,23 @@ class _Reader:
     def __init__(self, path: Path, whole: Mapping[str, Any]) -> None:
         self.path = path
         self.kind = whole.get("model_type")
-        held = whole
-        if self.kind in _AROUND and isinstance(whole.get("text_config"), dict):
-            held = {"torch_dtype": whole.get("torch_dtype"), "dtype": whole.get("dtype"), **whole["text_config"]}
+        config = whole
+        if self.kind in _MULTIMODAL and isinstance(whole.get("text_config"), dict):
+            config = {"torch_dtype": whole.get("torch_dtype"), "dtype": whole.get("dtype"), **whole["text_config"]}
             usual = "gemma3_text" if self.kind == "gemma3" else None
-            self.kind = held.get("model_type", usual)
+            self.kind = config.get("model_type", usual)
         if self.kind not in _PLAIN:
             raise SpecError(
                 f"{path}: model_type: expected one whose cache is known here ({', '.join(_PLAIN)}; text_config of "
-                f"{', '.join(_AROUND)}), got {self.kind!r:.100}"
+                f"{', '.join(_MULTIMODAL)}), got {self.kind!r:.100}"
             )
-        self.held: Mapping[str, Any] = {**(_GEMMA3 if self.kind == "gemma3_text" else {}), **held}
+        self.config: Mapping[str, Any] = {**(_GEMMA3 if self.kind == "gemma3_text" else {}), **config}
         for key, what in _REFUSED.items():
-            if self.held.get(key):
+            if self.config.get(key):
                 raise SpecError(f"{path}: {key}: {what}: how much of them a cache holds is not read here")
 
     def number(self, key: str, usual: int | None = None, most: int = 1 << 24) -> int:
-        value = self.held.get(key)
+        value = self.config.get(key)
         value = usual if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
             raise SpecError(f"{self.path}: {key}: expected a number from 1 on, got {value!r:.100}")
@@ -174,11 +174,11 @@ class _Reader:
     def model(self, name: str, cache_dtype: str, dtype: str | None) -> Model:
         heads, layers = self.number("num_attention_heads"), self.number("num_hidden_layers", most=_MOST_LAYERS)
         nl, no, nh = layers, 2, self.number("num_key_value_heads", heads)
-        if self.held.get("kv_lora_rank") is not None:
+        if self.config.get("kv_lora_rank") is not None:
             no, nh, hd = 1, 1, self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
         elif self.kind in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
             raise SpecError(f"{self.path}: kv_lora_rank: expected the size of the latent of {self.kind}, got none")
-        elif self.held.get("head_dim") is not None:
+        elif self.config.get("head_dim") is not None:
             hd = self.number("head_dim")
         elif self.number("hidden_size") % heads:
             raise SpecError(
@@ -194,13 +194,13 @@ class _Reader:
             raise SpecError(f"kv-cache-dtype: expected one of {', '.join(CACHE_DTYPES)}, got {cache_dtype!r:.100}")
         if found := CACHE_DTYPES[cache_dtype]:
             return found
-        quantised = self.held.get("quantization_config")
+        quantised = self.config.get("quantization_config")
         if isinstance(quantised, dict) and quantised.get("kv_cache_scheme"):
             raise SpecError(
                 f"{self.path}: quantization_config: kv_cache_scheme: the model says how its cache is quantised; pass "
                 "--kv-cache-dtype, such as fp8"
             )
-        found = str(dtype or self.held.get("dtype") or self.held.get("torch_dtype")).removeprefix("torch.")
+        found = str(dtype or self.config.get("dtype") or self.config.get("torch_dtype")).removeprefix("torch.")
         if found not in ("float16", "bfloat16") and found != dtype:
             raise SpecError(
                 f"{self.path}: torch_dtype: expected float16 or bfloat16, got {found!r:.100}, for which vLLM takes what the "
@@ -226,14 +226,14 @@ class _Reader:
 
     def _slides(self, nl: int) -> list[bool]:
         """For each layer, True if it has a sliding window."""
-        held = self.held
-        if (types := held.get("layer_types")) is not None:
+        config = self.config
+        if (types := config.get("layer_types")) is not None:
             if not isinstance(types, list) or len(types) != nl or not all(isinstance(one, str) and one in _KINDS for one in types):
                 raise SpecError(
                     f"{self.path}: layer_types: expected {', '.join(_KINDS)} for each of {nl} layers, got {types!r:.200}"
                 )
             return [_KINDS[one] for one in types]
-        if held.get("sliding_window") is None or held.get("use_sliding_window") is False:
+        if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
             return [False] * nl
         if self.kind == "gemma2":
             return [layer % 2 == 0 for layer in range(nl)]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -27,21 +26,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import BindError, DigestError
 from ...layout import spec as layouts
-from ..settings import require_known
+from ..settings import flag_of, require_known
 from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads
+from .host_layout import PAGES
 from .log import logger
 from .pages import pages_of
 from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
 from .tiered import LOST, READ, WRITTEN, Settings, TierIndex, TierWorker
-from .version import require_version
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
-
-require_version(vllm.__version__)
-
-#: Value instead of a layout: host memory holds blocks with the engine's bytes.
-PAGES = "pages"
 
 #: Counters of stores, of loads, and of loads that failed their check.
 STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
@@ -323,7 +317,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         name = str(self.extra_config.get("host_layout", usual))
         self.is_declared = name != PAGES
         self.host_layout = layouts.load(name if self.is_declared else "universal")
-        self.verify = _flag(self.extra_config, "verify", True)
+        self.verify = flag_of(self.extra_config, "verify", True)
         self.tier_settings = Settings.of(self.extra_config)
         if self.tier_settings is not None and not self.is_declared:
             raise BindError(f"host_layout: expected a layout, as folder is set (default: universal), got {PAGES!r}")
@@ -405,14 +399,7 @@ def _require_settings(extra: Mapping[str, Any]) -> None:
         ):  # fmt: skip
             raise BindError(f"kv_connector_extra_config: {name}: expected a number from {least} on, got {given!r:.100}")
     for name in ("offload_prompt_only", "self_describing_kv_events", "canonical_layout"):
-        _flag(extra, name, False)
-
-
-def _flag(extra: Mapping[str, Any], name: str, usual: bool) -> bool:
-    given = extra.get(name, usual)
-    if not isinstance(given, bool):
-        raise BindError(f"kv_connector_extra_config: {name}: expected true or false, got {given!r:.100}")
-    return given
+        flag_of(extra, name, False)
 
 
 def _connector_of(spec: Any, group: Any) -> Any:

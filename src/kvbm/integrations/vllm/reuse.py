@@ -8,6 +8,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from ...errors import BindError
+from ..settings import flag_of
 
 __all__ = ["WITHOUT_PREFIX_CACHING", "require_reuse"]
 
@@ -24,9 +25,7 @@ def require_reuse(vllm_config: Any, extra: Mapping[str, Any]) -> None:
     There a token that is computed after a loaded prompt may differ from the one after a computed prompt: vLLM reads the cache in
     another way than it computes a whole prompt.  Prefix caching that the user has switched off is no reason.
     """
-    allowed = extra.get(WITHOUT_PREFIX_CACHING, False)
-    if not isinstance(allowed, bool):
-        raise BindError(f"kv_connector_extra_config: {WITHOUT_PREFIX_CACHING}: expected true or false, got {allowed!r:.100}")
+    allowed = flag_of(extra, WITHOUT_PREFIX_CACHING, False)
     if vllm_config.cache_config.enable_prefix_caching or allowed:
         return
     if why := _why(vllm_config.model_config):

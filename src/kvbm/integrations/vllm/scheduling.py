@@ -144,10 +144,10 @@ class Scheduler:
         self.manager: Any = None  # vLLM's manager of blocks
         self._windows: list[_Window] = []
         for index in kv_cache_config.transfer_group_ids:
-            held = kv_cache_config.kv_cache_groups[index].kv_cache_spec
-            window, chunk = window_of(held)
+            cache_spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+            window, chunk = window_of(cache_spec)
             if window or chunk:
-                self._windows.append(_Window(index, int(held.block_size), window, chunk))
+                self._windows.append(_Window(index, int(cache_spec.block_size), window, chunk))
         self._pushes: dict[str, _Pushed] = {}
         self._number = 0
         self._prefills: dict[str, int] = {}  # request → tokens of its prompt
@@ -196,10 +196,10 @@ class Scheduler:
                 raise BindError(f"remote_engine_id: {self._engine!r} is this engine itself")
             if (source.host, source.port, source.request) in self._asked:  # such as n > 1, or a router that retries
                 raise BindError(f"remote_request_id: {source.request!r:.100} was loaded already; it is sent once")
-            if not source.is_early and (theirs := params.get("remote_inputs")) != inputs:
+            if not source.is_early and (remote := params.get("remote_inputs")) != inputs:
                 self._ask(request, Load(source))  # the other engine can release it
                 raise BindError(
-                    f"remote_inputs: {differing(inputs, str(theirs)[:_MOST_NAME])}: expected the hash of this request's first "
+                    f"remote_inputs: {differing(inputs, str(remote)[:_MOST_NAME])}: expected the hash of this request's first "
                     f"{source.tokens} tokens, and of its other inputs, got that of another: the other engine prefilled another "
                     "prompt; do both have the same chat template?"
                 )

@@ -18,7 +18,6 @@ from ...copy import cost_model
 from ...engines.vllm import ORDERS, Group, groups
 from ...errors import BindError, CudaError, KvbmError, SpecError
 from ...layout import spec
-from ...layout.layout import Layout
 from ...layout.resolved import Resolved
 from ...layout.shapes import BlockShape, round_up
 from ...planner.lowering import engine_arguments
@@ -26,12 +25,10 @@ from ...planner.plan import Plan, plan
 from ...reshard import presets, report
 from ...reshard.placement import Placement
 from ...system import machine
+from .host_layout import PAGES, one_array
 from .models import Model
 
 __all__ = ["PAGES", "Engine", "as_json", "notes"]
-
-#: Used instead of a host layout: blocks in host memory are the engine's pages.
-PAGES = "pages"
 
 #: Assumed number of the engine's blocks.  It determines the strides between layers, which do not affect the output.
 _NUM_BLOCKS = 4096
@@ -220,18 +217,10 @@ def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[list[
         entry = found.setdefault((layout, shape), ([], source, step, target.resolve(shape, _NUM_BLOCKS)))
         entry[0].append(str(group.index))
     if host_layout != PAGES and (len(found) > 1 or engine.is_shared):
-        _require_one_buffer(target)
+        for _, source, _, _ in found.values():
+            one_array(target, source.shape)  # raises an error if host memory cannot hold the blocks side by side
     for names, source, step, dest in found.values():
         yield names, source, step, dest
-
-
-def _require_one_buffer(layout: Layout) -> None:
-    order = layout.orders[0]
-    if layout.planes or not order.table or order.table[0].axes != ("b",) or len(order.table) != 1:
-        raise BindError(
-            f"host_layout: {layout.name} ({layout.order_text}): blocks of several kinds, or several ranks, share the host memory: "
-            "expected a layout with one array a block, such as universal"
-        )
 
 
 def _table(device: int) -> cost_model.Table | None:
@@ -334,8 +323,8 @@ def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
     """The messages between the ranks of two engines."""
     messages, plans, sentences = [], [], []
     sides = zip(_placements(src, "prefill"), _placements(dst, "decode"), src.model.groups, strict=True)
-    for number, (ours, theirs, group) in enumerate(sides):
-        made = reshard.plan(ours, theirs)
+    for number, (src_place, dst_place, group) in enumerate(sides):
+        made = reshard.plan(src_place, dst_place)
         plans.append(report.as_json(made))
         sentences.append(report.sentence(made))
         first = 0

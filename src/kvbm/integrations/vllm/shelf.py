@@ -112,7 +112,7 @@ class Shelf:
         finally:
             self._desks.put(desk)
 
-    def _own(self, desk: _Desk, blocks: Ids) -> Sums:
+    def _block_digests(self, desk: _Desk, blocks: Ids) -> Sums:
         """Digests of the host's blocks, computed from their units."""
         rows = np.arange(len(blocks) * self.each)
         units: Sums = desk.pool.digest(rows, tokens=rows % self.each * self.unit)
@@ -147,7 +147,7 @@ class Shelf:
                 desk.pool.section(h=head).digest(rows, tokens=places, model=self._model)
                 for head in range(self.part.last - self.part.first)
             ]
-            done.digests = self._own(desk, blocks)  # after the units' digests: if it is right, so are they
+            done.digests = self._block_digests(desk, blocks)  # after the units' digests: if it is right, so are they
             if (wrong := done.digests != digests).any():
                 done.good &= ~wrong
                 done.why = f"{int(wrong.sum())} blocks of host memory are not what was stored there"
@@ -173,7 +173,7 @@ class Shelf:
     ) -> Shelved:
         """Read blocks into host memory.  The parameters are those of `write`.
 
-        Host memory is written inside `wanted`, and only if it says so: while files are read, the blocks may have got another use.
+        Host memory is written inside `wanted`, and only if it is true: while files are read, the blocks may be reused.
 
         A unit that does not exist, or has another digest than when it was stored, raises no error: its block is not good.  Files
         with wrong contents are removed.
@@ -191,7 +191,7 @@ class Shelf:
                     self._refuse(done, row, str(error), tier, name)
                 except KvbmError as error:
                     self._refuse(done, row, str(error), tier, name, parts[-1:])
-            done.digests = self._own(desk, blocks)  # before the comparison, so that it covers the bytes that were compared
+            done.digests = self._block_digests(desk, blocks)  # before they are compared
             if self.verify:
                 found = desk.pool.digest(rows, tokens=np.asarray(firsts, np.int64), model=self._model)
                 for row in np.flatnonzero(found != expected).tolist():

@@ -390,7 +390,7 @@ class TierIndex:
 
 
 class _Reading:
-    """A job that reads files.  As a context manager it says whether the job is still wanted, and lets nobody change that inside."""
+    """A job that reads files.  As a context manager it returns whether the job is still wanted; that cannot change inside."""
 
     def __init__(self) -> None:
         self.end = time.monotonic() + FILES_LIMIT
@@ -439,9 +439,9 @@ class TierWorker:
         count: Callable[[str, int], None],
     ) -> None:
         self._copier, self._count = copier, count
-        self._own = contents_of(vllm_config, kv_cache_config, settings, "")
+        self._unit_contents = contents_of(vllm_config, kv_cache_config, settings, "")
         self._shelves = []
-        for group_id, stores, content in zip(group_ids, copier.memory.stores, self._own, strict=True):
+        for group_id, stores, content in zip(group_ids, copier.memory.stores, self._unit_contents, strict=True):
             known = groups(vllm_config, kv_cache_config, group=group_id)
             if len(known) != 1 or len(stores) != 1:
                 raise BindError(
@@ -468,8 +468,8 @@ class TierWorker:
     def _pieces(self, tiered: Tiered) -> list[tuple[int, Any, tuple[str, ...], list[int]]]:
         """Pieces of some blocks of one group, with the names and first tokens of their units."""
         if not self._tiers:
-            if [replace(content, model="") for content in tiered.contents] != list(self._own):
-                raise BindError(f"folder: the scheduler expects {tiered.contents}, and this worker has {self._own}")
+            if [replace(content, model="") for content in tiered.contents] != list(self._unit_contents):
+                raise BindError(f"folder: the scheduler expects {tiered.contents}, and this worker has {self._unit_contents}")
             self._tiers = [
                 KvbmTier(tiered.settings.folder, content, tiered.settings.most_bytes) for content in tiered.contents
             ]
@@ -507,10 +507,10 @@ class TierWorker:
         [store] = self._copier.memory.stores[index]
         try:
             if reading.is_over:
-                return _bad(blocks, "it was given up")
+                return _failed(blocks, "it was given up")
             done = self._shelves[index].read(self._tiers[index], blocks, names, firsts, reading)
         except Exception as error:  # for any error, the blocks must not count as read
-            done = _bad(blocks, repr(error))
+            done = _failed(blocks, repr(error))
         with reading as is_wanted:  # else the chunks may hold others
             if is_wanted:
                 store.digests[blocks], store.known[blocks] = done.digests, done.good
@@ -530,7 +530,7 @@ class TierWorker:
             del self._reads[job_id]
             late = f"it was not read within {FILES_LIMIT:g} s"
             results = zip(reading.pieces, reading.futures, strict=True)
-            self._note_ended(READ, [one.result() if is_done else _bad(blocks, late) for (_, blocks), one in results])
+            self._note_ended(READ, [one.result() if is_done else _failed(blocks, late) for (_, blocks), one in results])
             found.append(job_id)
         return found
 
@@ -576,7 +576,7 @@ class TierWorker:
         try:
             done = self._shelves[index].write(self._tiers[index], blocks, digests, names, firsts)
         except Exception as error:
-            done = _bad(blocks, repr(error))
+            done = _failed(blocks, repr(error))
         return done
 
     def has_written(self) -> list[Any]:
@@ -599,6 +599,6 @@ class TierWorker:
         self._threads.shutdown(wait=True)
 
 
-def _bad(blocks: Any, why: str) -> Shelved:
+def _failed(blocks: Any, why: str) -> Shelved:
     """The result for blocks of which none was read or written."""
     return Shelved(blocks, np.zeros(len(blocks), np.uint64), np.zeros(len(blocks), np.bool_), 0, why)

@@ -1,0 +1,43 @@
+"""Memory for the digests that kernels compute."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..digest.run import pinned
+
+__all__ = ["Sums"]
+
+
+class Sums:
+    """Memory for digests of kernels, filled with zeros.  On a GPU it is pinned, and used again when the last reference goes.
+
+    Parameters
+    ----------
+    count : int
+        Number of digests.
+    on_gpu : bool
+        True if a GPU writes them.
+
+    Attributes
+    ----------
+    memory : numpy.ndarray of uint64
+        The digests.
+    is_enqueued : bool
+        Set it when all work is enqueued.  Without it the memory is never used again: after an error a kernel may still write to it.
+    """
+
+    def __init__(self, count: int, on_gpu: bool) -> None:
+        self._piece: npt.NDArray[np.uint64] | None = pinned.take(count) if on_gpu else None
+        self.memory = np.zeros(count, np.uint64) if self._piece is None else self._piece[:count]
+        self.is_enqueued = False
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    def __del__(self) -> None:
+        piece = getattr(self, "_piece", None)
+        if piece is not None and self.is_enqueued and pinned is not None:  # None: the interpreter is shutting down
+            pinned.give(piece)
