@@ -469,7 +469,7 @@ def test_a_scale_for_k_and_v_together() -> None:
     for other in ("vllm/paged_attn_v0", Own("[b] l o h t d", "[b] l o t h d"), "nhd"):
         for a, b in ((other, layout), (layout, other)):
             src, dst = Side(a, SIZES, "bfloat16", 3), Side(b, SIZES, "bfloat16", 4, dst=True)
-            with pytest.raises(kvbm.PlanError, match=r"K and V have different orders|in several allocations"):
+            with pytest.raises(kvbm.PlanError, match=r"K and V share scales and have different orders|in several allocations"):
                 kvbm.convert(src.pool, dst.pool, [2, 0], [1, 3], cast="amax")
             assert dst.untouched
 
@@ -723,11 +723,11 @@ def test_scales_that_change_with_each_call_do_not_pile_up() -> None:
         for k in range(count):
             kvbm.convert(src.pool, dst.pool, [0], [0], cast=kvbm.Scale(first + k / 1000))
         gc.collect()
-        return sum(isinstance(one, Executor) for one in gc.get_objects())
+        return sum(type(one) is Executor for one in gc.get_objects())
 
     before = convert(1, 1.0)
     more = convert(300, 2.0) - before
-    assert more < 200, f"{more} executors stay for 300 scales"
+    assert more < 40, f"{more} executors stay for 300 scales"
 
 
 # ---- planes that are only copied -------------------------------------------------------------------------------------
@@ -949,7 +949,7 @@ def random_case(seed: int) -> tuple[Any, ...] | None:
     shared = "".join(axis for axis in "lht" if rng.integers(8) == 0)
     layout = random_planar(rng, sizes, dtype, str(scale), count, shared)
     plain = random_plain(rng, sizes)
-    given = float(rng.choice((0.01, 1.0, 50.0))) if rng.integers(3) == 0 else None
+    given = float(rng.choice((0.01, 1.0, 50.0))) if rng.integers(3) == 0 and casting.multiplies(layout) else None
     return layout, plain, PLAIN[int(rng.integers(3))], tuple(sizes.values()), given, bool(rng.integers(2))
 
 
@@ -1013,28 +1013,28 @@ WRONG: dict[str, tuple[Any, Any, Any, type[Exception], str]] = {
         ("hnd", E4M3),
         "amax",
         kvbm.PlanError,
-        r"nhd → hnd: bfloat16 to float8_e4m3fn: no plane holds scales; expected a layout that declares them .*cast=Scale\(1.0\)",
+        r"nhd → hnd: bfloat16 to float8_e4m3fn: no plane of scales takes part; expected a layout that declares one .*cast=Scale\(1.0\)",
     ),
     "no scales in the source": (
         ("nhd", "int8"),
         ("hnd",),
         "amax",
         kvbm.PlanError,
-        "int8 to bfloat16: no plane holds scales; expected",
+        "int8 to bfloat16: no plane of scales takes part; expected",
     ),
     "plain formats": (
         ("nhd",),
         ("hnd", "float32"),
         "amax",
         kvbm.PlanError,
-        r"bfloat16 to float32: no plane holds scales; expected .*Scale",
+        r"bfloat16 to float32: no plane of scales takes part; expected .*Scale",
     ),
     "a plane beside": (
         ("record/mla_joined", "float32", LATENT),
         ("vllm/fp8_ds_mla", "bfloat16", LATENT),
         "amax",
         kvbm.PlanError,
-        "plane 'rope': float32 to bfloat16: no plane holds scales; expected",
+        "plane 'rope': float32 to bfloat16: no plane of scales takes part; expected",
     ),
     "both quantised": (
         ("vllm/per_token_head_fp8",),
@@ -1142,7 +1142,7 @@ def test_numbers_are_scales(given: Any) -> None:
 def test_casts_that_are_none(given: Any) -> None:
     src, dst = pool_of("nhd"), pool_of("vllm/per_token_head_fp8")
     for call in (kvbm.convert, kvbm.Transfer):
-        with pytest.raises(kvbm.BindError, match=r"cast: expected 'amax' or a kvbm.Scale, got"):
+        with pytest.raises(kvbm.PlanError, match=r"cast: expected 'amax' or a kvbm.Scale, got"):
             call(src.pool, dst.pool, cast=given)
     assert dst.untouched
 
@@ -1174,7 +1174,7 @@ def test_a_group_is_not_cut() -> None:
         kvbm.convert(
             joined.pool.section(planes="latent", c=range(64)), mla.pool.section(planes=["latent", "scale"]), cast="amax"
         )
-    with pytest.raises(kvbm.PlanError, match="no plane holds scales"):
+    with pytest.raises(kvbm.PlanError, match="no plane of scales takes part"):
         kvbm.convert(joined.pool.section(planes="latent"), mla.pool.section(planes="latent"), cast="amax")
     shared = pool_of(OWNS[0][1], "bfloat16", OWNS[0][2])
     for cut in (
@@ -1305,14 +1305,11 @@ def test_formats_without_a_kernel() -> None:
     for dtype, scale in (("int8", "bfloat16"), (E5M2, E8M0), (E2M1, "float32")):
         layout = planar("[b] l o h <>", plane("data", dtype, "t d", "d", 64), plane("scale", scale, "t s", "s", 2))
         dst = pool_of(layout)
-        with pytest.raises(
-            kvbm.MissingKernelError, match=r"cast_bf16_\w+ was not built: kvbm casts no values between these formats"
-        ) as info:
+        match = rf"kvbm has no kernel that casts bfloat16 to {dtype} with {scale} scales: .*convert in two steps"
+        with pytest.raises(kvbm.PlanError, match=match) as info:
             kvbm.convert(pool_of("nhd").pool, dst.pool, cast="amax")
         assert dst.untouched
-        assert "--layouts" not in str(info.value), (
-            "layouts have no part in which formats are built, so this does not help"
-        )
+        assert "--layouts" not in str(info.value), "layouts have no part in which formats are built, so this does not help"
 
 
 def test_layouts_that_differ_only_in_what_they_declare_of_scales() -> None:

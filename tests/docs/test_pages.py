@@ -55,7 +55,7 @@ def test_every_page_with_python_is_run() -> None:
         assert all(part in text for part in Path(page).parts[-1:]), (page, test)
 
 
-HERE = ["docs/index.md", "docs/howto/find-layout.md", "docs/howto/offload.md"]
+HERE = ["docs/index.md", "docs/howto/find-layout.md", "docs/howto/offload.md", "docs/howto/cast.md"]
 
 
 @pytest.mark.parametrize("page", HERE)

@@ -391,6 +391,7 @@ OBJECTS: dict[str, Callable[[random.Random], Any]] = {
     "Model": lambda _: Model(layers=range(2), nl=4),
     "Placement": _placement,
     "Plan": lambda _: kvbm.plan("nhd", "universal", SMALL),
+    "Scale": lambda _: kvbm.Scale(0.5),
     "Pool": _pool,
     "PoolSection": lambda rng: _pool(rng).section(l=0),
     "Span": _span,

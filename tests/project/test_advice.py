@@ -27,6 +27,7 @@ _ADVISED = re.compile(
 #: File and advised parameter → the public functions in which a caller may read it.
 READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("cli/common.py", "nl"): ("kvbm.BlockShape",),
+    ("copy/executor.py", "cast"): ("kvbm.convert", "kvbm.Transfer"),
     ("copy/executor.py", "strategy"): ("kvbm.Transfer",),
     ("copy/transfer.py", "digests"): ("kvbm.Transfer.copy",),
     ("digest/run.py", "out"): ("kvbm.Pool.digest", "kvbm.PoolSection.digest"),
@@ -59,6 +60,7 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.numpy.convert",
         "kvbm.jax.convert",
     ),
+    ("planner/plan.py", "cast"): ("kvbm.convert", "kvbm.Transfer", "kvbm.plan"),
     ("memory/streams.py", "stream"): (
         "kvbm.convert",
         "kvbm.Transfer.copy",

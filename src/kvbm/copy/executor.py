@@ -660,8 +660,8 @@ def require_compatible(src: Pool, dst: Pool, cast: Scale | None = None) -> None:
     both_use = src.layout.uses_shape_dtype and dst.layout.uses_shape_dtype
     if src.shape.dtype != dst.shape.dtype and both_use and cast is None:
         raise DTypeError(
-            f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype, unless it "
-            "is told to: cast='amax' for a layout with scales, cast=kvbm.Scale(1.0) without"
+            f"{title}: the source holds {src.shape.dtype}, the destination {dst.shape.dtype}; a copy converts no dtype, unless "
+            "kvbm.convert or kvbm.Transfer is told to: cast='amax' for a layout with scales, cast=kvbm.Scale(1.0) without"
         )
     if replace(src.shape, nl=1, dtype=dst.shape.dtype) != replace(dst.shape, nl=1):
         raise BindError(

@@ -232,8 +232,10 @@ def _bind(src: Pool | PoolSection, dst: Pool | PoolSection, cast: Scale | None) 
         executor = parts.setdefault(key, _begun(made))
         if cast is not None and len(parts) > _MOST_SCALES:
             # Graphs read the tables, which the first executor keeps, and the rings.
-            old = [k for k, one in list(parts.items())[1:-1] if one.cast is not None and one.ring is None]
-            parts.pop(old[0] if old else None, None)
+            for old, one in list(parts.items())[1:-1]:
+                if one.cast is not None and one.ring is None:
+                    parts.pop(old, None)
+                    break
     return executor
 
 

@@ -71,9 +71,10 @@ class Scale:
 
     def __post_init__(self) -> None:
         given: object = self.value
-        if isinstance(given, bool) or not isinstance(given, numbers.Real) or not _LEAST <= float(given) <= _MOST:
+        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+        if not is_number or not _LEAST <= given <= _MOST:  # type: ignore[operator]
             raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {quoted(given)}")
-        object.__setattr__(self, "value", struct.unpack("f", struct.pack("f", float(given)))[0])
+        object.__setattr__(self, "value", struct.unpack("f", struct.pack("f", self.value))[0])
 
 
 #: A cast in which each scale is computed from, or stored with, the elements of its group.

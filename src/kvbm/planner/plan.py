@@ -585,7 +585,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             raise PlanError(
                 f"{title}: {where.layout.name} {what}, and the other side has "
                 f"{', '.join(repr(name) for name in there) if '' not in there else 'none'}; expected the same planes on both sides"
-                + ("; to quantise or dequantise, pass cast='amax'" if src.layout.scales or dst.layout.scales else "")
+                + ("; kvbm.convert and kvbm.Transfer quantise with cast='amax'" if src.layout.scales or dst.layout.scales else "")
             )
     for name, ours in sources.items():
         theirs = destinations[name]
@@ -593,7 +593,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             plane = f"plane '{name}': " if name else ""
             raise PlanError(
                 f"{title}: {plane}{ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
-                "converts no dtype, unless it is told to by cast="
+                "converts no dtype, unless kvbm.convert or kvbm.Transfer is told to by cast="
             )
     pairs = [(maps, destinations[name]) for name, maps in sources.items()]
     for ours, theirs in pairs:
