@@ -17,9 +17,10 @@ struct Cast {
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>;
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 8;
   static constexpr uint32_t kTogether = 2;  // groups whose elements are loaded before the first is cast
-  
+
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
-    if (!prepare_cast({OUTER, INNER, 0, 0, kThreads, kTeams}, *a, sms, ITEM * (FROM::kBits + TO::kBits) / 8)) return KVBM_TOO_LARGE;
+    if (!prepare_cast({OUTER, INNER, 0, 0, kThreads, kTeams}, *a, sms, ITEM * (FROM::kBits + TO::kBits) / 8))
+      return KVBM_TOO_LARGE;
     grid->ctas = a->part[0].ctas;
     grid->threads_x = kThreads;
     grid->threads_y = 1;
@@ -204,7 +205,8 @@ struct Cast {
           made.x[2 * i] = TO::round(first * factor);
           made.x[2 * i + 1] = TO::round(second * factor);
         } else {
-          made.set_two(i, FINITE ? round_two_finite<TO>(first * factor, second * factor) : round_two<TO>(first * factor, second * factor));
+          made.set_two(i, FINITE ? round_two_finite<TO>(first * factor, second * factor)
+                                 : round_two<TO>(first * factor, second * factor));
         }
       }
     }

@@ -39,7 +39,8 @@ constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kLeastNormal = 
 template <int EXPONENT, int MANTISSA, int BIAS, uint32_t LARGEST, uint32_t NOT_A_NUMBER>
 struct Float {
   static constexpr int kBits = 1 + EXPONENT + MANTISSA, kShift = 23 - MANTISSA;
-  static constexpr uint32_t kInfinite = ((1u << EXPONENT) - 1) << MANTISSA;  // codes from here on are not finite, if it has infinity
+  // If it has infinity: codes from here on are not finite.
+  static constexpr uint32_t kInfinite = ((1u << EXPONENT) - 1) << MANTISSA;
   static constexpr uint32_t kCodes = (1u << (kBits - 1)) - 1;           // codes without sign
   static constexpr uint32_t kFirstNormal = uint32_t(128 - BIAS) << 23;  // float32 bits of the least normal value
   // float32 whose last bit is worth the least subnormal value: adding it rounds to a multiple of that.
@@ -47,7 +48,8 @@ struct Float {
 
   static KVBM_INLINE uint32_t round(float x) {
     const uint32_t bits = bits_of(x), size = bits & ~kSign;
-    const uint32_t normal = ((size + ((1u << (kShift - 1)) - 1) + (size >> kShift & 1)) >> kShift) - (uint32_t(127 - BIAS) << MANTISSA);
+    const uint32_t normal =
+        ((size + ((1u << (kShift - 1)) - 1) + (size >> kShift & 1)) >> kShift) - (uint32_t(127 - BIAS) << MANTISSA);
     const uint32_t subnormal = bits_of(float_of(size) + float_of(kUnit)) - kUnit;
     uint32_t code = size < kFirstNormal ? subnormal : normal < LARGEST ? normal : LARGEST;
     code |= bits >> 31 << (kBits - 1);

@@ -111,9 +111,9 @@ KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t w
   return p.tile_words * p.tile[p.transposes_on_store ? 1 : 0].n * pitch_of_tile(p, side) * word;
 }
 
-constexpr int kGroup = 3;             // casts: inner modes of a group
-constexpr uint32_t kCastTurns = 4;    // casts: groups that a thread takes, one after the other
-constexpr uint32_t kCastCtas = 12;    // casts: CTAs that a multiprocessor should have before a thread takes several
+constexpr int kGroup = 3;           // casts: inner modes of a group
+constexpr uint32_t kCastTurns = 4;  // casts: groups that a thread takes, one after the other
+constexpr uint32_t kCastCtas = 12;  // casts: CTAs that a multiprocessor should have before a thread takes several
 
 // Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group of tile[1] items.
 inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_t item_bytes) {
@@ -130,7 +130,8 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_
   } else {
     while (width < 32 && width < items) width *= 2;
     p.tile_words = s.threads / width;
-    if (a.num_pairs * chunks * divide_up(groups, p.tile_words * kCastTurns) >= uint64_t{kCastCtas} * sms) p.tile_words *= kCastTurns;
+    if (a.num_pairs * chunks * divide_up(groups, p.tile_words * kCastTurns) >= uint64_t{kCastCtas} * sms)
+      p.tile_words *= kCastTurns;
   }
   p.tile[0] = kvbm_make_div(width);
   p.tile[1] = kvbm_make_div(uint32_t(items));

@@ -254,7 +254,8 @@ cdef class Copy:
             try:
                 blocks = src_block, dst_block
                 casts = kernel is not None and kernel.startswith("cast_")
-                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, () if casts else tuple(words))
+                widths = () if casts else tuple(words)
+                _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, widths)
                 if casts:
                     part = &self.args.part[number]
                     part.element_step, part.given_scale, part.narrow = words
