@@ -229,7 +229,7 @@ core = Extension(
     ["src/kvbm/_core.pyx"],
     include_dirs=["cuda"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if ABI3 else [],
-    extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-pthread", *sanitizers()],
+    extra_compile_args=["-std=c++17", "-O3", "-g0", "-Wno-psabi", "-fvisibility=hidden", "-pthread", *sanitizers()],
     extra_link_args=["-ldl", "-pthread", *sanitizers()],
     language="c++",
     py_limited_api=ABI3,

@@ -32,7 +32,43 @@ KVBM_INLINE float float_of(uint32_t bits) {
 #endif
 }
 
+#ifndef __CUDACC__
+// On the host the same text computes several values at a time (cast_host.cuh).
+#pragma GCC diagnostic ignored "-Wpsabi"  // all functions of vectors are inlined
+#define KVBM_FORMAT inline __attribute__((always_inline))
+template <int N>
+struct Lanes {
+  typedef uint32_t Bits __attribute__((vector_size(4 * N)));
+  typedef float Floats __attribute__((vector_size(4 * N)));
+};
+#define KVBM_LANES(n)                                                                         \
+  KVBM_FORMAT Lanes<n>::Bits bits_of(const Lanes<n>::Floats& x) { return (Lanes<n>::Bits)x; } \
+  KVBM_FORMAT Lanes<n>::Floats float_of(const Lanes<n>::Bits& bits) { return (Lanes<n>::Floats)bits; }
+KVBM_LANES(4)
+KVBM_LANES(8)
+KVBM_LANES(16)
+#else
+#define KVBM_FORMAT KVBM_INLINE
+#endif
+
+// A number, as often as X has values.
+template <class X, class N>
+KVBM_FORMAT X all(N number) {
+  return X{} + number;
+}
+
 constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u, kLeastNormal = 0x00800000u, kLargest = 0x7f7fffffu;
+
+template <class X>
+struct PlainOf {
+  using Type = X;
+};
+template <class X>
+struct PlainOf<const X> {
+  using Type = X;
+};
+template <class X>
+using Plain = typename PlainOf<X>::Type;
 
 // A format of 1 bit of sign, EXPONENT bits with this BIAS, and MANTISSA bits.  LARGEST: the code to which larger values are
 // rounded, without sign: the largest finite one, or infinity.  NOT_A_NUMBER: the code of NaN; 0: the format has none.
@@ -46,24 +82,27 @@ struct Float {
   // float32 whose last bit is worth the least subnormal value: adding it rounds to a multiple of that.
   static constexpr uint32_t kUnit = uint32_t(127 + 24 - BIAS - MANTISSA) << 23;
 
-  static KVBM_INLINE uint32_t round(float x) {
-    const uint32_t bits = bits_of(x), size = bits & ~kSign;
-    const uint32_t normal =
+  template <class X>
+  static KVBM_FORMAT auto round(X x) {
+    const auto bits = bits_of(x), size = bits & ~kSign;
+    using U = Plain<decltype(bits)>;
+    const U normal =
         ((size + ((1u << (kShift - 1)) - 1) + (size >> kShift & 1)) >> kShift) - (uint32_t(127 - BIAS) << MANTISSA);
-    const uint32_t subnormal = bits_of(float_of(size) + float_of(kUnit)) - kUnit;
-    uint32_t code = size < kFirstNormal ? subnormal : normal < LARGEST ? normal : LARGEST;
-    code |= bits >> 31 << (kBits - 1);
-    return size > kInfinity ? NOT_A_NUMBER : code;
+    const U subnormal = bits_of(float_of(size) + float_of(kUnit)) - kUnit;
+    U code = normal < LARGEST ? normal : all<U>(LARGEST);
+    code = (size < kFirstNormal ? subnormal : code) | bits >> 31 << (kBits - 1);
+    return size > kInfinity ? all<U>(NOT_A_NUMBER) : code;
   }
-  static KVBM_INLINE float value(uint32_t code) {
-    const uint32_t size = code & kCodes;
-    const uint32_t normal = (size << kShift) + (uint32_t(127 - BIAS) << 23);
-    const uint32_t subnormal = bits_of(float_of(kUnit + size) - float_of(kUnit));
-    uint32_t bits = size >> MANTISSA ? normal : subnormal;
-    // Codes above LARGEST, or from infinity on.
+  template <class U>
+  static KVBM_FORMAT auto value(U code) {
+    const U size = code & kCodes;
+    const U normal = (size << kShift) + (uint32_t(127 - BIAS) << 23);
+    const U subnormal = bits_of(float_of(kUnit + size) - float_of(kUnit));
+    U bits = size > (1u << MANTISSA) - 1 ? normal : subnormal;
+    // Codes from infinity on, or NaN above LARGEST.
     constexpr bool kHasInfinity = EXPONENT >= 5;
-    if (kHasInfinity && size >> MANTISSA == (1u << EXPONENT) - 1) bits = kInfinity | (size << kShift & 0x7fffff);
-    if (!kHasInfinity && NOT_A_NUMBER && size == NOT_A_NUMBER) bits = kInfinity | 1;
+    if (kHasInfinity) bits = size > kInfinite - 1 ? kInfinity | (size << kShift & 0x7fffff) : bits;
+    if (!kHasInfinity && NOT_A_NUMBER) bits = size == NOT_A_NUMBER ? all<U>(kInfinity | 1) : bits;
     return float_of(bits | code >> (kBits - 1) << 31);
   }
 };
@@ -76,38 +115,54 @@ using E2m1 = Float<2, 1, 1, 0x7, 0>;
 struct Bf16 {
   static constexpr int kBits = 16;
   static constexpr uint32_t kInfinite = 0x7f80;
-  static KVBM_INLINE uint32_t round(float x) {
-    const uint32_t bits = bits_of(x);
-    return (bits & ~kSign) > kInfinity ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  template <class X>
+  static KVBM_FORMAT auto round(X x) {
+    const auto bits = bits_of(x);
+    using U = Plain<decltype(bits)>;
+    return (bits & ~kSign) > kInfinity ? all<U>(0x7fffu) : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   }
-  static KVBM_INLINE float value(uint32_t code) { return float_of(code << 16); }
+  template <class U>
+  static KVBM_FORMAT auto value(U code) {
+    return float_of(code << 16);
+  }
 };
 
 struct F32 {
   static constexpr int kBits = 32;
   static constexpr uint32_t kInfinite = kInfinity;
-  static KVBM_INLINE uint32_t round(float x) {
-    const uint32_t bits = bits_of(x);
-    return (bits & ~kSign) > kInfinity ? 0x7fffffff : bits;
+  template <class X>
+  static KVBM_FORMAT auto round(X x) {
+    const auto bits = bits_of(x);
+    using U = Plain<decltype(bits)>;
+    return (bits & ~kSign) > kInfinity ? all<U>(0x7fffffffu) : bits;
   }
-  static KVBM_INLINE float value(uint32_t code) { return float_of(code); }
+  template <class U>
+  static KVBM_FORMAT auto value(U code) {
+    return float_of(code);
+  }
 };
 
 struct I8 {
   static constexpr int kBits = 8;
-  static KVBM_INLINE uint32_t round(float x) {
+  template <class X>
+  static KVBM_FORMAT auto round(X x) {
 #ifdef __CUDA_ARCH__
     int whole;  // NaN: 0
     asm("cvt.rni.s32.f32 %0, %1;" : "=r"(whole) : "f"(x));
     return uint32_t(max(min(whole, 127), -127)) & 0xff;
 #else
     constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: its last bit is worth one
-    const float most = x > 127.0f ? 127.0f : x;
-    const float both = most < -127.0f ? -127.0f : most;
-    return x != x ? 0 : bits_of(both + kWhole) & 0xff;
+    const X most = x > 127.0f ? all<X>(127.0f) : x;
+    const X both = most < -127.0f ? all<X>(-127.0f) : most;
+    const auto code = bits_of(both + kWhole) & 0xff;
+    return (bits_of(x) & ~kSign) > kInfinity ? all<Plain<decltype(code)>>(0u) : code;
 #endif
   }
-  static KVBM_INLINE float value(uint32_t code) { return float(int8_t(uint8_t(code))); }
+  // The code is added below a number whose last bit is worth one.
+  template <class U>
+  static KVBM_FORMAT auto value(U code) {
+    return float_of(0x4b400000u + (code ^ 0x80)) - 12583040.0f;  // 1.5 * 2^23 + 128
+  }
 };
 
 // A power of two, or NaN.
@@ -199,29 +254,22 @@ KVBM_INLINE void value_of_two(uint32_t codes, float& first, float& second) {
 
 // ---- scales --------------------------------------------------------------------------------------------------------
 
-// The largest value of a format, and its exponent.
+// The largest value of a quantised format, and its exponent.
+struct Range {
+  float most;
+  int exponent;
+};
 template <class Q>
-struct Range;
-template <>
-struct Range<E4m3> {
-  static constexpr float kMost = 448;
-  static constexpr int kExponent = 8;
-};
-template <>
-struct Range<E5m2> {
-  static constexpr float kMost = 57344;
-  static constexpr int kExponent = 15;
-};
-template <>
-struct Range<I8> {
-  static constexpr float kMost = 127;
-  static constexpr int kExponent = 6;
-};
-template <>
-struct Range<E2m1> {
-  static constexpr float kMost = 6;
-  static constexpr int kExponent = 2;
-};
+KVBM_INLINE constexpr Range range_of() {
+  if constexpr (kSame<Q, E4m3>)
+    return {448, 8};
+  else if constexpr (kSame<Q, E5m2>)
+    return {57344, 15};
+  else if constexpr (kSame<Q, I8>)
+    return {127, 6};
+  else
+    return {6, 2};
+}
 
 // Rounds a positive value up.  LEAST, MOST: codes of the least normal and of the largest finite value.
 template <class S>
@@ -231,50 +279,31 @@ KVBM_INLINE uint32_t round_up(float x, uint32_t least, uint32_t most) {
   return code < least ? least : code > most ? most : code;
 }
 
-// The scale of a group, as it is stored.  `largest`: bits of the largest finite |x|.  `given`: as for factor_of.
-template <class S, class Q>
-struct Scale;
-
-template <class Q>
-KVBM_INLINE float plain_scale(uint32_t largest) {
-  return largest ? float_of(largest) / Range<Q>::kMost : 1.0f;
-}
-template <class Q>
-struct Scale<F32, Q> {
-  static KVBM_INLINE uint32_t of(uint32_t largest, float) {
-    const uint32_t bits = bits_of(plain_scale<Q>(largest));
-    return bits < kLeastNormal ? kLeastNormal : bits;
-  }
-};
-template <class Q>
-struct Scale<Bf16, Q> {
-  static KVBM_INLINE uint32_t of(uint32_t largest, float) { return round_up<Bf16>(plain_scale<Q>(largest), 0x80, 0x7f7f); }
-};
-template <class Q>
-struct Scale<F16, Q> {
-  static KVBM_INLINE uint32_t of(uint32_t largest, float) { return round_up<F16>(plain_scale<Q>(largest), 0x400, 0x7bff); }
-};
-template <class Q>
-struct Scale<E8m0, Q> {
-  static KVBM_INLINE uint32_t of(uint32_t largest, float) {
-    if (largest == 0) return 127;
+// The scale of a group, as it is stored in the format S.  `largest`: bits of the largest finite |x|.  `given`: as for factor_of.
+template <class S>
+KVBM_INLINE uint32_t scale_of(uint32_t largest, const Range& of, float given) {
+  const float scale = largest ? float_of(largest) / of.most : 1.0f;
+  if constexpr (kSame<S, F32>) {
+    return bits_of(scale) < kLeastNormal ? kLeastNormal : bits_of(scale);
+  } else if constexpr (kSame<S, Bf16>) {
+    return round_up<Bf16>(scale, 0x80, 0x7f7f);
+  } else if constexpr (kSame<S, F16>) {
+    return round_up<F16>(scale, 0x400, 0x7bff);
+  } else if constexpr (kSame<S, E4m3>) {
+    if (largest == 0) return 0x38;  // 1
+    const uint32_t code = round_two<E4m3>(scale / given, 0);
+    return code < 1 ? 1 : code;
+  } else {
+    if (largest == 0) return 127;  // 1
     int exponent = int(largest >> 23) - 127;
     if (largest < kLeastNormal) {
       exponent = -150;
       for (uint32_t rest = largest; rest; rest >>= 1) ++exponent;
     }
-    const int code = exponent - Range<Q>::kExponent + 127;
+    const int code = exponent - of.exponent + 127;
     return uint32_t(code < 0 ? 0 : code);  // at most 254
   }
-};
-template <class Q>
-struct Scale<E4m3, Q> {
-  static KVBM_INLINE uint32_t of(uint32_t largest, float given) {
-    if (largest == 0) return 0x38;  // 1
-    const uint32_t code = round_two<E4m3>(plain_scale<Q>(largest) / given, 0);
-    return code < 1 ? 1 : code;
-  }
-};
+}
 
 // The factor from an element's code to its value.  `given`: the scale of all groups if none is stored (None); the scale of the
 // whole tensor, by which stored scales are multiplied (E4m3); not used by other formats.  The caller ensures that neither the
@@ -289,6 +318,73 @@ KVBM_INLINE float factor_of(uint32_t scale, float given) {
     return factor * given;
   } else {
     return S::value(scale);
+  }
+}
+
+// ---- formats as numbers --------------------------------------------------------------------------------------------
+
+// Numbers of the formats in the parameters of CastAny (kvbm._core has them by the same names).
+enum { kNone = 0, kF32, kBf16, kF16, kE4m3, kE5m2, kI8, kE2m1, kE8m0 };
+
+KVBM_INLINE uint32_t bits_of_format(uint32_t format) {
+  return format == kF32 ? 32 : format <= kF16 ? 16 : format == kE2m1 ? 4 : 8;
+}
+KVBM_INLINE Range range_of_format(uint32_t format) {
+  return format == kE4m3   ? range_of<E4m3>()
+         : format == kE5m2 ? range_of<E5m2>()
+         : format == kI8   ? range_of<I8>()
+                           : range_of<E2m1>();
+}
+KVBM_INLINE float value_in(uint32_t format, uint32_t code) {
+  switch (format) {
+    case kF32:
+      return F32::value(code);
+    case kBf16:
+      return Bf16::value(code);
+    case kF16:
+      return F16::value(code);
+    case kE4m3:
+      return E4m3::value(code);
+    case kE5m2:
+      return E5m2::value(code);
+    case kI8:
+      return I8::value(code);
+    case kE2m1:
+      return E2m1::value(code);
+    default:
+      return E8m0::value(code);
+  }
+}
+KVBM_INLINE uint32_t round_in(uint32_t format, float x) {
+  switch (format) {
+    case kF32:
+      return F32::round(x);
+    case kBf16:
+      return Bf16::round(x);
+    case kF16:
+      return F16::round(x);
+    case kE4m3:
+      return E4m3::round(x);
+    case kE5m2:
+      return E5m2::round(x);
+    case kI8:
+      return I8::round(x);
+    default:
+      return E2m1::round(x);
+  }
+}
+KVBM_INLINE uint32_t scale_in(uint32_t format, uint32_t largest, const Range& of, float given) {
+  switch (format) {
+    case kF32:
+      return scale_of<F32>(largest, of, given);
+    case kBf16:
+      return scale_of<Bf16>(largest, of, given);
+    case kF16:
+      return scale_of<F16>(largest, of, given);
+    case kE4m3:
+      return scale_of<E4m3>(largest, of, given);
+    default:
+      return scale_of<E8m0>(largest, of, given);
   }
 }
 

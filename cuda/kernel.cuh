@@ -85,8 +85,11 @@ struct Kernel<Record<OUTER, INNER, SUMS>> : Record<OUTER, INNER, SUMS> {};
 template <int OUTER, int INNER, bool GATHERS>
 struct Kernel<Page<OUTER, INNER, GATHERS>> : Page<OUTER, INNER, GATHERS> {};
 
-template <int OUTER, int INNER, class FROM, class TO, class SCALE, int ITEM>
-struct Kernel<Cast<OUTER, INNER, FROM, TO, SCALE, ITEM>> : Cast<OUTER, INNER, FROM, TO, SCALE, ITEM> {};
+template <int OUTER, int INNER, class FROM, class TO, class SCALE>
+struct Kernel<Cast<OUTER, INNER, FROM, TO, SCALE>> : Cast<OUTER, INNER, FROM, TO, SCALE> {};
+
+template <int OUTER, int INNER, bool QUANTISES, int PAIR>
+struct Kernel<CastAny<OUTER, INNER, QUANTISES, PAIR>> : CastAny<OUTER, INNER, QUANTISES, PAIR> {};
 
 }  // namespace kvbm
 

@@ -102,6 +102,7 @@ typedef struct kvbm_part {
       uint32_t element_step; /* casts: bytes between the elements of an item that are not contiguous */
       float given_scale;     /* casts: the scale of all groups, or what stored scales are multiplied by */
       uint32_t narrow;       /* casts: 1: codes are less aligned than their word: see cast.cuh */
+      uint32_t formats;      /* casts of any formats: numbers of three formats (formats.cuh), 4 bits each */
     };
     uint32_t cell[4]; /* digests: stride, in bytes, of each binary digit of the number of a word in its cell, fastest first */
   };

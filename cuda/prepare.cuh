@@ -118,7 +118,7 @@ constexpr uint32_t kCastCtas = 12;  // casts: CTAs that a multiprocessor should 
 // Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group of tile[1] items.
 inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_t item_bytes) {
   kvbm_part& p = a.part[0];
-  uint64_t chunks, groups, items = 1;
+  uint64_t chunks = 1, groups = 1, items = 1;
   for (uint32_t i = 0; i < a.num_parts; ++i)
     if (!set_divisors(a.part[i], s.outer, s.inner, kGroup, chunks, groups)) return false;
   for (int k = 0; k < kGroup; ++k) items *= p.inner[k].extent.n;

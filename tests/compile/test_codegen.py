@@ -344,6 +344,15 @@ def program(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     return call
 
 
+def test_runs_of_casts(tmp_path: Path) -> None:
+    """Each instruction set casts as the text for one value does, whatever the length of a run, and writes nothing behind it."""
+    compiler = os.environ.get("CXX", "g++")
+    flags = ["-std=c++17", "-O2", "-Wno-psabi", f"-I{codegen.cuda_dir()}"]
+    subprocess.run([compiler, *flags, "-o", tmp_path / "runs", PROGRAMS / "cast_runs.cpp"], check=True)
+    lines = subprocess.run([tmp_path / "runs"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) >= 27 and not [line for line in lines if not line.endswith(" 0")], lines
+
+
 @pytest.mark.parametrize("sms", [1, 8, 132])
 @pytest.mark.parametrize("extents", [(2, 3, 1, 2, 64, 32, 1, 3, 1, 1, 2, 1), (1, 1, 1, 1, 16, 16, 1, 1, 1, 1, 1, 1)])
 def test_grids(program: Callable[..., str], sms: int, extents: tuple[int, ...]) -> None:

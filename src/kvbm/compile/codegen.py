@@ -18,7 +18,7 @@ from ..layout.layout import Layout
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
 from ..layout.spec import layouts_dir, load_dir
-from ..planner.cast import FEW_MODES
+from ..planner.cast import WIDE_CASTS, WIDE_MODES
 from ..planner.loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
 from ..planner.plan import between
 from ..system.cache import replacing
@@ -236,24 +236,12 @@ def _digests() -> Iterator[Kernel]:
         yield tile(1, 1, WIDEST), tile(1, 2, element)
 
 
-#: Quantised formats with the formats of their scales that layouts declare; without: one scale of the caller.
-_SCALED = (
-    ("e4m3", "f32"), ("e4m3", "e8m0"), ("e5m2", "f32"), ("i8", "f32"), ("e2m1", "e4m3"), ("e2m1", "e8m0"),
-    ("e4m3",), ("e5m2",), ("i8",),
-)  # fmt: skip
-
-
 def _casts() -> Iterator[Form]:
-    """Kernels that cast, in both directions: for common loop nests, for any, and for elements that are not contiguous."""
-    names = [
-        ("_".join((*formats, *scale)), 2 if quantised == "e2m1" else 1)
-        for plain, (quantised, *scale) in itertools.product(("bf16", "f16", "f32"), _SCALED)
-        for formats in ((plain, quantised), (quantised, plain))
-    ]
-    names += [("_".join(formats), 1) for formats in itertools.permutations(("bf16", "f16", "f32"), 2)]
-    for values, element in names:
-        for inner, item in ((FEW_MODES, 8), (MAX_INNER, 8), (MAX_INNER, element)):
-            yield Form("cast", MAX_OUTER, inner, item, 0, values=values)
+    """Kernels that cast, for any loop nest: contiguous elements of common formats, and any elements of any formats."""
+    for values in sorted(WIDE_CASTS):
+        yield Form("cast", MAX_OUTER, WIDE_MODES, 8, 0, values=values)
+    for values, element in itertools.product(("any_plain", "plain_any"), (1, 2)):
+        yield Form("cast", MAX_OUTER, MAX_INNER, element, 0, values=values)
 
 
 def _variants(form: Form) -> Iterator[Form]:
@@ -314,7 +302,7 @@ def _parts(name: str) -> int:
     """Number of parts of a launch; 0 if the kernel takes any number."""
     forms = parse_kernel(name)
     if forms[0].kind == "cast":
-        return 2 if forms[0].values.count("_") == 2 else 1  # elements and scales
+        return 0 if forms[0].element < 8 else 2 if forms[0].values.count("_") == 2 else 1  # elements, and scales
     return 0 if forms[0].of_planes else len(forms)
 
 
@@ -340,8 +328,10 @@ def _types(name: str) -> str:
 
     def of(form: Form) -> str:
         if form.kind == "cast":
+            if form.element < 8:
+                return f"CastAny<{_commas(form.outer, form.inner, str(form.values == 'plain_any').lower(), form.element)}>"
             types = [name.capitalize() for name in form.values.split("_")]
-            return f"Cast<{_commas(form.outer, form.inner, *types, *['None'] * (3 - len(types)), form.element)}>"
+            return f"Cast<{_commas(form.outer, form.inner, *types, *['None'] * (3 - len(types)))}>"
         if form.kind == "digest":
             return f"Digest<{_commas(form.outer, form.inner, form.word, *([form.element] if form.element else []))}>"
         if form.kind == "record":

@@ -38,7 +38,7 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table, dst_table
 
     ctypedef struct kvbm_part:
-        uint32_t word, item, segment_offset, segment_bytes, word_stride, cell_words, element_step, narrow
+        uint32_t word, item, segment_offset, segment_bytes, word_stride, cell_words, element_step, narrow, formats
         float given_scale
         uint32_t *cell
         int64_t src_offset, dst_offset

@@ -206,8 +206,8 @@ cdef class Copy:
         entries. ``strides``: for each side the stride of blocks, and of each digit of a unit, fastest first, in bytes.
         ``words``: for kernels of records the bytes of a word; for kernels of pages also the bytes of an item, the
         stride of its words in shared memory, the offset of the part there, and the bytes of its segment; for kernels
-        that cast the bytes between the elements of an item, the scale of the caller, and whether codes are less
-        aligned than their word.
+        that cast the bytes between the elements of an item, the scale of the caller, whether codes are less aligned
+        than their word, and numbers of the formats.
     src_id, dst_id : tuple of two ints
         The strides of a block id: ``(table entries, bytes)``.  The bytes are used for parts without ``strides``.
     units : tuple of two tuples of int
@@ -258,7 +258,7 @@ cdef class Copy:
                 _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, widths)
                 if casts:
                     part = &self.args.part[number]
-                    part.element_step, part.given_scale, part.narrow = words
+                    part.element_step, part.given_scale, part.narrow, part.formats = words
                 for digit, step in enumerate(src_steps):
                     digits.part[number].src[digit] = step
                 for digit, step in enumerate(dst_steps):

@@ -6,6 +6,7 @@ a stride in the scales go through a group, the others go from group to group.  `
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import struct
@@ -20,7 +21,19 @@ from ..layout.loops import coalesce, refine
 from ..layout.scales import Group
 from .loopnest import MAX_INNER, MAX_OUTER, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
 
-__all__ = ["AMAX", "FEW_MODES", "FORMATS", "GROUP_MODES", "PLAIN", "Cast", "CastPart", "Scale", "as_cast", "cast_part"]
+__all__ = [
+    "AMAX",
+    "FORMATS",
+    "GROUP_MODES",
+    "PLAIN",
+    "WIDE_CASTS",
+    "WIDE_MODES",
+    "Cast",
+    "CastPart",
+    "Scale",
+    "as_cast",
+    "cast_part",
+]
 
 #: Formats of elements and scales → their names in kernels.
 FORMATS = {
@@ -34,8 +47,26 @@ PLAIN = ("bfloat16", "float16", "float32")
 #: Elements that a thread moves at a time, if they are contiguous and aligned.
 _ITEM = 8
 
-#: Inner modes of the kernels for common loop nests.
-FEW_MODES = 6
+#: Numbers of formats in the parameters of kernels (``cuda/formats.cuh``).
+_NUMBERS = {"": 0} | {name: number for number, name in enumerate(
+    ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1fn", "float8_e8m0fnu"), 1
+)}  # fmt: skip
+
+#: Quantised formats with the formats of their scales for which there are kernels of contiguous elements; alone: without scales.
+_SCALED = (
+    ("e4m3", "f32"), ("e4m3", "e8m0"), ("e5m2", "f32"), ("i8", "f32"), ("e2m1", "e4m3"), ("e2m1", "e8m0"),
+    ("e4m3",), ("e5m2",), ("i8",),
+)  # fmt: skip
+
+#: The formats of kernels for contiguous elements.  Kernels for any formats do the rest.
+WIDE_CASTS = frozenset(
+    "_".join((*formats, *scale))
+    for plain, (quantised, *scale) in itertools.product(("bf16", "f16", "f32"), _SCALED)
+    for formats in ((plain, quantised), (quantised, plain))
+) | frozenset("_".join(formats) for formats in itertools.permutations(("bf16", "f16", "f32"), 2))
+
+#: Inner modes of these kernels.
+WIDE_MODES = 6
 
 #: Inner modes of a group (``kGroup`` of ``cuda/prepare.cuh``).
 GROUP_MODES = 3
@@ -180,16 +211,20 @@ class CastPart(Part):
         run = self.inner[0]
         widths = [_bits(dtype) for dtype in self.formats[:2]]
         if (
-            run.extent * self.element % _ITEM == 0
+            self._wide
+            and run.extent * self.element % _ITEM == 0
             and (run.src, run.dst) == tuple(width * self.element // 8 for width in widths)
             and (self.element == 1 or self.element_step == max(widths) // 8)
             and not any(step % _least_alignment(width) for step, width in zip(steps, widths, strict=True))
         ):
-            return self._form(_ITEM, any(step % 8 for step, width in zip(steps, widths, strict=True) if width == 8))
+            narrow = any(step % 8 for step, width in zip(steps, widths, strict=True) if width == 8)
+            return Form("cast", MAX_OUTER, WIDE_MODES, _ITEM, int(narrow), values=self._wide)
         whole = [math.gcd(step, mode) for step, mode in zip(steps, (run.src, run.dst), strict=True)]
         if self.element > 1:
             whole[not self.quantises] = math.gcd(whole[not self.quantises], self.element_step)
-        return self._form(self.element, any(step % max(1, width // 8) for step, width in zip(whole, widths, strict=True)))
+        narrow = any(step % max(1, width // 8) for step, width in zip(whole, widths, strict=True))
+        values = "plain_any" if self.quantises else "any_plain"
+        return Form("cast", MAX_OUTER, MAX_INNER, self.element, int(narrow), values=values)
 
     def scale_form(self, values: Form, alignment: int) -> Form:
         """The form of the loop nest of scales, for base addresses that are multiples of the alignment."""
@@ -197,11 +232,11 @@ class CastPart(Part):
         step = math.gcd(alignment, offset, *of.steps, *(mode[side] for mode in (*self.inner, *self.outer)))
         return replace(values, word=int(step % (_bits(self.formats[2]) // 8) > 0))
 
-    def _form(self, element: int, narrow: bool) -> Form:
-        names = "_".join(FORMATS[dtype] for dtype in self.formats if dtype)
-        modes = GROUP_MODES + sum(mode.extent > 1 for mode in self.inner[GROUP_MODES:])
-        few = element == _ITEM and modes <= FEW_MODES
-        return Form("cast", MAX_OUTER, FEW_MODES if few else MAX_INNER, element, int(narrow), values=names)
+    @property
+    def _wide(self) -> str:
+        """The formats of its kernel for contiguous elements; empty if there is none."""
+        values = "_".join(FORMATS[dtype] for dtype in self.formats if dtype)
+        return values if values in WIDE_CASTS and len(self.inner) <= WIDE_MODES else ""
 
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
         still = Mode(1, 0, 0)
@@ -214,7 +249,7 @@ class CastPart(Part):
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
             (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
-            (self.element_step, self.given, form.word),
+            (self.element_step, self.given, form.word, sum(_NUMBERS[dtype] << 4 * k for k, dtype in enumerate(self.formats))),
         )
 
 
@@ -273,7 +308,7 @@ def cast_part(
         )
     chunk = [loop for loop in rest if not any(loop[2::2]) and max(loop[1::2]) < STRIDE_LIMIT]
     outer = [loop for loop in rest if loop not in chunk]
-    while len(chunk) > MAX_INNER - GROUP_MODES:
+    while len(chunk) > (WIDE_MODES if len(outer) < MAX_OUTER else MAX_INNER) - GROUP_MODES:
         outer.insert(0, chunk.pop())
     if len(inside) > GROUP_MODES or len(outer) > MAX_OUTER:
         raise MissingKernelError(

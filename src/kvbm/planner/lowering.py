@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import MissingKernelError, PlanError
+from ..errors import MissingKernelError
 from .cast import CastPart
 from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name, parse_kernel
 from .shared_tiles import Staged, stage
@@ -258,9 +258,7 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False
     made = []
     for launch in asked:
         if launch.kernel[0].kind == "cast":
-            if not kernels.has(launch.kernel):
-                raise PlanError(_not_cast(launch.work[0][0]))
-            made.append(launch)
+            made.append(launch)  # all of its kernels are built
             continue
         if launch.staged or (len(launch.work) > 1 and not sm_limited):
             if kernels.has(launch.kernel):
@@ -275,16 +273,6 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False
         for part, form in launch.work:
             made += _alone(part, replace(form, sm_limited=sm_limited), kernels)
     return made
-
-
-def _not_cast(part: Part) -> str:
-    assert isinstance(part, CastPart)
-    src, dst, scale = part.formats
-    scales = f"with {scale} scales" if scale else "without scales"
-    return (
-        f"kvbm has no kernel that casts {src} to {dst} {scales}: the page 'Quantise on the way' lists the formats; convert in two "
-        "steps, through one of these"
-    )
 
 
 def _alone(part: Part, asked: Form, kernels: Kernels) -> Iterator[Launch]:

@@ -236,7 +236,7 @@ def _cast_text(part: CastPart, form: Form) -> str:
         how = f"each group of {part.group} with a {scale} scale from its largest value{_relative(part)}, to nearest, ties to even"
     else:
         how = f"each group of {part.group} with its {scale} scale{_relative(part)}"
-    wide = "" if form.element == 8 else f", element by element ({part.group} are not contiguous and aligned on both sides)"
+    wide = "" if form.element == 8 else ", element by element: they are not contiguous and aligned, or the formats are rare"
     return f"{who} change from {src} to {dst}, {how}; kernel {form.name}{wide}."
 
 
