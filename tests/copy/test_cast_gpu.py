@@ -155,7 +155,7 @@ def test_every_code_by_every_kernel(dtype: str, scale: str | None) -> None:
                 )
                 check(src, dst, range(32), range(31, -1, -1), given)
             used |= kernels_of(src, dst, given)
-    assert len(used) == 12, used
+    assert len(used) == 8, used  # contiguous: three plain formats in two directions; by elements: two directions
 
 
 @pytest.mark.parametrize("dtype", PLAIN)

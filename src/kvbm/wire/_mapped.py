@@ -454,7 +454,7 @@ class _Lent:
     """A peer's slab, or its pool's memory, as memory of this process.  That of a pool is read-only on the CPU."""
 
     def __init__(self, shared: dict[str, Any], device: str, what: str = "ring") -> None:
-        self.nbytes, self.device = shared["nbytes"], device
+        self.nbytes, self.device, self.is_open = shared["nbytes"], device, True  # pools on a GPU ask whether it is open
         self._close: Callable[[], object] = int
         if device == "cpu":
             file = open_memory_file(shared["pid"], shared["file"], what, self.nbytes)
@@ -475,7 +475,7 @@ class _Lent:
         self._close = functools.partial(_core.ipc_close, own, self.address)
 
     def close(self) -> None:
-        self.buffer = None  # type: ignore[assignment]
+        self.buffer, self.is_open = None, False  # type: ignore[assignment]
         close, self._close = self._close, int
         with contextlib.suppress(KvbmError):
             close()
