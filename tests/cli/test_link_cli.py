@@ -657,7 +657,7 @@ def test_looking_loses_nothing(ends: tuple[talk.Talk, socket.socket]) -> None:
     near, far = ends
     for number in range(3):
         far.sendall(framed(b'{"busy": true}') + framed(b'{"word": %d}' % number))
-        until(lambda most=number: near.look() or len(near._unclosed) > most, "its note is kept", LIMIT)
+        until(lambda most=number: near.look() or len(near._messages) > most, "its note is kept", LIMIT)
     assert [near.hear("word")["word"] for _ in range(3)] == [0, 1, 2]
 
 

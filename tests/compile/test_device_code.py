@@ -130,18 +130,18 @@ def test_what_is_broken_is_seen(
 #: What of the device code of casts is replaced, by what; all of `programs.casts.few` then differs.
 BROKEN_CASTS = [
     ("other = width / 2; other;", "other = width / 4; other;"),
-    ("for (i -= 2 * width; i < items; i -= width)", "for (i -= 3 * width; i < items; i -= width)"),
-    ("if (lane == 0) store_code", "if (lane == 1) store_code"),
-    ("if (i == lane) continue;", ""),
-    ("const uint32_t last = min((tile + 1) * p.tile_words, p.words);", "const uint32_t last = p.words - 1;"),
-    ("finite = size < kInfinity ? size : 0", "finite = size"),
-    ("largest = theirs > largest ? theirs : largest", "largest = theirs"),
+    ("i += width) cast_item(p, of, at, i, factor);", "i += 2 * width) cast_item(p, of, at, i, factor);"),
+    ("lane == 0 ? scale[u] : nullptr", "lane == 1 ? scale[u] : nullptr"),
+    ("if (lane < items) store_item(p, to[u], cast<true>", "if (lane + 1 < items) store_item(p, to[u], cast<true>"),
+    ("min((tile + 1) * p.tile_words, p.words)", "p.words - 1"),
+    ("if (code < FROM::kInfinite) most = larger(most, code);", "most = larger(most, code);"),
+    ("larger(both & 0xffff, both >> 16)", "both & 0xffff"),
     ("uint64_t(second) * uint32_t(p.inner[1].dst)", "0"),
     ("(size >> kShift & 1)", "1"),
-    ("return bits < kLeastNormal ? kLeastNormal : bits;", "return bits;"),
-    ("return size > kInfinity ? NOT_A_NUMBER : code;", "return code;"),
-    ("normal < LARGEST ? normal : LARGEST", "normal"),
-    ("bits_of(float_of(size) + float_of(kUnit)) - kUnit", "0"),
+    ("bits_of(scale) < kLeastNormal ? kLeastNormal : bits_of(scale)", "bits_of(scale)"),
+    ("return size > kInfinity ? all<U>(NOT_A_NUMBER) : code;", "return code;"),
+    ("normal < LARGEST ? normal : all<U>(LARGEST)", "normal"),
+    ("bits_of(float_of(size) + float_of(kUnit)) - kUnit", "all<U>(0u)"),
 ]
 
 
@@ -154,7 +154,8 @@ def test_broken_casts_are_seen(fake_gpu: processes.FakeDriver, tmp_path: Path, c
         found += text.count(code)
         return text.replace(code, instead)
 
-    names = [name for name in _core.kernel_names() if name.startswith(("cast_bf16_e4m3_f32", "cast_e4m3_bf16_f32"))]
+    casts = ("cast_bf16_e4m3_f32", "cast_e4m3_bf16_f32", "cast_plain_", "cast_any_")
+    names = [name for name in _core.kernel_names() if name.startswith(casts)]
     libraries = emulation.compile_kernels(tmp_path, names, broken)
     assert found
     with pytest.raises(AssertionError, match="bytes differ"):

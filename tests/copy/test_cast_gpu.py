@@ -454,6 +454,23 @@ def test_the_cpu_writes_the_same_bits() -> None:
         assert np.array_equal(dst.after, other.after), (name, quantises)
 
 
+@pytest.mark.parametrize("name", ["record/per_token_head_fp8_planes", "record/mxfp8_universal", "record/nvfp4_universal"])
+def test_batches_in_which_a_thread_takes_several_groups(name: str) -> None:
+    """The CPU has no such turns, and writes the same bits."""
+    import torch
+
+    sizes, ids = (16, 2, 8, 16, 128), (list(range(31, -1, -1)), [(7 * k + 5) % 32 for k in range(32)])
+    for quantises in (True, False):
+        src, dst = ends("d2d", name, "nhd", sizes, "bfloat16", quantises, blocks=(32, 32))
+        kvbm.convert(src.pool, dst.pool, *ids, stream=stream_of(), cast="amax")
+        both: Any = [("nhd", "bfloat16"), (name, "bfloat16")]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        one, other = Side(a, sizes, a_type, 32), Side(b, sizes, b_type, 32, dst=True)
+        torch.cuda.synchronize()
+        kvbm.convert(one.pool, other.pool, *ids, cast="amax")
+        assert np.array_equal(dst.after, other.after), quantises
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
