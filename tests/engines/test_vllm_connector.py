@@ -33,7 +33,9 @@ MODEL = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32")
 
 def config(name: str, **extra: Any) -> Any:
     given = {"ring_bytes": 1 << 18, "chunk_bytes": 1 << 12, **extra}
-    transfer = SimpleNamespace(engine_id=name, kv_port=0, get_from_extra_config=given.get)
+    transfer = SimpleNamespace(
+        engine_id=name, kv_port=0, kv_connector_extra_config=given, get_from_extra_config=given.get
+    )
     parallel = SimpleNamespace(world_size=1, data_parallel_index=0)
     return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=SimpleNamespace(model="m"))
 
