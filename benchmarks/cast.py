@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -34,11 +34,11 @@ from kvbm.bench.measure import (
 from kvbm.copy.transfer import Transfer, convert
 from kvbm.layout import spec
 from kvbm.layout.layout import Layout
-from kvbm.layout.shapes import BlockShape, load_shape
+from kvbm.layout.shapes import load_shape
 from kvbm.pool.pool import Pool
 
-from .race import Asked, race, race_options, row_of, runner, write_race
-from .section import Note, Row, note, stamp
+from .race import Asked, Run, race, race_options, row_of, runner, write_race
+from .section import Row, note, stamp
 
 __all__ = ["SECTIONS", "cast", "measure"]
 
@@ -63,22 +63,8 @@ Digests = npt.NDArray[np.uint64]
 _MANY = 64
 
 
-class Run(NamedTuple):
-    """The parameters of a run."""
-
-    place: str
-    model: BlockShape
-    iters: int
-    quick: bool
-    note: Note
-
-    @property
-    def on_gpu(self) -> bool:
-        return device_of(self.place) >= 0
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return (8,) if self.quick or not self.on_gpu else (8, _MANY)
+def _batches(run: Run) -> tuple[int, ...]:
+    return (8,) if run.quick or not run.on_gpu else (8, _MANY)
 
 
 def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
@@ -95,7 +81,7 @@ def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
 
 def _layout(run: Run, quantised: Layout, place: str) -> Iterator[Row]:
     """Casts from `PLAIN` at the run's place to a quantised layout at another place, and back."""
-    plain, most, across = spec.load(PLAIN), max(run.batches), place != run.place
+    plain, most, across = spec.load(PLAIN), max(_batches(run)), place != run.place
     each = block_bytes(plain, run.model), block_bytes(quantised, run.model)
     held = [held_blocks(layout, run.model, most, run.place) for layout in (plain, quantised)]
     with (
@@ -109,7 +95,7 @@ def _layout(run: Run, quantised: Layout, place: str) -> Iterator[Row]:
         for by, src, dst in (("quantise", values, codes), ("dequantise", codes, values)):
             ends = [run.place if pool is values else place for pool in (src, dst)]
             with Transfer(src, dst, cast="amax") as move, Yardstick(ends[0], ends[1], most * max(each), clock) as stick:
-                for n in run.batches:
+                for n in _batches(run):
                     pairs = [(a[:n], b[:n])[:: 1 if src is values else -1] for a, b in sets]
                     move.copy(*pairs[0], stream=stream).synchronize()
                     if src is values:

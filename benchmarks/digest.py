@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
@@ -44,8 +44,8 @@ from kvbm.pool.pool import Pool
 from kvbm.system.clock import CpuClock, GpuClock
 
 from .messages import strategy_on
-from .race import Asked, Runner, race, race_options, row_of, runner, write_race
-from .section import Note, Row, note, stamp
+from .race import Asked, Run, Runner, race, race_options, row_of, runner, write_race
+from .section import Row, note, stamp
 
 __all__ = ["SECTIONS", "digest", "measure"]
 
@@ -65,24 +65,10 @@ PAIRS = (
 _Clock = GpuClock | CpuClock
 
 
-class Run(NamedTuple):
-    """The parameters of a run."""
-
-    place: str
-    model: BlockShape
-    iters: int
-    quick: bool
-    note: Note
-
-    @property
-    def on_gpu(self) -> bool:
-        return device_of(self.place) >= 0
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        if self.on_gpu:
-            return (4, 64) if self.quick else (1, 4, 16, 64, 256)
-        return (16,) if self.quick else (1, 4, 16, 64)
+def _batches(run: Run) -> tuple[int, ...]:
+    if run.on_gpu:
+        return (4, 64) if run.quick else (1, 4, 16, 64, 256)
+    return (16,) if run.quick else (1, 4, 16, 64)
 
 
 def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
@@ -133,7 +119,7 @@ def _copies(run: Run) -> Iterator[Row]:
                 continue
             with _left_out(run, f"{src} → {dst}"):
                 yield from _pair(
-                    run, clock, (src, dst), (run.place, run.place), run.batches, is_mixed, verifies=number < 2
+                    run, clock, (src, dst), (run.place, run.place), _batches(run), is_mixed, verifies=number < 2
                 )
 
 

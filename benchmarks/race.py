@@ -6,17 +6,18 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import click
 
+from kvbm.bench.measure import device_of
 from kvbm.bench.options import comma_list
 from kvbm.layout.shapes import BlockShape
 from kvbm.system.clock import CpuClock, GpuClock, Timed
 
-from .section import Row, common_options, figures, write_rows
+from .section import Note, Row, common_options, figures, write_rows
 
-__all__ = ["COLUMNS", "ROUNDS", "Asked", "Runner", "race", "race_options", "ratio", "row_of", "runner", "write_race"]
+__all__ = ["COLUMNS", "ROUNDS", "Asked", "Run", "Runner", "race", "race_options", "ratio", "row_of", "runner", "write_race"]
 
 COLUMNS = (
     "case", "by", "n", "total_bytes", "median_ms", "gbps", "beside", "beside_ms", "ratio", "asked", "reached",
@@ -25,6 +26,21 @@ COLUMNS = (
 
 #: The required ratio to the other's speed, or None.
 Asked: TypeAlias = float | None
+
+
+class Run(NamedTuple):
+    """The parameters of a run."""
+
+    place: str
+    model: BlockShape
+    iters: int
+    quick: bool
+    note: Note
+
+    @property
+    def on_gpu(self) -> bool:
+        return device_of(self.place) >= 0
+
 
 #: Times some calls: ``run(iters, warmup)``.
 Runner: TypeAlias = Callable[[int, int], Timed]

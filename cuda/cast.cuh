@@ -115,8 +115,9 @@ struct CastNest {
     for (uint32_t job = first; job < last; ++job) {
       uint32_t chunk = job;
       const uint32_t tile = take(chunk, p.tiles);
-      Bases at, scales = {};
+      Bases at;
       if (!locate<OUTER>(a, p, chunk, at)) continue;
+      Bases scales = at;  // without scales nothing reads them, and `s` is `p`
       if (a.num_parts > 1) locate<OUTER>(a, s, chunk, scales);
       const uint32_t end = (tile + 1) * p.tile_words < p.words ? (tile + 1) * p.tile_words : p.words;
       for (uint32_t group = tile * p.tile_words; group < end; ++group) turn(find<QUANTISES>(p, s, at, scales, group));

@@ -1,4 +1,4 @@
-// cast_host.cuh: runs of contiguous elements on the host, sixteen at a time, for each instruction set.
+// cast_host.cuh: runs of contiguous elements on the host, eight or sixteen at a time, for each instruction set.
 #pragma once
 
 #include "formats.cuh"

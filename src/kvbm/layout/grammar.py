@@ -54,7 +54,10 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
 
 
 def write(layout: Layout) -> str:
-    """The text of a layout file that `parse` reads as an equal layout.  Its notes for readers are left out."""
+    """The text of a layout file that `parse` reads as an equal layout.
+
+    Its notes for readers are left out, and so is `scales`: only casts use it, and peers with an earlier version read the text.
+    """
 
     def orders(given: tuple[Order, ...]) -> Any:
         return str(given[0]) if len(given) == 1 else dict(zip("kv", map(str, given), strict=True))
@@ -64,8 +67,8 @@ def write(layout: Layout) -> str:
 
     def plane(given: Plane) -> dict[str, Any]:
         offset = f"{given.offset.text} B" if given.offset else ""
-        keys = orders(given.orders), given.dtype, offset, pitch(given.pitch), " ".join(given.shared), given.scales
-        return {key: value for key, value in zip(PLANE_KEYS, keys, strict=True) if value}
+        keys = orders(given.orders), given.dtype, offset, pitch(given.pitch), " ".join(given.shared)
+        return {key: value for key, value in zip(PLANE_KEYS, keys, strict=False) if value}
 
     keys = {
         "order": orders(layout.orders), "pitch": pitch(layout.pitch), "axes": layout.axes,

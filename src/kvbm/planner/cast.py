@@ -87,7 +87,6 @@ class Scale:
     value : float
         For planes without scales of their own: an element's value is its code times this.  For scales of e4m3 (NVFP4): the scale of
         the whole tensor, by which they are multiplied.  It is rounded to float32.
-
     is_given : bool
         False: every plane that is cast must have scales of its own.
 
