@@ -20,7 +20,7 @@ inline size_t described_bytes(uint32_t num_parts, uint32_t mask) {
   return num_parts * sizeof(kvbm_part) + (has_units ? offsetof(kvbm_units, part) + num_parts * sizeof(kvbm_unit_strides) : 0);
 }
 // Bits of inline_mask that the caller sets.
-constexpr uint32_t kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST;
+constexpr uint32_t kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST | KVBM_SM_LIMITED;
 
 // Copies the description of a copy.  Each batch sets the other parameters.
 inline void copy_description(kvbm_args* to, const kvbm_args& from) {

@@ -11,21 +11,23 @@
 
 namespace kvbm {
 
-// What all casts share.
+// What all casts share.  CTAs are small, or as large as possible in a launch with a limit of multiprocessors.  They take jobs until
+// there are none.
 template <int OUTER, int INNER>
 struct CastNest {
-  static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = 8;
+  static constexpr uint32_t kTeams = 1, kThreads = kFewTeams * kRowThreads, kMinCtas = 1;
 
   static int prepare(kvbm_args* a, uint32_t sms, uint32_t item_bytes, kvbm_grid* grid) {
-    if (!prepare_cast({OUTER, INNER, 0, 0, kThreads, kTeams}, *a, sms, item_bytes)) return KVBM_TOO_LARGE;
+    const uint32_t threads = a->inline_mask & KVBM_SM_LIMITED ? kThreads : kRowThreads;
+    if (!prepare_cast({OUTER, INNER, 0, 0, threads, kTeams}, *a, sms, item_bytes)) return KVBM_TOO_LARGE;
     grid->ctas = a->part[0].ctas;
-    grid->threads_x = kThreads;
+    grid->threads_x = threads;
     grid->threads_y = 1;
     grid->shared_bytes = 0;
     return KVBM_OK;
   }
 
-  // Addresses of the first element of a group on both sides, and of its scale.
+  // Addresses of the first element of a group on both sides, and of its scale.  Offsets inside a chunk fit 32 bits.
   struct Place {
     const char* src;
     char *dst, *scale;
@@ -33,28 +35,36 @@ struct CastNest {
   // `s` is the part of the scales, `at` and `scales` are the first addresses of the chunk.
   template <bool QUANTISES>
   static KVBM_INLINE Place find(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales, uint32_t group) {
-    uint64_t src = 0, dst = 0, scale = 0;
+    uint32_t src = 0, dst = 0, scale = 0;
     KVBM_UNROLL
     for (int k = kGroup; k < INNER; ++k) {
       const uint32_t c = k + 1 < INNER ? take(group, p.inner[k].extent) : group;
-      src += uint64_t(c) * uint32_t(p.inner[k].src);
-      dst += uint64_t(c) * uint32_t(p.inner[k].dst);
-      scale += uint64_t(c) * uint32_t(QUANTISES ? s.inner[k].dst : s.inner[k].src);
+      src += c * uint32_t(p.inner[k].src);
+      dst += c * uint32_t(p.inner[k].dst);
+      scale += c * uint32_t(QUANTISES ? s.inner[k].dst : s.inner[k].src);
     }
     return {at.src + src, at.dst + dst, (QUANTISES ? scales.dst : const_cast<char*>(scales.src)) + scale};
   }
 
-  // Offsets of an item of a group from the group's first.
-  static KVBM_INLINE void step_item(const kvbm_part& p, uint32_t item, uint64_t& src, uint64_t& dst) {
+  // The next group's, if both have the same coordinates in all modes but the first.
+  template <bool QUANTISES>
+  static KVBM_INLINE Place next(const kvbm_part& p, const kvbm_part& s, const Place& at) {
+    const kvbm_inner &mode = p.inner[kGroup], &of_scale = s.inner[kGroup];
+    return {at.src + uint32_t(mode.src), at.dst + uint32_t(mode.dst),
+            at.scale + uint32_t(QUANTISES ? of_scale.dst : of_scale.src)};
+  }
+
+  // Adds the offsets of an item of a group from the group's first.
+  static KVBM_INLINE void step_item(const kvbm_part& p, uint32_t item, uint32_t& src, uint32_t& dst) {
     uint32_t c = item;
     if (p.inner[1].extent.n > 1 || p.inner[2].extent.n > 1) {  // the same for all threads
       c = take(item, p.inner[0].extent);
       const uint32_t second = take(item, p.inner[1].extent);
-      src += uint64_t(second) * uint32_t(p.inner[1].src) + uint64_t(item) * uint32_t(p.inner[2].src);
-      dst += uint64_t(second) * uint32_t(p.inner[1].dst) + uint64_t(item) * uint32_t(p.inner[2].dst);
+      src += second * uint32_t(p.inner[1].src) + item * uint32_t(p.inner[2].src);
+      dst += second * uint32_t(p.inner[1].dst) + item * uint32_t(p.inner[2].dst);
     }
-    src += uint64_t(c) * uint32_t(p.inner[0].src);
-    dst += uint64_t(c) * uint32_t(p.inner[0].dst);
+    src += c * uint32_t(p.inner[0].src);
+    dst += c * uint32_t(p.inner[0].dst);
   }
 
   // One code of so many bits.  `narrow`: it may lie at any address.
@@ -84,27 +94,52 @@ struct CastNest {
   static KVBM_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 #ifdef __CUDACC__
-  // The first thread of the CTA and that of the next warp find the first addresses of the chunk, for elements and scales.
-  struct Found {
-    Bases at;
-    bool copies;
-  };
-  static __device__ __forceinline__ bool find_chunk(const kvbm_args& a, uint32_t place, Found (&found)[2]) {
-    const uint32_t part = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0 && part < a.num_parts) {
-      Bases at;
-      found[part].copies = locate<OUTER>(a, a.part[part], place, at);
-      found[part].at = at;
+  // The place of a thread in its group, and the groups that a CTA takes at a time.
+  struct Lane {
+    uint32_t width, lane, row, rows;
+    __device__ __forceinline__ explicit Lane(const kvbm_part& p) : width(p.tile[0].n), row(threadIdx.x), rows(p.tile[2].n) {
+      lane = take(row, p.tile[0]);
     }
-    __syncthreads();
-    return found[0].copies;
+  };
+
+  // Calls turn(at, scales, first, last) for the groups of each job of the CTA, with the first addresses of its chunk.  All threads
+  // take the same turns.
+  template <class TURN>
+  static __device__ __forceinline__ void for_tiles(const kvbm_args& a, TURN turn) {
+    // Two, in turns: a thread may still read the last one while the next one is found.
+    __shared__ struct {
+      Bases at[2];
+      bool copies;
+    } found[2];
+    const kvbm_part& p = a.part[0];
+    const uint32_t part = threadIdx.x;
+    uint32_t next = 0;
+    for (uint32_t job = blockIdx.x; job < p.jobs; job += gridDim.x, next ^= 1) {
+      auto& here = found[next];
+      uint32_t chunk = job;
+      const uint32_t tile = take(chunk, p.tiles);
+      if (part < a.num_parts) {  // one thread for the elements, one for the scales
+        Bases at;
+        const bool copies = locate<OUTER>(a, a.part[part], chunk, at);
+        here.at[part] = at;
+        if (part == 0) here.copies = copies;
+        if (part + 1 == a.num_parts) here.at[1] = at;  // without scales nothing reads it
+      }
+      __syncthreads();
+      const Bases at = here.at[0], scales = here.at[1];
+      if (here.copies) turn(at, scales, tile * p.tile_words, min((tile + 1) * p.tile_words, p.words));
+    }
   }
-  // The lanes of this thread's group.
-  static __device__ __forceinline__ uint32_t mask_of(uint32_t width) {
-    return (width == 32 ? ~0u : (1u << width) - 1) << (threadIdx.x % 32 & ~(width - 1));
+
+  // The largest of each of two groups: in even lanes of the first, in odd lanes of the second.
+  static __device__ __forceinline__ uint32_t largest_in_groups(const uint32_t (&largest)[2], uint32_t lane, uint32_t width) {
+    const bool odd = lane & 1;
+    uint32_t most = larger(odd ? largest[1] : largest[0], __shfl_xor_sync(~0u, odd ? largest[0] : largest[1], 1));
+    for (uint32_t other = 2; other < width; other *= 2) most = larger(most, __shfl_xor_sync(~0u, most, other));
+    return most;
   }
-  static __device__ __forceinline__ uint32_t largest_in_group(uint32_t largest, uint32_t width, uint32_t mask) {
-    for (uint32_t other = width / 2; other; other /= 2) largest = larger(largest, __shfl_xor_sync(mask, largest, other));
+  static __device__ __forceinline__ uint32_t largest_in_group(uint32_t largest, uint32_t width) {
+    for (uint32_t other = 1; other < width; other *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, other));
     return largest;
   }
 #else
@@ -135,7 +170,6 @@ struct Cast : CastNest<OUTER, INNER> {
   using Nest::kThreads;
   using Nest::larger;
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>, kComputes = kQuantises && kHasScales;
-  static constexpr uint32_t kTogether = 2;  // groups whose elements are loaded before the first is cast
   static constexpr int ITEM = 8;
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
@@ -159,10 +193,10 @@ struct Cast : CastNest<OUTER, INNER> {
     }
   };
 
-  // `p.narrow`: codes of 8 bits are only aligned to 4 bytes.
+  // `p.word`: codes of 8 bits are only aligned to 4 bytes.
   template <class F>
   static KVBM_INLINE void load_item(const kvbm_part& p, const char* from, Codes<F>& codes) {
-    if (F::kBits == 8 && p.narrow) {
+    if (F::kBits == 8 && p.word) {
       load(codes.x[0], from);
       load(codes.x[F::kBits == 8], from + 4);
       return;
@@ -182,7 +216,7 @@ struct Cast : CastNest<OUTER, INNER> {
   }
   template <class F>
   static KVBM_INLINE void store_item(const kvbm_part& p, char* to, const Codes<F>& codes) {
-    if (F::kBits == 8 && p.narrow) {
+    if (F::kBits == 8 && p.word) {
       store(to, codes.x[0]);
       store(to + 4, codes.x[F::kBits == 8]);
       return;
@@ -232,112 +266,149 @@ struct Cast : CastNest<OUTER, INNER> {
 #endif
   }
 
+#ifdef __CUDACC__
   // FINITE: no element is infinite or NaN.
   template <bool FINITE = false>
-  static KVBM_INLINE Codes<TO> cast(const Codes<FROM>& codes, float factor) {
-    Codes<TO> made;
-    KVBM_UNROLL
-    for (int i = 0; i < ITEM / 2; ++i) {
-      float first, second;
-      if constexpr (FROM::kBits == 32) {
-        first = float_of(codes.x[2 * i]);
-        second = float_of(codes.x[2 * i + 1]);
-      } else {
-        value_of_two<FROM>(codes.two(i), first, second);
+  static __device__ __forceinline__ Codes<TO> cast(const Codes<FROM>& codes, float factor) {
+    float x[ITEM];
+    if constexpr (Eight<FROM>::kValues) {
+      Eight<FROM>::values(codes.x, x);
+    } else {
+      KVBM_UNROLL
+      for (int i = 0; i < ITEM; i += 2) {
+        if constexpr (FROM::kBits == 32) {
+          x[i] = float_of(codes.x[i]);
+          x[i + 1] = float_of(codes.x[i + 1]);
+        } else {
+          value_of_two<FROM>(codes.two(i / 2), x[i], x[i + 1]);
+        }
       }
-      if constexpr (TO::kBits == 32) {
-        made.x[2 * i] = TO::round(first * factor);
-        made.x[2 * i + 1] = TO::round(second * factor);
-      } else {
-        made.set_two(
-            i, FINITE ? round_two_finite<TO>(first * factor, second * factor) : round_two<TO>(first * factor, second * factor));
+    }
+    KVBM_UNROLL
+    for (int i = 0; i < ITEM; ++i) x[i] *= factor;
+    Codes<TO> made;
+    if constexpr (FINITE && Eight<TO>::kRounds) {
+      static_assert(!kSame<TO, I8> || kSame<SCALE, F32>, "with a scale of float32 all codes are from -127 to 127");
+      Eight<TO>::round(x, made.x);
+    } else {
+      KVBM_UNROLL
+      for (int i = 0; i < ITEM; i += 2) {
+        if constexpr (TO::kBits == 32) {
+          made.x[i] = TO::round(x[i]);
+          made.x[i + 1] = TO::round(x[i + 1]);
+        } else {
+          made.set_two(i / 2, round_two<TO>(x[i], x[i + 1]));
+        }
       }
     }
     return made;
   }
+#endif
 
   // Stores the scale of a group, and returns the factor for its elements.
   static KVBM_INLINE float put_scale(const kvbm_part& p, const kvbm_part& s, uint32_t largest, char* scale) {
     const uint32_t code = scale_of<SCALE>(bits_of(FROM::value(largest)), range_of<TO>(), p.given_scale);
-    if (scale) Nest::store_code(SCALE::kBits, scale, code, s.narrow);
+    if (scale) Nest::store_code(SCALE::kBits, scale, code, s.word);
     return 1.0f / factor_of<SCALE>(code, p.given_scale);
   }
-  static KVBM_INLINE float stored_factor(const kvbm_part& p, const kvbm_part& s, const char* scale) {
+  // `scale`: its code.
+  static KVBM_INLINE float stored_factor(const kvbm_part& p, uint32_t scale) {
     if constexpr (kHasScales)
-      return factor_of<SCALE>(Nest::load_code(SCALE::kBits, scale, s.narrow), p.given_scale);
+      return factor_of<SCALE>(scale, p.given_scale);
     else
       return kQuantises ? 1.0f / p.given_scale : p.given_scale;
   }
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
-    __shared__ typename Nest::Found found[2];
-    const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
-    uint32_t chunk = blockIdx.x;
-    const uint32_t tile = take(chunk, p.tiles);
-    if (!Nest::find_chunk(a, chunk, found)) return;
-    const uint32_t width = p.tile[0].n, items = p.tile[1].n, lane = threadIdx.x % width, mask = Nest::mask_of(width);
-    const uint32_t last = min((tile + 1) * p.tile_words, p.words), teams = kThreads / width;
-    const uint32_t first = tile * p.tile_words + threadIdx.x / width;
-    if (items > width) {
-      for (uint32_t group = first; group < last; group += teams) run_long(p, s, found[0].at, found[1].at, group, lane, mask);
-      return;
+    const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
+    const typename Nest::Lane mine(p);
+    Nest::for_tiles(a, [&](const Bases& at, const Bases& scales, uint32_t group, uint32_t last) {
+      if (p.tile[1].n > mine.width)
+        for (; group < last; group += mine.rows) run_long(p, s, at, scales, group + mine.row, last, mine);
+      else
+        for (; group < last; group += 2 * mine.rows) run_two(p, s, at, scales, group + 2 * mine.row, last, mine);
+    });
+  }
+
+  // A group, which has an even number, and the next one; each has no more items than threads.  Both are loaded before they are cast.
+  static __device__ __forceinline__ void run_two(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales,
+                                                 uint32_t group, uint32_t last, const typename Nest::Lane& mine) {
+    Codes<FROM> codes[2];
+    const Place first = Nest::template find<kQuantises>(p, s, at, scales, group);
+    const Place second = p.inner[kGroup].extent.n % 2 ? Nest::template find<kQuantises>(p, s, at, scales, group + 1)
+                                                      : Nest::template next<kQuantises>(p, s, first);
+    Place place[2] = {first, second};
+    uint32_t src = 0, dst = 0;
+    Nest::step_item(p, mine.lane, src, dst);
+    bool has_group[2], has_item[2];
+    uint32_t scale[2] = {};
+    float factor[2];
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < 2; ++u) {
+      has_group[u] = group + u < last;
+      has_item[u] = has_group[u] && mine.lane < p.tile[1].n;
+      place[u].dst += dst;
+      if (has_item[u]) load_item(p, place[u].src + src, codes[u]);
     }
-    for (uint32_t group = first; group < last; group += kTogether * teams) {
-      Codes<FROM> codes[kTogether];
-      char *to[kTogether], *scale[kTogether];
+    if constexpr (kComputes) {
+      // A lane makes the scale of one of the groups, and its neighbour that of the other.
+      uint32_t largest[2];
       KVBM_UNROLL
-      for (uint32_t u = 0; u < kTogether; ++u) {
-        const Place at = Nest::template find<kQuantises>(p, s, found[0].at, found[1].at, group + u * teams);
-        uint64_t src = 0, dst = 0;
-        Nest::step_item(p, lane, src, dst);
-        to[u] = at.dst + dst;
-        scale[u] = at.scale;
-        if (group + u * teams < last && lane < items) load_item(p, at.src + src, codes[u]);
+      for (uint32_t u = 0; u < 2; ++u) largest[u] = has_item[u] ? largest_of(codes[u], 0) : 0;
+      uint32_t most = Nest::largest_in_groups(largest, mine.lane, mine.width);
+      const bool finite = !__any_sync(~0u, most >= FROM::kInfinite);
+      if (!finite) {
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < 2; ++u) largest[u] = has_item[u] ? largest_finite(codes[u], 0) : 0;
+        most = Nest::largest_in_groups(largest, mine.lane, mine.width);
       }
+      const bool odd = mine.lane & 1;
+      const bool stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
+      const float own = put_scale(p, s, most, stores ? (odd ? place[1].scale : place[0].scale) : nullptr);
+      const float other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
+      factor[0] = odd ? other : own;
+      factor[1] = odd ? own : other;
+      if (Eight<TO>::kRounds && finite) {
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < 2; ++u)
+          if (has_item[u]) store_item(p, place[u].dst, cast<true>(codes[u], factor[u]));
+        return;
+      }
+    } else {
       KVBM_UNROLL
-      for (uint32_t u = 0; u < kTogether; ++u) {
-        if (group + u * teams >= last) break;  // the same for all threads of a group
-        float factor;
-        if constexpr (kComputes) {
-          uint32_t largest = Nest::largest_in_group(lane < items ? largest_of(codes[u], 0) : 0, width, mask);
-          const bool finite = largest < FROM::kInfinite;
-          if (!finite) largest = Nest::largest_in_group(lane < items ? largest_finite(codes[u], 0) : 0, width, mask);
-          factor = put_scale(p, s, largest, lane == 0 ? scale[u] : nullptr);
-          if (finite) {
-            if (lane < items) store_item(p, to[u], cast<true>(codes[u], factor));
-            continue;
-          }
-        } else {
-          factor = stored_factor(p, s, scale[u]);
-        }
-        if (lane < items) store_item(p, to[u], cast(codes[u], factor));
-      }
+      for (uint32_t u = 0; u < 2; ++u)
+        if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(p, scale[u]);
     }
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < 2; ++u)
+      if (has_item[u]) store_item(p, place[u].dst, cast(codes[u], factor[u]));
   }
 
   // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.
   static __device__ __noinline__ void run_long(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales,
-                                               uint32_t group, uint32_t lane, uint32_t mask) {
-    const uint32_t width = p.tile[0].n, items = p.tile[1].n;
+                                               uint32_t group, uint32_t last, const typename Nest::Lane& mine) {
+    const uint32_t items = group < last ? p.tile[1].n : 0;
     const Place place = Nest::template find<kQuantises>(p, s, at, scales, group);
-    float factor;
+    float factor = 0;
     if constexpr (kComputes) {
       uint32_t largest = 0;
-      for (uint32_t i = lane; i < items; i += width) {
+      for (uint32_t i = mine.lane; i < items; i += mine.width) {
         Codes<FROM> codes;
-        uint64_t src = 0, dst = 0;
+        uint32_t src = 0, dst = 0;
         Nest::step_item(p, i, src, dst);
         load_item(p, place.src + src, codes);
         largest = largest_finite(codes, largest);
       }
-      factor = put_scale(p, s, Nest::largest_in_group(largest, width, mask), lane == 0 ? place.scale : nullptr);
-    } else {
-      factor = stored_factor(p, s, place.scale);
+      factor = put_scale(p, s, Nest::largest_in_group(largest, mine.width), items && mine.lane == 0 ? place.scale : nullptr);
+    } else if (items) {
+      factor = stored_factor(p, kHasScales ? Nest::load_code(SCALE::kBits, place.scale, s.word) : 0);
     }
-    for (uint32_t i = lane; i < items; i += width) {
+    for (uint32_t i = mine.lane; i < items; i += mine.width) {
       Codes<FROM> codes;
-      uint64_t src = 0, dst = 0;
+      uint32_t src = 0, dst = 0;
       Nest::step_item(p, i, src, dst);
       load_item(p, place.src + src, codes);
       store_item(p, place.dst + dst, cast(codes, factor));
@@ -365,7 +436,7 @@ struct Cast : CastNest<OUTER, INNER> {
         for_runs([&](int64_t src, int64_t) { largest = larger(largest, runs.largest(at.src + src, run)); });
         factor = put_scale(p, s, largest, at.scale);
       } else {
-        factor = stored_factor(p, s, at.scale);
+        factor = stored_factor(p, kHasScales ? Nest::load_code(SCALE::kBits, at.scale, s.word) : 0);
       }
       for_runs([&](int64_t src, int64_t dst) { runs.cast(at.src + src, at.dst + dst, run, factor); });
     });
@@ -392,11 +463,11 @@ struct CastAny : CastNest<OUTER, INNER> {
   static KVBM_INLINE uint32_t code_of(const kvbm_part& p, uint32_t format, const char* from, int i) {
     const uint32_t bits = bits_of_format(format);
     if (PAIR == 2 && bits == 4) return Nest::load_code(8, from, 0) >> 4 * i & 15;
-    return Nest::load_code(bits, from + uint64_t(i) * p.element_step, p.narrow);
+    return Nest::load_code(bits, from + uint64_t(i) * p.element_step, p.word);
   }
   static KVBM_INLINE uint32_t largest_of_item(const kvbm_part& p, const Formats& of, const Place& at, uint32_t item,
                                               uint32_t most) {
-    uint64_t src = 0, dst = 0;
+    uint32_t src = 0, dst = 0;
     Nest::step_item(p, item, src, dst);
     for (int i = 0; i < PAIR; ++i) {
       const uint32_t size = bits_of(value_in(of.from, code_of(p, of.from, at.src + src, i))) & ~kSign;
@@ -405,7 +476,7 @@ struct CastAny : CastNest<OUTER, INNER> {
     return most;
   }
   static KVBM_INLINE void cast_item(const kvbm_part& p, const Formats& of, const Place& at, uint32_t item, float factor) {
-    uint64_t src = 0, dst = 0;
+    uint32_t src = 0, dst = 0;
     Nest::step_item(p, item, src, dst);
     uint32_t pair = 0;
     for (int i = 0; i < PAIR; ++i) {
@@ -413,7 +484,7 @@ struct CastAny : CastNest<OUTER, INNER> {
       if (PAIR == 2 && of.to == kE2m1)
         pair |= code << 4 * i;
       else
-        Nest::store_code(bits_of_format(of.to), at.dst + dst + uint64_t(i) * p.element_step, code, p.narrow);
+        Nest::store_code(bits_of_format(of.to), at.dst + dst + uint64_t(i) * p.element_step, code, p.word);
     }
     if (PAIR == 2 && of.to == kE2m1) store(at.dst + dst, uint8_t(pair));
   }
@@ -422,36 +493,35 @@ struct CastAny : CastNest<OUTER, INNER> {
   }
   static KVBM_INLINE float put_scale(const kvbm_part& p, const kvbm_part& s, const Formats& of, uint32_t largest, char* scale) {
     const uint32_t code = scale_in(of.scale, largest, range_of_format(of.to), p.given_scale);
-    if (scale) Nest::store_code(bits_of_format(of.scale), scale, code, s.narrow);
+    if (scale) Nest::store_code(bits_of_format(of.scale), scale, code, s.word);
     return 1.0f / factor_in(of, code, p.given_scale);
   }
   static KVBM_INLINE float stored_factor(const kvbm_part& p, const kvbm_part& s, const Formats& of, const char* scale) {
     if (of.scale == kNone) return QUANTISES ? 1.0f / p.given_scale : p.given_scale;
-    return factor_in(of, Nest::load_code(bits_of_format(of.scale), scale, s.narrow), p.given_scale);
+    return factor_in(of, Nest::load_code(bits_of_format(of.scale), scale, s.word), p.given_scale);
   }
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
-    __shared__ typename Nest::Found found[2];
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
-    uint32_t chunk = blockIdx.x;
-    const uint32_t tile = take(chunk, p.tiles);
-    if (!Nest::find_chunk(a, chunk, found)) return;
     const Formats of = formats_of(p);
-    const uint32_t width = p.tile[0].n, items = p.tile[1].n, lane = threadIdx.x % width, mask = Nest::mask_of(width);
-    const uint32_t last = min((tile + 1) * p.tile_words, p.words);
-    for (uint32_t group = tile * p.tile_words + threadIdx.x / width; group < last; group += kThreads / width) {
-      const Place at = Nest::template find<QUANTISES>(p, s, found[0].at, found[1].at, group);
-      float factor;
-      if (QUANTISES && of.scale != kNone) {
-        uint32_t largest = 0;
-        for (uint32_t i = lane; i < items; i += width) largest = largest_of_item(p, of, at, i, largest);
-        factor = put_scale(p, s, of, Nest::largest_in_group(largest, width, mask), lane == 0 ? at.scale : nullptr);
-      } else {
-        factor = stored_factor(p, s, of, at.scale);
+    const typename Nest::Lane mine(p);
+    Nest::for_tiles(a, [&](const Bases& base, const Bases& scales, uint32_t first, uint32_t last) {
+      for (; first < last; first += mine.rows) {
+        const uint32_t group = first + mine.row, items = group < last ? p.tile[1].n : 0;
+        const Place at = Nest::template find<QUANTISES>(p, s, base, scales, group);
+        float factor = 0;
+        if (QUANTISES && of.scale != kNone) {
+          uint32_t largest = 0;
+          for (uint32_t i = mine.lane; i < items; i += mine.width) largest = largest_of_item(p, of, at, i, largest);
+          largest = Nest::largest_in_group(largest, mine.width);
+          factor = put_scale(p, s, of, largest, items && mine.lane == 0 ? at.scale : nullptr);
+        } else if (items) {
+          factor = stored_factor(p, s, of, at.scale);
+        }
+        for (uint32_t i = mine.lane; i < items; i += mine.width) cast_item(p, of, at, i, factor);
       }
-      for (uint32_t i = lane; i < items; i += width) cast_item(p, of, at, i, factor);
-    }
+    });
   }
 #else
   static void run_host(const kvbm_args* a, uint32_t, uint32_t first, uint32_t last, int) {

@@ -208,22 +208,6 @@ KVBM_INLINE uint32_t round_two(float first, float second) {
   return F::round(first) | F::round(second) << F::kBits;
 }
 
-// E2m1 has a unit of 1/2 below 2, of 1 below 4, and of 2 above.  Adding a number whose last bit is worth the unit rounds to it.
-// Its lower bits are those of the code that the value 0 would have there.
-KVBM_INLINE uint32_t round_e2m1(float x) {
-  const float whole = float_of(bits_of(x) & ~kSign), size = whole < 6.0f ? whole : 6.0f;
-  const float unit = size < 2.0f ? 4194304.0f : size < 4.0f ? 8388610.0f : 16777224.0f;
-  return (bits_of(size + unit) & 7) | (bits_of(x) >> 28 & 8);
-}
-// The same for finite values.
-template <class F>
-KVBM_INLINE uint32_t round_two_finite(float first, float second) {
-  if constexpr (kSame<F, E2m1>)
-    return round_e2m1(first) | round_e2m1(second) << 4;
-  else
-    return round_two<F>(first, second);
-}
-
 template <class F>
 KVBM_INLINE void value_of_two(uint32_t codes, float& first, float& second) {
 #ifdef __CUDA_ARCH__
@@ -235,11 +219,6 @@ KVBM_INLINE void value_of_two(uint32_t codes, float& first, float& second) {
     return value_of_two<F16>(halves, first, second);
   }
 #endif
-  if constexpr (kSame<F, E2m1>) {  // as the least bits of float32, which are subnormal, and back by a multiplication
-    first = float_of((codes & 7) << 22 | (codes & 8) << 28) * 8.507059173e37f;
-    second = float_of((codes & 0x70) << 18 | (codes & 0x80) << 24) * 8.507059173e37f;  // 2^126
-    return;
-  }
   if constexpr (kSame<F, F16>) {
     asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
         : "=f"(first), "=f"(second)
@@ -252,23 +231,116 @@ KVBM_INLINE void value_of_two(uint32_t codes, float& first, float& second) {
   second = F::value(codes >> F::kBits & kCode);
 }
 
+// ---- eight values at a time, on the GPU ----------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+// Four bytes of two words, by their numbers; the first is in the low bits.
+__device__ __forceinline__ uint32_t four_bytes(uint32_t low, uint32_t high, uint32_t numbers) {
+  return __byte_perm(low, high, numbers);
+}
+// The lowest, or the highest, byte of each of four words.
+__device__ __forceinline__ uint32_t lowest_bytes(const uint32_t (&x)[4]) {
+  return four_bytes(four_bytes(x[0], x[1], 0x0040), four_bytes(x[2], x[3], 0x0040), 0x5410);
+}
+__device__ __forceinline__ uint32_t highest_bytes(const uint32_t (&x)[4]) {
+  return four_bytes(four_bytes(x[0], x[1], 0x0073), four_bytes(x[2], x[3], 0x0073), 0x5410);
+}
+
+template <class F>
+struct Eight {
+  static constexpr bool kRounds = false, kValues = false;  // whether it has them
+};
+
+template <>
+struct Eight<E2m1> {
+  static constexpr bool kRounds = true, kValues = true;
+
+  // The codes of finite values.  Adding a number whose last bit is worth the unit of the code (1/2 below 2, 1 below 4, 2 above)
+  // rounds to that unit.  The number is 2^e * (2^22 + 3), so the sum has the mantissa 6 + the value in units, and the exponent
+  // 149 + e.  The code is the value in units + 2 * e, and 2 * 149 + 6 is a multiple of 8.
+  static __device__ __forceinline__ void round(const float (&x)[8], uint32_t* made) {
+    uint32_t codes[2];
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint32_t sums[4], bits[4];
+      KVBM_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        bits[k] = bits_of(x[4 * i + k]);
+#ifdef __CUDA_ARCH__
+        const float size = fminf(fabsf(x[4 * i + k]), 6.0f), least = fmaxf(size, 1.0f);
+        const uint32_t sum = bits_of(__fmaf_rn(float_of(bits_of(least) & kInfinity), 4194307.0f, size));
+#else
+        const float whole = float_of(bits[k] & ~kSign), size = whole < 6.0f ? whole : 6.0f, least = size > 1.0f ? size : 1.0f;
+        const uint32_t sum = bits_of(__builtin_fmaf(float_of(bits_of(least) & kInfinity), 4194307.0f, size));
+#endif
+        sums[k] = sum + (sum >> 22);
+      }
+      const uint32_t bytes = (lowest_bytes(sums) & 0x07070707) | (highest_bytes(bits) >> 4 & 0x08080808);
+      codes[i] = bytes | bytes >> 4;  // bytes 0 and 2 have two codes each
+    }
+    made[0] = four_bytes(codes[0], codes[1], 0x6420);
+  }
+
+  // The high and low bytes of bfloat16 are looked up.
+  static __device__ __forceinline__ void values(const uint32_t* codes, float (&x)[8]) {
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t four = codes[0] >> 16 * i, sizes = four & 0x7777;
+      const uint32_t signs = four_bytes(four, four << 4, 0x1504) & 0x80808080;
+      const uint32_t high = four_bytes(0x3f3f3f00, 0x40404040, sizes) | signs, low = four_bytes(0xc0800000, 0xc0804000, sizes);
+      KVBM_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t two = four_bytes(low, high, k ? 0x7362 : 0x5140);
+        x[4 * i + 2 * k] = float_of(two << 16);
+        x[4 * i + 2 * k + 1] = float_of(two & 0xffff0000);
+      }
+    }
+  }
+};
+
+template <>
+struct Eight<I8> {
+  static constexpr bool kRounds = true, kValues = true;
+
+  // The codes of values from -127 to 127: the lowest bytes after adding a number whose last bit is worth one.
+  static __device__ __forceinline__ void round(const float (&x)[8], uint32_t* made) {
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint32_t sums[4];
+      KVBM_UNROLL
+      for (int k = 0; k < 4; ++k) sums[k] = bits_of(x[4 * i + k] + 12582912.0f);  // 1.5 * 2^23
+      made[i] = lowest_bytes(sums);
+    }
+  }
+  // See I8::value.
+  static __device__ __forceinline__ void values(const uint32_t* codes, float (&x)[8]) {
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t four = codes[i] ^ 0x80808080;
+      KVBM_UNROLL
+      for (int k = 0; k < 4; ++k) x[4 * i + k] = float_of(four_bytes(four, 0x4b400000, 0x7650 + k)) - 12583040.0f;
+    }
+  }
+};
+#endif
+
 // ---- scales --------------------------------------------------------------------------------------------------------
 
-// The largest value of a quantised format, and its exponent.
+// The largest value of a quantised format, its reciprocal, and its exponent.
 struct Range {
-  float most;
+  float most, reciprocal;
   int exponent;
 };
 template <class Q>
 KVBM_INLINE constexpr Range range_of() {
   if constexpr (kSame<Q, E4m3>)
-    return {448, 8};
+    return {448, 1.0f / 448, 8};
   else if constexpr (kSame<Q, E5m2>)
-    return {57344, 15};
+    return {57344, 1.0f / 57344, 15};
   else if constexpr (kSame<Q, I8>)
-    return {127, 6};
+    return {127, 1.0f / 127, 6};
   else
-    return {6, 2};
+    return {6, 1.0f / 6, 2};
 }
 
 // Rounds a positive value up.  LEAST, MOST: codes of the least normal and of the largest finite value.
@@ -279,10 +351,21 @@ KVBM_INLINE uint32_t round_up(float x, uint32_t least, uint32_t most) {
   return code < least ? least : code > most ? most : code;
 }
 
+// x / of.most, rounded once: the remainder is exact.  Quotients below 2^-127 may be rounded otherwise than by a division, but a
+// scale that small becomes the least one of its format.
+KVBM_INLINE float divide_by_most(float x, const Range& of) {
+#ifdef __CUDA_ARCH__
+  const float quotient = x * of.reciprocal;
+  return __fmaf_rn(__fmaf_rn(-quotient, of.most, x), of.reciprocal, quotient);
+#else
+  return x / of.most;
+#endif
+}
+
 // The scale of a group, as it is stored in the format S.  `largest`: bits of the largest finite |x|.  `given`: as for factor_of.
 template <class S>
 KVBM_INLINE uint32_t scale_of(uint32_t largest, const Range& of, float given) {
-  const float scale = largest ? float_of(largest) / of.most : 1.0f;
+  const float scale = largest ? divide_by_most(float_of(largest), of) : 1.0f;
   if constexpr (kSame<S, F32>) {
     return bits_of(scale) < kLeastNormal ? kLeastNormal : bits_of(scale);
   } else if constexpr (kSame<S, Bf16>) {
@@ -291,7 +374,7 @@ KVBM_INLINE uint32_t scale_of(uint32_t largest, const Range& of, float given) {
     return round_up<F16>(scale, 0x400, 0x7bff);
   } else if constexpr (kSame<S, E4m3>) {
     if (largest == 0) return 0x38;  // 1
-    const uint32_t code = round_two<E4m3>(scale / given, 0);
+    const uint32_t code = round_two<E4m3>(given == 1.0f ? scale : scale / given, 0);
     return code < 1 ? 1 : code;
   } else {
     if (largest == 0) return 127;  // 1

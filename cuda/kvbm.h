@@ -90,7 +90,9 @@ typedef struct kvbm_part {
   uint32_t jobs;                /* pairs * chunks * tiles */
   uint32_t ctas;                /* CTAs of this part */
   /* Set by the caller: */
-  uint32_t word; /* records and pages: bytes of a load and store; the other kernels have it as a template argument */
+  uint32_t
+      word; /* records and pages: bytes of a load and store; casts: 1: codes are less aligned than their word, see cast.cuh;
+                    the other kernels have it as a template argument */
   union {
     struct {
       uint32_t item;           /* pages: bytes that a thread moves at a time, contiguous on the side that is not staged */
@@ -101,7 +103,6 @@ typedef struct kvbm_part {
     struct {
       uint32_t element_step; /* casts: bytes between the elements of an item that are not contiguous */
       float given_scale;     /* casts: the scale of all groups, or what stored scales are multiplied by */
-      uint32_t narrow;       /* casts: 1: codes are less aligned than their word: see cast.cuh */
       uint32_t formats;      /* casts of any formats: numbers of three formats (formats.cuh), 4 bits each */
     };
     uint32_t cell[4]; /* digests: stride, in bytes, of each binary digit of the number of a word in its cell, fastest first */
@@ -145,7 +146,8 @@ typedef struct kvbm_args {
   uint32_t inline_mask; /* bit 0 src_ids, 1 dst_ids, 2 src_table, 3 dst_table: the field below is an offset into payload;
                            bit 4 src, 5 dst: the ids of this side are 0 .. num_pairs-1, whatever id_bytes says;
                            bit 6 src, 7 dst: the ids of this side count units;
-                           bit 8: `digest` is set; bit 9: its positions are in the payload */
+                           bit 8: `digest` is set; bit 9: its positions are in the payload;
+                           bit 10: the launch uses a limited number of multiprocessors (kernels without few_ variants) */
   uint32_t src_blocks, dst_blocks; /* a pair with an id that is not below these is skipped, and reported in `fault` */
   uint64_t fault;                  /* address of a uint32_t for 1 + the number of such a pair; 0: it is not reported */
   uint64_t src_ids, dst_ids;       /* addresses that the kernel can read, or offsets into payload */
@@ -160,8 +162,14 @@ typedef struct kvbm_args {
   };
 } kvbm_args;
 
-/* Bits of inline_mask.  The caller sets the first three; each batch sets the last. */
-enum { KVBM_SRC_UNITS = 1 << 6, KVBM_DST_UNITS = 1 << 7, KVBM_DIGEST = 1 << 8, KVBM_POSITIONS_INLINE = 1 << 9 };
+/* Bits of inline_mask.  The caller sets them; each batch sets KVBM_POSITIONS_INLINE. */
+enum {
+  KVBM_SRC_UNITS = 1 << 6,
+  KVBM_DST_UNITS = 1 << 7,
+  KVBM_DIGEST = 1 << 8,
+  KVBM_POSITIONS_INLINE = 1 << 9,
+  KVBM_SM_LIMITED = 1 << 10
+};
 
 /* ---- the kernel table (generated: kernels_host.cpp) ------------------------------------------------------------ */
 
@@ -373,11 +381,12 @@ typedef struct kvbm_route {
   const int* direct_kernel;
   const kvbm_args** direct;
   /* staged */
-  int gathers; /* 1: a kernel packs blocks into a slot, then the engine copies them from there; 0: the reverse */
+  int gathers; /* 1: a kernel packs blocks into a slot, then they are moved from there; 0: the reverse */
   uint32_t num_permute;
   const int* permute_kernel;
   const kvbm_args** permute;
   uint32_t num_moves;
+  const int* move_kernel; /* kernels that move the slots, or -1: `moves` are loop nests of bytes for the copy engine */
   const kvbm_args** moves;
   uint64_t slot_block_bytes;
   kvbm_ring* ring;

@@ -233,15 +233,16 @@ int launch_behind_clear(Handle function, const kvbm_grid& grid, Stream stream, v
 int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* device, const kvbm_batch* batch,
            Stream stream) {
   // A kernel with teams needs no more than one CTA for each multiprocessor that it may use.
+  const bool is_limited = kernel.teams > 1 || args->inline_mask & KVBM_SM_LIMITED;
   uint32_t most = static_cast<uint32_t>(device->sms);
-  if (kernel.teams > 1 && batch->max_ctas) most = std::min(most, batch->max_ctas);
+  if (is_limited && batch->max_ctas) most = std::min(most, batch->max_ctas);
   kvbm_grid grid = {};
   RETURN_IF_FAILED(
       check(kernel.name, kernel.prepare ? kernel.prepare(args, most, &grid) : prepare_runtime(kernel, args, most, &grid)));
   const bool clears = args->inline_mask & KVBM_DIGEST && !batch->adds;
   if (clears) RETURN_IF_FAILED(clear_digests(device, *batch, stream));
   if (grid.ctas == 0) return KVBM_OK;
-  if (kernel.teams > 1) grid.ctas = std::min(grid.ctas, most);
+  if (is_limited) grid.ctas = std::min(grid.ctas, most);
   // The same value for every batch: a smaller one could undo the setting of another thread before its launch.
   if (grid.shared_bytes > 48 << 10)
     RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared,

@@ -112,10 +112,11 @@ KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t w
 }
 
 constexpr int kGroup = 3;           // casts: inner modes of a group
-constexpr uint32_t kCastTurns = 4;  // casts: groups that a thread takes, one after the other
-constexpr uint32_t kCastCtas = 12;  // casts: CTAs that a multiprocessor should have before a thread takes several
+constexpr uint32_t kCastTurns = 4;  // casts: pairs of groups that a thread takes, one after the other
+constexpr uint32_t kCastCtas = 12;  // casts: CTAs that a multiprocessor should have before a thread takes more of them
 
-// Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group of tile[1] items.
+// Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group of tile[1] items, and a CTA takes tile[2] groups at
+// a time.
 inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_t item_bytes) {
   kvbm_part& p = a.part[0];
   uint64_t chunks = 1, groups = 1, items = 1;
@@ -123,18 +124,29 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_
     if (!set_divisors(a.part[i], s.outer, s.inner, kGroup, chunks, groups)) return false;
   for (int k = 0; k < kGroup; ++k) items *= p.inner[k].extent.n;
   if (items >= (1u << 31)) return false;
+  for (uint32_t i = 0; i < a.num_parts; ++i) {  // kernels add the offsets inside a chunk with 32 bits
+    uint64_t src = 0, dst = 0;
+    for (int k = 0; k < s.inner; ++k) {
+      src += uint64_t{a.part[i].inner[k].extent.n - 1} * uint64_t(a.part[i].inner[k].src);
+      dst += uint64_t{a.part[i].inner[k].extent.n - 1} * uint64_t(a.part[i].inner[k].dst);
+    }
+    if ((src | dst) >> 32) return false;
+  }
   p.words = uint32_t(groups);
-  uint32_t width = 1;
+  uint32_t width = 2;
   if (sms == 0) {
     p.tile_words = uint32_t(divide_up(kHostTile, items * item_bytes));
   } else {
     while (width < 32 && width < items) width *= 2;
-    p.tile_words = s.threads / width;
-    if (a.num_pairs * chunks * divide_up(groups, p.tile_words * kCastTurns) >= uint64_t{kCastCtas} * sms)
-      p.tile_words *= kCastTurns;
+    const uint32_t pairs = 2 * (s.threads / width);  // groups of a turn
+    p.tile_words = pairs * kCastTurns;
+    while (p.tile_words > pairs &&
+           a.num_pairs * chunks * divide_up(groups, p.tile_words) * s.threads < uint64_t{kCastCtas} * sms * kRowThreads)
+      p.tile_words /= 2;
   }
   p.tile[0] = kvbm_make_div(width);
   p.tile[1] = kvbm_make_div(uint32_t(items));
+  p.tile[2].n = s.threads / width;
   if (!set_jobs(a, p, s.outer, chunks, divide_up(groups, p.tile_words))) return false;
   p.ctas = p.jobs;
   for (uint32_t i = 1; i < a.num_parts; ++i) {  // the scales: the same order of jobs, which are those of part 0

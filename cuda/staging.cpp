@@ -1,4 +1,5 @@
-// staging.cpp: staged copies: a kernel packs or unpacks blocks in slots of device memory, and the copy engine moves the slots.
+// staging.cpp: staged copies: a kernel packs or unpacks blocks in slots of device memory, and the copy engine, or another kernel,
+// moves the slots.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -20,7 +21,7 @@ struct kvbm_ring {
   };
   std::mutex mutex;  // one copy enqueues at a time
   Device* device = nullptr;
-  Stream engine = nullptr;   // of the copy engine
+  Stream engine = nullptr;   // of what moves the slots
   Stream kernels = nullptr;  // of kernels, if the caller's stream belongs to another GPU
   Handle forked = nullptr, joined = nullptr;
   uint64_t slot_bytes = 0;
@@ -254,6 +255,14 @@ class Staged {
     kvbm_batch part = group(first, n);
     const uint64_t memory = slot->memory;
     (route_.gathers ? part.src : part.dst) = blocks_of(&memory, n);
+    if (route_.move_kernel[0] >= 0) {
+      part.digests = 0;
+      for (uint32_t i = 0; i < route_.num_moves; ++i) {
+        ++submissions;
+        RETURN_IF_FAILED(launch_batch(ring_->device, route_.move_kernel[i], route_.moves[i], &part, stream));
+      }
+      return KVBM_OK;
+    }
     (route_.gathers ? part.dst.table : part.src.table) = route_.gathers ? route_.dst_bases : route_.src_bases;
     return copy_nests(route_, route_.moves, route_.num_moves, part, ring_->device, stream, &submissions);
   }

@@ -74,6 +74,7 @@ class Copy:
         dst_id: tuple[int, int],
         units: tuple[Sequence[int], Sequence[int]] = ...,
         digest: tuple[int, Sequence[tuple[object, ...]]] | None = None,
+        sm_limited: bool = False,
     ) -> None: ...
     @property
     def kernel(self) -> str | None: ...

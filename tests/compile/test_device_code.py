@@ -129,19 +129,31 @@ def test_what_is_broken_is_seen(
 
 #: What of the device code of casts is replaced, by what; all of `programs.casts.few` then differs.
 BROKEN_CASTS = [
-    ("other = width / 2; other;", "other = width / 4; other;"),
-    ("i += width) cast_item(p, of, at, i, factor);", "i += 2 * width) cast_item(p, of, at, i, factor);"),
-    ("lane == 0 ? scale[u] : nullptr", "lane == 1 ? scale[u] : nullptr"),
-    ("if (lane < items) store_item(p, to[u], cast<true>", "if (lane + 1 < items) store_item(p, to[u], cast<true>"),
+    ("other = 1; other < width", "other = 2; other < width"),
+    ("other = 2; other < width", "other = 4; other < width"),
+    ("i += mine.width) cast_item(p, of, at, i, factor);", "i += 2 * mine.width) cast_item(p, of, at, i, factor);"),
+    ("mine.lane < 2 && (odd", "mine.lane < 1 && (odd"),
+    ("factor[0] = odd ? other : own", "factor[0] = own"),
+    ("if (has_item[u]) store_item(p, place[u].dst, cast(", "if (has_item[u] && mine.lane) store_item(p, place[u].dst, cast("),
+    ("p.inner[kGroup].extent.n % 2 ?", "false ?"),
+    ("has_group[u] = group + u < last", "has_group[u] = true"),
     ("min((tile + 1) * p.tile_words, p.words)", "p.words - 1"),
     ("if (code < FROM::kInfinite) most = larger(most, code);", "most = larger(most, code);"),
     ("larger(both & 0xffff, both >> 16)", "both & 0xffff"),
-    ("uint64_t(second) * uint32_t(p.inner[1].dst)", "0"),
+    ("second * uint32_t(p.inner[1].dst)", "0"),
     ("(size >> kShift & 1)", "1"),
     ("bits_of(scale) < kLeastNormal ? kLeastNormal : bits_of(scale)", "bits_of(scale)"),
     ("return size > kInfinity ? all<U>(NOT_A_NUMBER) : code;", "return code;"),
     ("normal < LARGEST ? normal : all<U>(LARGEST)", "normal"),
     ("bits_of(float_of(size) + float_of(kUnit)) - kUnit", "all<U>(0u)"),
+    ("4194307.0f", "4194306.0f"),
+    ("whole < 6.0f ? whole : 6.0f", "whole"),
+    ("size > 1.0f ? size : 1.0f", "size"),
+    ("0x08080808", "0"),
+    ("0xc0804000", "0xc0800000"),
+    ("four << 4, 0x1504", "four << 4, 0x5140"),
+    ("12582912.0f);  // 1.5 * 2^23", "12582913.0f);"),
+    ("codes[i] ^ 0x80808080", "codes[i]"),
 ]
 
 
@@ -154,7 +166,8 @@ def test_broken_casts_are_seen(fake_gpu: processes.FakeDriver, tmp_path: Path, c
         found += text.count(code)
         return text.replace(code, instead)
 
-    casts = ("cast_bf16_e4m3_f32", "cast_e4m3_bf16_f32", "cast_plain_", "cast_any_")
+    formats = "bf16_e4m3_f32", "e4m3_bf16_f32", "bf16_e2m1_e4m3", "e2m1_bf16_e4m3", "bf16_i8_f32", "i8_bf16_f32", "plain", "any"
+    casts = tuple(f"cast_{each}_" for each in formats)
     names = [name for name in _core.kernel_names() if name.startswith(casts)]
     libraries = emulation.compile_kernels(tmp_path, names, broken)
     assert found

@@ -231,6 +231,26 @@ def test_random_layouts() -> None:
     assert done > 200
 
 
+@pytest.mark.parametrize("quantises", [True, False])
+@pytest.mark.parametrize(("dtype", "scale"), FORMATS)
+def test_each_cast_sanitize(dtype: str, scale: str | None, quantises: bool) -> None:
+    """Small, for compute-sanitizer: groups of one row and of several, long groups, elements one by one, narrow addresses."""
+    stream = stream_of()
+    for number, (nt, hd, order) in enumerate(((3, 64, "t d"), (2, 1024, "t d"), (4, 32, "d t"))):
+        sizes = (2, 2, 3, nt, hd)
+        layout, plain = scaled(dtype, scale, sizes), Own(f"[b] l o h {order}")
+        both: Any = [(plain, PLAIN[number % 3]), (layout, "bfloat16" if scale else dtype)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        for direction, (here, there) in SIDES.items():
+            src = Side(a, sizes, a_type, 5, where=here, align=ALIGNS[number])
+            dst = Side(b, sizes, b_type, 5, dst=True, where=there, align=ALIGNS[number])
+            given = None if scale else 0.5
+            with in_case(direction, sizes, order):
+                move = kvbm.Transfer(src.pool, dst.pool, "direct", cast=casting.cast_of(given))
+                move.copy([4, -1, 2], [0, 1, 3], stream=stream).synchronize()
+                check(src, dst, [4, -1, 2], [0, 1, 3], given)
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +491,19 @@ def test_batches_in_which_a_thread_takes_several_groups(name: str) -> None:
         assert np.array_equal(dst.after, other.after), quantises
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_few_multiprocessors(direction: str) -> None:
+    """A limit of multiprocessors, with fewer CTAs than jobs: direct, and in the kernels of a staged copy."""
+    stream = stream_of()
+    for (name, plain, sizes, dtype), quantises, most in itertools.product(FEW, (True, False), (1, 3)):
+        for strategy in ("direct", "staged")[: 1 if direction == "d2d" else 2]:
+            src, dst = ends(direction, name, plain, sizes, dtype, quantises, (60, 60))
+            ids = np.random.default_rng(most).permutation(60), np.random.default_rng(7).permutation(60)
+            with kvbm.Transfer(src.pool, dst.pool, strategy, most, cast="amax") as move:
+                move.copy(*ids, stream=stream).synchronize()
+                check(src, dst, *ids, what=(name, quantises, most, strategy))
+
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
@@ -479,7 +512,6 @@ def test_options_that_are_refused(direction: str) -> None:
     src, dst = ends(direction, "vllm/per_token_head_fp8", "nhd", (1, 2, 1, 4, 64), "bfloat16", True)
     for given, words in (
         ({"strategy": "engine"}, r"strategy: 'engine' moves bytes as they are, and cast changes them; leave"),
-        ({"max_sms": 4}, r"max_sms: kernels that cast know no limit of multiprocessors; leave it out"),
         ({"verify": True}, r"verify: .*cast changes them; take digests="),
     ):
         with pytest.raises(kvbm.BindError, match=words):

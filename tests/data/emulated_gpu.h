@@ -248,6 +248,12 @@ inline void __syncthreads() { emulated::wait_at(0, 0); }
 inline uint64_t __shfl_xor_sync(uint32_t mask, unsigned long long value, uint32_t apart) {
   return emulated::exchange(mask, value).given[emulated::current % 32 ^ apart];
 }
+inline int __any_sync(uint32_t mask, int given) {
+  int any = 0;
+  const emulated::Lanes all = emulated::exchange(mask, given);
+  for (uint32_t i = 0; i < 32; ++i) any |= mask >> i & 1 && all.given[i];
+  return any;
+}
 inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t value) {
   uint32_t sum = 0;
   for (uint64_t one : emulated::exchange(mask, value).given) sum += uint32_t(one);

@@ -146,7 +146,7 @@ def codes(every: int) -> None:
 
 
 def few() -> None:
-    """One pair of formats: groups of fewer, as many and more items than a warp, of one and of three loops; pairs are skipped."""
+    """Groups of fewer, as many and more items than a warp, of one and of three loops; odd numbers of them; pairs are skipped."""
     groups = (8, ""), (16, ""), (24, ""), (256, ""), (576, ""), (72, "h"), (40, "h t")
     orders = "h t d", "h t d", "h t d", "h t d", "h t d", "t d h", "d t h"
     for (width, hidden), order in zip(groups, orders, strict=True):
@@ -156,14 +156,27 @@ def few() -> None:
             plane("data", "float8_e4m3fn", "h t d", "d", width),
             plane("scale", "float32", own, shared=hidden),
         )
-        for quantises, tokens in itertools.product((True, False), (4, 5)):  # with 5, records are not aligned to items of 8
-            both: Any = [(Own(f"[b] l o {order}"), "bfloat16"), (layout, "bfloat16")]
-            (a, a_type), (b, b_type) = both if quantises else both[::-1]
-            src = Side(a, (2, 2, 3, tokens, width), a_type, 4, seed=width, where="fake")
-            dst = Side(b, (2, 2, 3, tokens, width), b_type, 4, dst=True, where="fake")
-            ids = np.array([3, -1, 0]), np.array([0, 1, 2])
-            kvbm.Transfer(src.pool, dst.pool, cast="amax").copy(*map(ids_on_gpu, ids), stream=5).synchronize()
-            casting.check(src, dst, casting.expected(src, dst, *ids), (width, order, hidden, quantises))
+        for tokens in (4, 5):  # with 5, records are not aligned to items of 8
+            _there_and_back(layout, order, (2, 2, 3, tokens, width))
+    for dtype, scale, group in (("float4_e2m1fn", "float8_e4m3fn", 16), ("int8", "float32", 32)):
+        layout = planar(
+            "[b] l o <>",
+            plane("data", dtype, "h t d", "d", 96),
+            plane("scale", scale, "h t s", "s", 96 // group),
+        )
+        for tokens in (4, 5):
+            _there_and_back(layout, "t h d", (2, 2, 3, tokens, 96))
+
+
+def _there_and_back(layout: Any, order: str, sizes: tuple[int, ...]) -> None:
+    for quantises in (True, False):
+        both: Any = [(Own(f"[b] l o {order}"), "bfloat16"), (layout, "bfloat16")]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, 4, seed=sizes[4], where="fake")
+        dst = Side(b, sizes, b_type, 4, dst=True, where="fake")
+        ids = np.array([3, -1, 0]), np.array([0, 1, 2])
+        kvbm.Transfer(src.pool, dst.pool, cast="amax").copy(*map(ids_on_gpu, ids), stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, *ids), (sizes, order, quantises))
 
 
 def random(first: int, count: int) -> None:

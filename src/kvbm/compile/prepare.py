@@ -106,7 +106,14 @@ def copies_of(made: Plan, launches: Sequence[Launch], src_steps: Steps, dst_step
         for of, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
     ]
     return [
-        _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), ids[0], ids[1], _units(made))
+        _core.Copy(
+            launch.name,
+            launch.arguments(src_steps, dst_steps),
+            ids[0],
+            ids[1],
+            _units(made),
+            sm_limited=launch.kernel[0].sm_limited,
+        )
         for launch in launches
     ]
 

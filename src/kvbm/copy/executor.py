@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .. import _core
 from .._arguments import number, quoted
-from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of
+from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_positions
 from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
@@ -50,6 +50,9 @@ SLOTS = 3
 
 #: Alignment of every slot (bytes).
 _SLOT_ALIGNMENT = 16
+
+#: Runs from which on the copy engine moves the slots of a cast (bytes).
+_SHORT_RUN = 64 << 10
 
 #: Strategies that choose per batch, by the measured table.
 CHOICES = ("auto", "aside")
@@ -329,10 +332,10 @@ class Executor:
         # Do not look up kernels that no batch uses: they may have to be compiled.
         is_aside = self.strategy == "aside" and bool(move_runs or all_runs)
         if made.casts and self.strategy != "direct" and self.direction in ("d2h", "h2d") and move_runs:
-            is_aside = True  # kernels that cast know no limit of multiprocessors
+            is_aside = True  # a cast stores short words, which are slow across PCIe
         takes_direct = not self.unreached and self.strategy in ("direct", *CHOICES) and not is_aside
         if takes_direct:
-            launches = launches_of(made, alignments, self.max_sms > 0 and not made.casts, self.device)
+            launches = launches_of(made, alignments, self.max_sms > 0, self.device)
         direct = copies_of(made, launches, src.steps, dst.steps)
         ways = {
             "direct": Way(_mean_run(made), len(direct)),
@@ -359,7 +362,9 @@ class Executor:
             staged = launches_of(step, alignments, self.bounded, self.device)
             permute = copies_of(step, staged, *ends)
             launches += staged
-        self._warm([*direct, *permute])
+            if self._moves_by_kernel(made, move):
+                move_runs = self._moving(steps[1 if self.gathers else 0])
+        self._warm([*direct, *permute, *(copy for copy in move_runs if copy.kernel)])
         make = functools.partial(
             _core.Route,
             self.device,
@@ -384,7 +389,22 @@ class Executor:
             keep=self.keep,
             by_peer=self.by_peer,
         )
-        return _Route(made, make(), direct, why, launches, steps, make)
+        return _Route(made, make(), direct, why, launches, steps, make, move_runs)
+
+    def _moves_by_kernel(self, made: Plan, move: Plan) -> bool:
+        """True if a kernel moves the slots of a cast: the copy engine is slow at short runs, and a direct cast at short words."""
+        is_short = _mean_run(move) < _SHORT_RUN
+        return bool(made.casts) and is_short and self.strategy != "aside" and not self.unreached
+
+    def _moving(self, step: Plan) -> list[_core.Copy]:
+        """Kernels on few multiprocessors that move blocks between slots and the pool in host memory."""
+        if self.gathers:
+            return prepare(
+                step, _SLOT_ALIGNMENT, self.dst.alignment, sm_limited=True, device=self.device, dst_steps=self.dst.steps
+            )
+        return prepare(
+            step, self.src.alignment, _SLOT_ALIGNMENT, sm_limited=True, device=self.device, src_steps=self.src.steps
+        )
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> cost_model.Choice:
         """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
@@ -523,10 +543,11 @@ class Executor:
             names = " and ".join(dict.fromkeys(copy.kernel for copy in found.copies if copy.kernel))
             sentences.append(f"direct is {many} of {names}{budget}: it reads and writes both pools.")
         if self.ring is not None:
+            mover = "another kernel" if found.moves and found.moves[0].kernel else "the copy engine"
             order = (
-                "a kernel packs blocks into a slot and the copy engine copies them from it"
+                f"a kernel packs blocks into a slot and {mover} copies them from it"
                 if self.gathers
-                else "the copy engine fills a slot and a kernel unpacks the blocks from it"
+                else f"{mover} fills a slot and a kernel unpacks the blocks from it"
             )
             sentences.append(
                 f"staged goes through {self.ring.slots} slots of {size_text(self.ring.slot_bytes)} on cuda:{self.device}: {order}."
@@ -551,6 +572,8 @@ class _Route:
         The two steps of a staged copy; on the host, the plan twice.
     make : callable
         Makes a `_core.Route` of the same launches, with those of digests in addition.
+    moves : sequence of Copy
+        What moves the slots of a staged copy: loop nests for the copy engine, or kernels.
     digests : CopyDigests, optional
         The launches of digests.
     """
@@ -562,6 +585,7 @@ class _Route:
     launches: Sequence[Launch]
     steps: tuple[Plan, Plan]
     make: Callable[..., _core.Route]
+    moves: Sequence[_core.Copy] = ()
     digests: CopyDigests | None = None
 
 
@@ -574,8 +598,6 @@ def _max_sms(executor: Executor, asked: object) -> int:
         raise BindError("max_sms: both pools are in host memory, so no GPU is used; leave it out")
     if executor.strategy == "engine":
         raise BindError("max_sms: the copy engine uses no multiprocessor; leave it out")
-    if executor.cast is not None:
-        raise BindError("max_sms: kernels that cast know no limit of multiprocessors; leave it out")
     return asked
 
 

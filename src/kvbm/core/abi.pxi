@@ -38,7 +38,7 @@ cdef extern from "kvbm.h" nogil:
         int32_t src_table, dst_table
 
     ctypedef struct kvbm_part:
-        uint32_t word, item, segment_offset, segment_bytes, word_stride, cell_words, element_step, narrow, formats
+        uint32_t word, item, segment_offset, segment_bytes, word_stride, cell_words, element_step, formats
         float given_scale
         uint32_t *cell
         int64_t src_offset, dst_offset
@@ -70,6 +70,7 @@ cdef extern from "kvbm.h" nogil:
         KVBM_SRC_UNITS
         KVBM_DST_UNITS
         KVBM_DIGEST
+        KVBM_SM_LIMITED
 
     ctypedef struct kvbm_kernel:
         const char *name
@@ -114,6 +115,7 @@ cdef extern from "kvbm.h" nogil:
         const int *permute_kernel
         const kvbm_args **permute
         uint32_t num_moves
+        const int *move_kernel
         const kvbm_args **moves
         uint64_t slot_block_bytes
         kvbm_ring *ring

@@ -206,8 +206,8 @@ cdef class Copy:
         entries. ``strides``: for each side the stride of blocks, and of each digit of a unit, fastest first, in bytes.
         ``words``: for kernels of records the bytes of a word; for kernels of pages also the bytes of an item, the
         stride of its words in shared memory, the offset of the part there, and the bytes of its segment; for kernels
-        that cast the bytes between the elements of an item, the scale of the caller, whether codes are less aligned
-        than their word, and numbers of the formats.
+        that cast whether codes are less aligned than their word, the bytes between the elements of an item, the scale
+        of the caller, and numbers of the formats.
     src_id, dst_id : tuple of two ints
         The strides of a block id: ``(table entries, bytes)``.  The bytes are used for parts without ``strides``.
     units : tuple of two tuples of int
@@ -216,6 +216,8 @@ cdef class Copy:
         For kernels that digest: the keys of a token, and for each part the key of its first cell, the key steps of its
         outer and inner modes, the strides of the binary digits of a word's number in its cell, in bytes, and whether
         the cells of a tile are along the destination.
+    sm_limited : bool
+        Launches use a limited number of multiprocessors: for kernels that cast, and ``few_`` kernels.
 
     Raises
     ------
@@ -229,7 +231,7 @@ cdef class Copy:
     cdef int index
     cdef readonly str kernel
 
-    def __init__(self, str kernel, parts, src_id, dst_id, units=((), ()), digest=None):
+    def __init__(self, str kernel, parts, src_id, dst_id, units=((), ()), digest=None, bint sm_limited=False):
         cdef int index = _find_kernel(kernel) if kernel is not None else -1
         cdef kvbm_part *part
         parts = tuple(parts)
@@ -238,12 +240,15 @@ cdef class Copy:
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         if kernel is not None and kernel.startswith(("digest_", "sum_")) != (digest is not None):
             raise PlanError(f"kernel {kernel!r}: expected keys for a kernel that digests, and none for another")
+        cdef bint casts = kernel is not None and kernel.startswith("cast_")
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
         self.args.num_parts = <uint32_t> len(parts)
+        if sm_limited:
+            self.args.inline_mask |= KVBM_SM_LIMITED
         cdef kvbm_units *digits = <kvbm_units *> &self.args.part[len(parts)] if units[0] or units[1] else NULL
         if digits != NULL:
-            self.args.inline_mask = (KVBM_SRC_UNITS if units[0] else 0) | (KVBM_DST_UNITS if units[1] else 0)
+            self.args.inline_mask |= (KVBM_SRC_UNITS if units[0] else 0) | (KVBM_DST_UNITS if units[1] else 0)
             _fill_digits(digits.src, tuple(units[0]))
             _fill_digits(digits.dst, tuple(units[1]))
         for number, (offsets, outer, inner, *rest) in enumerate(parts):
@@ -253,12 +258,11 @@ cdef class Copy:
                 raise PlanError(f"part {number} of the plan for {kernel!r}: expected a stride for each digit of a unit")
             try:
                 blocks = src_block, dst_block
-                casts = kernel is not None and kernel.startswith("cast_")
-                widths = () if casts else tuple(words)
+                widths = tuple(words[:1]) if casts else tuple(words)
                 _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, widths)
                 if casts:
                     part = &self.args.part[number]
-                    part.element_step, part.given_scale, part.narrow, part.formats = words
+                    _, part.element_step, part.given_scale, part.formats = words
                 for digit, step in enumerate(src_steps):
                     digits.part[number].src[digit] = step
                 for digit, step in enumerate(dst_steps):
@@ -300,7 +304,7 @@ cdef class Copy:
         stream : int
             Handle of the stream.
         max_sms : int
-            Most multiprocessors that a ``few_`` kernel uses; 0: all.
+            Most multiprocessors that a ``few_`` kernel, or one that is `sm_limited`, uses; 0: all.
         digests : int
             For kernels that digest: device address of one uint64 per pair, which are written.
 

@@ -182,7 +182,7 @@ cdef class Route:
     permute : sequence of Copy
         Kernels between the device's pool and a slot.
     moves, runs : sequence of Copy
-        Loop nests of bytes: between a slot and the far pool, and from pool to pool.
+        Loop nests of bytes: between a slot and the far pool, and from pool to pool.  `moves` may be kernels instead.
     src_bases, dst_bases : contiguous uint64 array
         The tables of `moves` and `runs`.
     cuts : contiguous uint64 array
@@ -287,7 +287,7 @@ cdef class Route:
             numbers += counts[4 + i]
             args += counts[4 + i]
         self.route.digests_dst = digests_dst
-        self.route.moves, self.route.num_moves = args, counts[6]
+        self.route.move_kernel, self.route.moves, self.route.num_moves = numbers, args, counts[6]
         self.route.runs, self.route.num_runs = args + counts[6], counts[7]
         if ring is not None:
             self.route.ring = ring.ring

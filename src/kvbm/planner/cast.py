@@ -248,7 +248,7 @@ class CastPart(Part):
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
             (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
-            (self.element_step, self.given, form.word, sum(_NUMBERS[dtype] << 4 * k for k, dtype in enumerate(self.formats))),
+            (form.word, self.element_step, self.given, sum(_NUMBERS[dtype] << 4 * k for k, dtype in enumerate(self.formats))),
         )
 
 
@@ -300,7 +300,7 @@ def cast_part(
         rest = _nested([loop for loop in loops if any(loop[5:])])
     else:
         inside, rest = _cut(_nested(loops))
-    if any(loop[2] or loop[4] or max(loop[1], loop[3]) >= STRIDE_LIMIT for loop in inside):
+    if any(loop[2] or loop[4] for loop in inside) or _span(inside) >= STRIDE_LIMIT:
         raise PlanError(
             f"{where}the elements of one scale lie in several allocations, or 4 GiB apart; expected one allocation: convert in two "
             "steps, through a layout that has a group in one"
@@ -309,6 +309,10 @@ def cast_part(
     outer = [loop for loop in rest if loop not in chunk]
     while len(chunk) > (WIDE_MODES if len(outer) < MAX_OUTER else MAX_INNER) - GROUP_MODES:
         outer.insert(0, chunk.pop())
+    while _span([*inside, *chunk]) >= STRIDE_LIMIT:
+        largest = max(chunk, key=lambda loop: _span([loop]))
+        chunk.remove(largest)
+        outer.insert(0, largest)
     if len(inside) > GROUP_MODES or len(outer) > MAX_OUTER:
         raise MissingKernelError(
             f"{where}a cast of {len(inside)} loops inside a group, {len(chunk)} between groups of a chunk and {len(outer)} between "
@@ -364,6 +368,11 @@ def _nesting(loop: Sequence[int]) -> tuple[int, ...]:
 
 def _nested(loops: Sequence[_Loop]) -> list[_Loop]:
     return coalesce(sorted(loops, key=_nesting))
+
+
+def _span(loops: Sequence[_Loop]) -> int:
+    """Bytes from the first to the last coordinate, on the side where they lie farthest apart."""
+    return max(sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 3, 5))
 
 
 def _cut(loops: Sequence[_Loop]) -> tuple[list[_Loop], list[_Loop]]:

@@ -258,7 +258,8 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False
     made = []
     for launch in asked:
         if launch.kernel[0].kind == "cast":
-            made.append(launch)  # all of its kernels are built
+            # All of its kernels are built, and each also runs on few multiprocessors.
+            made.append(launch._replace(kernel=(replace(launch.kernel[0], sm_limited=sm_limited),)))
             continue
         if launch.staged or (len(launch.work) > 1 and not sm_limited):
             if kernels.has(launch.kernel):
