@@ -57,6 +57,18 @@ struct CastNest {
     dst += uint64_t(c) * uint32_t(p.inner[0].dst);
   }
 
+  // The scale of the caller for a group.  `place`: the number of its job without the tile.
+  static KVBM_INLINE float given_scale(const kvbm_args& a, const kvbm_part& p, uint32_t place, uint32_t group) {
+    if (!p.given_scales) return p.given_scale;
+    uint32_t chunk = take(place, p.faster), number = 0;
+    if (p.pairs_first) chunk = place;
+    KVBM_UNROLL
+    for (int k = 0; k < OUTER; ++k) number += (k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk) * p.outer[k].key;
+    KVBM_UNROLL
+    for (int k = kGroup; k < INNER; ++k) number += (k + 1 < INNER ? take(group, p.inner[k].extent) : group) * p.inner[k].key;
+    return reinterpret_cast<const float*>(a.payload)[KVBM_INLINE_BYTES / sizeof(float) - p.given_scales + number];
+  }
+
   // One code of so many bits.  `narrow`: it may lie at any address.
   static KVBM_INLINE uint32_t load_code(uint32_t bits, const char* from, uint32_t narrow) {
     if (bits <= 8) return load_word<1>(from);
@@ -108,7 +120,7 @@ struct CastNest {
     return largest;
   }
 #else
-  // Calls turn(place) for each group of the jobs [first, last).
+  // Calls turn(place, scale of the caller) for each group of the jobs [first, last).
   template <bool QUANTISES, class TURN>
   static inline void for_groups(const kvbm_args& a, uint32_t first, uint32_t last, TURN turn) {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
@@ -120,7 +132,8 @@ struct CastNest {
       Bases scales = at;  // without scales nothing reads them, and `s` is `p`
       if (a.num_parts > 1) locate<OUTER>(a, s, chunk, scales);
       const uint32_t end = (tile + 1) * p.tile_words < p.words ? (tile + 1) * p.tile_words : p.words;
-      for (uint32_t group = tile * p.tile_words; group < end; ++group) turn(find<QUANTISES>(p, s, at, scales, group));
+      for (uint32_t group = tile * p.tile_words; group < end; ++group)
+        turn(find<QUANTISES>(p, s, at, scales, group), given_scale(a, p, chunk, group));
     }
   }
 #endif
@@ -257,16 +270,16 @@ struct Cast : CastNest<OUTER, INNER> {
   }
 
   // Stores the scale of a group, and returns the factor for its elements.
-  static KVBM_INLINE float put_scale(const kvbm_part& p, const kvbm_part& s, uint32_t largest, char* scale) {
-    const uint32_t code = scale_of<SCALE>(bits_of(FROM::value(largest)), range_of<TO>(), p.given_scale);
+  static KVBM_INLINE float put_scale(const kvbm_part& s, uint32_t largest, char* scale, float given) {
+    const uint32_t code = scale_of<SCALE>(bits_of(FROM::value(largest)), range_of<TO>(), given);
     if (scale) Nest::store_code(SCALE::kBits, scale, code, s.narrow);
-    return 1.0f / factor_of<SCALE>(code, p.given_scale);
+    return 1.0f / factor_of<SCALE>(code, given);
   }
-  static KVBM_INLINE float stored_factor(const kvbm_part& p, const kvbm_part& s, const char* scale) {
+  static KVBM_INLINE float stored_factor(const kvbm_part& s, const char* scale, float given) {
     if constexpr (kHasScales)
-      return factor_of<SCALE>(Nest::load_code(SCALE::kBits, scale, s.narrow), p.given_scale);
+      return factor_of<SCALE>(Nest::load_code(SCALE::kBits, scale, s.narrow), given);
     else
-      return kQuantises ? 1.0f / p.given_scale : p.given_scale;
+      return kQuantises ? 1.0f / given : given;
   }
 
 #ifdef __CUDACC__
@@ -280,7 +293,8 @@ struct Cast : CastNest<OUTER, INNER> {
     const uint32_t last = min((tile + 1) * p.tile_words, p.words), teams = kThreads / width;
     const uint32_t first = tile * p.tile_words + threadIdx.x / width;
     if (items > width) {
-      for (uint32_t group = first; group < last; group += teams) run_long(p, s, found[0].at, found[1].at, group, lane, mask);
+      for (uint32_t group = first; group < last; group += teams)
+        run_long(p, s, found[0].at, found[1].at, group, lane, mask, Nest::given_scale(a, p, chunk, group));
       return;
     }
     for (uint32_t group = first; group < last; group += kTogether * teams) {
@@ -298,18 +312,19 @@ struct Cast : CastNest<OUTER, INNER> {
       KVBM_UNROLL
       for (uint32_t u = 0; u < kTogether; ++u) {
         if (group + u * teams >= last) break;  // the same for all threads of a group
+        const float given = Nest::given_scale(a, p, chunk, group + u * teams);
         float factor;
         if constexpr (kComputes) {
           uint32_t largest = Nest::largest_in_group(lane < items ? largest_of(codes[u], 0) : 0, width, mask);
           const bool finite = largest < FROM::kInfinite;
           if (!finite) largest = Nest::largest_in_group(lane < items ? largest_finite(codes[u], 0) : 0, width, mask);
-          factor = put_scale(p, s, largest, lane == 0 ? scale[u] : nullptr);
+          factor = put_scale(s, largest, lane == 0 ? scale[u] : nullptr, given);
           if (finite) {
             if (lane < items) store_item(p, to[u], cast<true>(codes[u], factor));
             continue;
           }
         } else {
-          factor = stored_factor(p, s, scale[u]);
+          factor = stored_factor(s, scale[u], given);
         }
         if (lane < items) store_item(p, to[u], cast(codes[u], factor));
       }
@@ -318,7 +333,7 @@ struct Cast : CastNest<OUTER, INNER> {
 
   // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.
   static __device__ __noinline__ void run_long(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales,
-                                               uint32_t group, uint32_t lane, uint32_t mask) {
+                                               uint32_t group, uint32_t lane, uint32_t mask, float given) {
     const uint32_t width = p.tile[0].n, items = p.tile[1].n;
     const Place place = Nest::template find<kQuantises>(p, s, at, scales, group);
     float factor;
@@ -331,9 +346,9 @@ struct Cast : CastNest<OUTER, INNER> {
         load_item(p, place.src + src, codes);
         largest = largest_finite(codes, largest);
       }
-      factor = put_scale(p, s, Nest::largest_in_group(largest, width, mask), lane == 0 ? place.scale : nullptr);
+      factor = put_scale(s, Nest::largest_in_group(largest, width, mask), lane == 0 ? place.scale : nullptr, given);
     } else {
-      factor = stored_factor(p, s, place.scale);
+      factor = stored_factor(s, place.scale, given);
     }
     for (uint32_t i = lane; i < items; i += width) {
       Codes<FROM> codes;
@@ -358,14 +373,14 @@ struct Cast : CastNest<OUTER, INNER> {
         for (uint32_t i = 0; i < p.inner[1].extent.n; ++i)
           turn(i * p.inner[1].src + j * p.inner[2].src, i * p.inner[1].dst + j * p.inner[2].dst);
     };
-    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at) {
+    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float given) {
       float factor;
       if constexpr (kComputes) {
         uint32_t largest = 0;
         for_runs([&](int64_t src, int64_t) { largest = larger(largest, runs.largest(at.src + src, run)); });
-        factor = put_scale(p, s, largest, at.scale);
+        factor = put_scale(s, largest, at.scale, given);
       } else {
-        factor = stored_factor(p, s, at.scale);
+        factor = stored_factor(s, at.scale, given);
       }
       for_runs([&](int64_t src, int64_t dst) { runs.cast(at.src + src, at.dst + dst, run, factor); });
     });
@@ -420,14 +435,14 @@ struct CastAny : CastNest<OUTER, INNER> {
   static KVBM_INLINE float factor_in(const Formats& of, uint32_t code, float given) {
     return of.scale == kE4m3 ? E4m3::value(code) * given : value_in(of.scale, code);
   }
-  static KVBM_INLINE float put_scale(const kvbm_part& p, const kvbm_part& s, const Formats& of, uint32_t largest, char* scale) {
-    const uint32_t code = scale_in(of.scale, largest, range_of_format(of.to), p.given_scale);
+  static KVBM_INLINE float put_scale(const kvbm_part& s, const Formats& of, uint32_t largest, char* scale, float given) {
+    const uint32_t code = scale_in(of.scale, largest, range_of_format(of.to), given);
     if (scale) Nest::store_code(bits_of_format(of.scale), scale, code, s.narrow);
-    return 1.0f / factor_in(of, code, p.given_scale);
+    return 1.0f / factor_in(of, code, given);
   }
-  static KVBM_INLINE float stored_factor(const kvbm_part& p, const kvbm_part& s, const Formats& of, const char* scale) {
-    if (of.scale == kNone) return QUANTISES ? 1.0f / p.given_scale : p.given_scale;
-    return factor_in(of, Nest::load_code(bits_of_format(of.scale), scale, s.narrow), p.given_scale);
+  static KVBM_INLINE float stored_factor(const kvbm_part& s, const Formats& of, const char* scale, float given) {
+    if (of.scale == kNone) return QUANTISES ? 1.0f / given : given;
+    return factor_in(of, Nest::load_code(bits_of_format(of.scale), scale, s.narrow), given);
   }
 
 #ifdef __CUDACC__
@@ -442,13 +457,14 @@ struct CastAny : CastNest<OUTER, INNER> {
     const uint32_t last = min((tile + 1) * p.tile_words, p.words);
     for (uint32_t group = tile * p.tile_words + threadIdx.x / width; group < last; group += kThreads / width) {
       const Place at = Nest::template find<QUANTISES>(p, s, found[0].at, found[1].at, group);
+      const float given = Nest::given_scale(a, p, chunk, group);
       float factor;
       if (QUANTISES && of.scale != kNone) {
         uint32_t largest = 0;
         for (uint32_t i = lane; i < items; i += width) largest = largest_of_item(p, of, at, i, largest);
-        factor = put_scale(p, s, of, Nest::largest_in_group(largest, width, mask), lane == 0 ? at.scale : nullptr);
+        factor = put_scale(s, of, Nest::largest_in_group(largest, width, mask), lane == 0 ? at.scale : nullptr, given);
       } else {
-        factor = stored_factor(p, s, of, at.scale);
+        factor = stored_factor(s, of, at.scale, given);
       }
       for (uint32_t i = lane; i < items; i += width) cast_item(p, of, at, i, factor);
     }
@@ -462,14 +478,14 @@ struct CastAny : CastNest<OUTER, INNER> {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
     const Formats of = formats_of(p);
     const uint32_t items = p.tile[1].n;
-    Nest::template for_groups<QUANTISES>(a, first, last, [&](const Place& at) {
+    Nest::template for_groups<QUANTISES>(a, first, last, [&](const Place& at, float given) {
       float factor;
       if (QUANTISES && of.scale != kNone) {
         uint32_t largest = 0;
         for (uint32_t i = 0; i < items; ++i) largest = largest_of_item(p, of, at, i, largest);
-        factor = put_scale(p, s, of, largest, at.scale);
+        factor = put_scale(s, of, largest, at.scale, given);
       } else {
-        factor = stored_factor(p, s, of, at.scale);
+        factor = stored_factor(s, of, at.scale, given);
       }
       for (uint32_t i = 0; i < items; ++i) cast_item(p, of, at, i, factor);
     });

@@ -22,12 +22,13 @@ from test_cast import (
     scaled,
     sides_of,
 )
+from test_cast_scales import scales as scales_of
 
 import casting
 import kvbm
 import oracle
 from cast_oracle import PLAIN
-from casting import Own, Side, planar, plane
+from casting import Given, Own, Side, planar, plane
 from programs.fake_gpu import defer, ids_on_gpu, pump, seed
 
 SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
@@ -45,7 +46,7 @@ def shipped(direction: str, strategy: str, spread: int) -> None:
             _copy(src, dst, IDS[case[5] % 4], strategy, case[4], (name, case))
 
 
-def _copy(src: Side, dst: Side, ids: Any, strategy: str, scale: float | None, what: Any) -> None:
+def _copy(src: Side, dst: Side, ids: Any, strategy: str, scale: casting.Scales, what: Any) -> None:
     ids = [np.array(side) for side in ids]
     want = casting.expected(src, dst, *ids, scale)
     given = [side.copy() for side in ids]
@@ -114,6 +115,34 @@ def parts(direction: str, strategy: str) -> None:
             [2, 0], [1, 3], stream=5, layers=layers
         ).synchronize()
         casting.check(src, dst, casting.expected(src, dst, [2, 0], [1, 3], None, layers), (name, layers))
+
+
+def scales(direction: str, strategy: str) -> None:
+    """Scales by layer, and for K and V: of constant and of NVFP4 casts, with ids in the kernel's parameters and outside."""
+    here, there = SIDES[direction]
+    rng = np.random.default_rng(4)
+    forms = "nhd", "vllm/flash_attn_nhd", "universal", "vllm/paged_attn_v0", Own("[b] t d h o l"), Own("[b] t h d l o")
+    for number, (plain, quantised, quantises) in enumerate(
+        itertools.product(forms, ("hnd", forms[4], "record/nvfp4_tensors"), (True, False))
+    ):
+        layers, blocks, dtype = ((3, 6, "int8"), (3, 150, "float8_e4m3fn"), (200, 3, "float8_e5m2"))[number % 3]
+        if quantised == "record/nvfp4_tensors":
+            layers, dtype = min(layers, 20), "bfloat16"
+        sizes, given = (layers, 2, 1, 2, 32), scales_of(rng, layers, number // 2)
+        both: Any = [(plain, PLAIN[number % 3]), (quantised, dtype)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, blocks, seed=number, where=here)
+        dst = Side(b, sizes, b_type, blocks, dst=True, where=there)
+        seed(number % 4)
+        _copy(src, dst, (rng.permutation(blocks), rng.permutation(blocks)), strategy, given, (a, b, sizes, given))
+
+
+def scales_of_turns() -> None:
+    """A batch in which a thread takes several groups, of several layers."""
+    sizes, given = (4, 2, 1, 4, 136), Given((0.5, 3.0, 0.01, 7.0), (1.0, 0.25, 20.0, 0.1))
+    src = Side(Own("[b] t h l o d"), sizes, "bfloat16", 800, where="fake")
+    dst = Side(Own("[b] t h l o d"), sizes, "int8", 800, dst=True, where="fake")
+    _copy(src, dst, (range(800), range(799, -1, -1)), "direct", given, sizes)
 
 
 def codes(every: int) -> None:
