@@ -35,13 +35,14 @@ from test_cast import (
     sides_of,
     sizes_of,
 )
+from test_cast_report import reported
 from test_cast_scales import ORDERS, scales
 
 import casting
 import kvbm
 import oracle
 from cast_oracle import PLAIN
-from casting import Own, Part, Side, Sizes, expected, planar, plane
+from casting import Given, Own, Part, Side, Sizes, expected, planar, plane
 from coordinates import in_case
 
 pytestmark = pytest.mark.gpu
@@ -299,6 +300,27 @@ def test_scales_by_layer_in_batches_in_which_a_thread_takes_several_groups(quant
         torch.cuda.synchronize()
         kvbm.convert(one.pool, other.pool, *ids, cast=given.cast)
         assert np.array_equal(dst.after, other.after), quantises
+
+
+@pytest.mark.parametrize("direction", ["d2d", "d2h"])
+def test_reports(direction: str) -> None:
+    """The counts of the oracle, for ids on the host and on the GPU."""
+    import torch
+
+    here, there = SIDES[direction]
+    for (name, dtype), plain in itertools.product(
+        (("vllm/nvfp4", "bfloat16"), ("hnd", "int8"), ("record/mxfp8_tensors", "bfloat16"), ("hnd", E4M3)), PLAIN
+    ):
+        sizes, ids = (2, 2, 2, 4, 64), ([3, -1, 0], [1, 2, 4])
+        given = Given((0.5, 0.01), 0.25) if name != "record/mxfp8_tensors" else None
+        src, dst = Side("nhd", sizes, plain, 4, where=here), Side(name, sizes, dtype, 5, dst=True, where=there)
+        stream, cast = stream_of(), casting.cast_of(given)
+        kvbm.convert(src.pool, dst.pool, *ids, stream=stream, cast=cast)
+        want = reported(src, dst, *ids, given)
+        assert kvbm.cast_report(src.pool, dst.pool, *ids, cast=cast, stream=stream) == want, (name, plain)
+        on_gpu_ids = [torch.tensor(side, device="cuda") for side in ids]
+        torch.cuda.synchronize()
+        assert kvbm.cast_report(src.pool, dst.pool, *on_gpu_ids, cast=cast, stream=stream) == want
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import casting
 import kvbm
 import oracle
 from cast_oracle import PLAIN
-from casting import Given, Own, Side, planar, plane
+from casting import Given, Own, Part, Side, planar, plane
 from programs.fake_gpu import defer, ids_on_gpu, pump, seed
 
 SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
@@ -137,12 +137,53 @@ def scales(direction: str, strategy: str) -> None:
         _copy(src, dst, (rng.permutation(blocks), rng.permutation(blocks)), strategy, given, (a, b, sizes, given))
 
 
+def scales_of_parts(direction: str, strategy: str) -> None:
+    """Scales of some layers, with K and V swapped on the plain side; and of ranges of layers."""
+    here, there = SIDES[direction]
+    plain_part: Any = Part((("l", (3, 0)), ("o", (1, 0))))
+    for number, (quantised, quantises, kind) in enumerate(
+        itertools.product(("hnd", "record/nvfp4_tensors"), (True, False), range(5))
+    ):
+        rng = np.random.default_rng(number)
+        given, sizes = scales_of(rng, 2, kind), (4, 2, 2, 4, 32)
+        dtype = "int8" if quantised == "hnd" else "bfloat16"
+        both: Any = [("nhd", "float16", plain_part), (quantised, dtype, Part((("l", (1, 2)),)))]
+        (a, a_type, mine), (b, b_type, its) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, 4, part=mine, where=here)
+        dst = Side(b, sizes, b_type, 4, dst=True, part=its, where=there)
+        kvbm.Transfer(src.given, dst.given, strategy, cast=given.cast).copy([2, -1, 0], [1, 2, 3], stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, [2, -1, 0], [1, 2, 3], given), (a, b, given))
+        given, layers = scales_of(rng, 4, kind), (range(1, 3), range(2, 4))
+        src, dst = Side(a, sizes, a_type, 4, where=here), Side(b, sizes, b_type, 4, dst=True, where=there)
+        move = kvbm.Transfer(src.pool, dst.pool, strategy, cast=given.cast)
+        move.copy([2, 0], [1, 3], stream=5, layers=layers).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, [2, 0], [1, 3], given, layers), (a, b, layers, given))
+
+
 def scales_of_turns() -> None:
     """A batch in which a thread takes several groups, of several layers."""
     sizes, given = (4, 2, 1, 4, 136), Given((0.5, 3.0, 0.01, 7.0), (1.0, 0.25, 20.0, 0.1))
     src = Side(Own("[b] t h l o d"), sizes, "bfloat16", 800, where="fake")
     dst = Side(Own("[b] t h l o d"), sizes, "int8", 800, dst=True, where="fake")
     _copy(src, dst, (range(800), range(799, -1, -1)), "direct", given, sizes)
+
+
+def reports(direction: str) -> None:
+    """Reports of pools on GPUs and in pinned memory."""
+    from test_cast_report import reported
+
+    here, there = SIDES[direction]
+    for plain, name, dtype, given in (
+        ("nhd", "vllm/nvfp4", "bfloat16", Given((0.5, 0.1), 0.25)),
+        ("universal", "hnd", "int8", Given((0.5, 0.1))),
+        ("vllm/LBHNC", "record/mxfp8_tensors", "bfloat16", None),
+    ):
+        sizes, ids = (2, 2, 2, 4, 64), ([3, -1, 0], [1, 2, 4])
+        src, dst = Side(plain, sizes, "float16", 4, where=here), Side(name, sizes, dtype, 5, dst=True, where=there)
+        cast = casting.cast_of(given)
+        kvbm.convert(src.pool, dst.pool, *ids, stream=5, cast=cast)
+        assert kvbm.cast_report(src.pool, dst.pool, *ids, cast=cast, stream=5) == reported(src, dst, *ids, given), name
+        assert kvbm.cast_report(src.pool, dst.pool, *map(np.array, ids), cast=cast, stream=5).elements == 2 * 2048
 
 
 def codes(every: int) -> None:

@@ -29,7 +29,7 @@ from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
 
-__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text"]
+__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text", "value_pairs"]
 
 
 @dataclass(frozen=True)
@@ -463,7 +463,7 @@ def _casts(
               for side, maps in zip((src, dst), sides, strict=True)]  # fmt: skip
     made: list[CastPart] = []
     done: tuple[set[str], set[str]] = (set(), set())
-    for ours, theirs in _pairs(src, dst):
+    for ours, theirs in value_pairs(src, dst):
         here, there = sides[0][ours], sides[1][theirs]
         formats = here[0].dtype, there[0].dtype
         own = scales[0].get(ours), scales[1].get(theirs)
@@ -506,7 +506,7 @@ def _casts(
     return rest[0], rest[1], made
 
 
-def _pairs(src: Section, dst: Section) -> list[tuple[str, str]]:
+def value_pairs(src: Section, dst: Section) -> list[tuple[str, str]]:
     """Planes of values, not of scales, that belong together: of one name, or the only ones."""
     values = []
     for side in (src, dst):
@@ -519,7 +519,7 @@ def _pairs(src: Section, dst: Section) -> list[tuple[str, str]]:
 
 def _numbered(title: str, src: Section, dst: Section, cast: Scale) -> int:
     """The side whose layers, and K and V, the scales of the caller belong to: 0 the source, 1 the destination."""
-    formats = [(_maps_of(src, ours)[0].dtype, _maps_of(dst, theirs)[0].dtype) for ours, theirs in _pairs(src, dst)]
+    formats = [(_maps_of(src, ours)[0].dtype, _maps_of(dst, theirs)[0].dtype) for ours, theirs in value_pairs(src, dst)]
     sides = {int(one in PLAIN) for one, other in formats if one != other}
     if len(sides) > 1:
         raise PlanError(f"{title}: {cast}: planes are cast in both directions; expected one number for all layers, and for K and V")
