@@ -20,12 +20,19 @@ inline size_t described_bytes(uint32_t num_parts, uint32_t mask) {
   return num_parts * sizeof(kvbm_part) + (has_units ? offsetof(kvbm_units, part) + num_parts * sizeof(kvbm_unit_strides) : 0);
 }
 // Bits of inline_mask that the caller sets.
-constexpr uint32_t kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST | KVBM_SM_LIMITED;
+constexpr uint32_t kDescribed = KVBM_SRC_UNITS | KVBM_DST_UNITS | KVBM_DIGEST | KVBM_SM_LIMITED | KVBM_SCALES;
+
+// Bytes of the payload behind ids and tables, at its end.
+inline size_t tail_bytes(const kvbm_args& args) {
+  if (args.inline_mask & KVBM_DIGEST) return sizeof(kvbm_digest);
+  return args.inline_mask & KVBM_SCALES ? args.part[0].given_scales * sizeof(float) : 0;
+}
 
 // Copies the description of a copy.  Each batch sets the other parameters.
 inline void copy_description(kvbm_args* to, const kvbm_args& from) {
   memcpy(to, &from, offsetof(kvbm_args, part) + described_bytes(from.num_parts, from.inline_mask));
-  if (from.inline_mask & KVBM_DIGEST) to->digest = from.digest;
+  const size_t tail = tail_bytes(from), start = sizeof(kvbm_args) - tail;
+  memcpy(reinterpret_cast<char*>(to) + start, reinterpret_cast<const char*>(&from) + start, tail);
 }
 inline const kvbm_units& units_of(const kvbm_args& args) {
   return reinterpret_cast<const kvbm_units&>(args.payload[args.num_parts * (sizeof(kvbm_part) / 8)]);

@@ -67,6 +67,18 @@ struct CastNest {
     dst += c * uint32_t(p.inner[0].dst);
   }
 
+  // The scale of the caller for a group.  `place`: the number of its job without the tile.
+  static KVBM_INLINE float given_scale(const kvbm_args& a, const kvbm_part& p, uint32_t place, uint32_t group) {
+    if (!p.given_scales) return p.given_scale;
+    uint32_t chunk = take(place, p.faster), number = 0;
+    if (p.pairs_first) chunk = place;
+    KVBM_UNROLL
+    for (int k = 0; k < OUTER; ++k) number += (k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk) * p.outer[k].key;
+    KVBM_UNROLL
+    for (int k = kGroup; k < INNER; ++k) number += (k + 1 < INNER ? take(group, p.inner[k].extent) : group) * p.inner[k].key;
+    return reinterpret_cast<const float*>(a.payload)[KVBM_INLINE_BYTES / sizeof(float) - p.given_scales + number];
+  }
+
   // One code of so many bits.  `narrow`: it may lie at any address.
   static KVBM_INLINE uint32_t load_code(uint32_t bits, const char* from, uint32_t narrow) {
     if (bits <= 8) return load_word<1>(from);
@@ -102,8 +114,13 @@ struct CastNest {
     }
   };
 
-  // Calls turn(at, scales, first, last) for the groups of each job of the CTA, with the first addresses of its chunk.  All threads
-  // take the same turns.
+  // Groups of a chunk: its first addresses, the number of its jobs without their tile, and the numbers of the groups.
+  struct Tile {
+    Bases at, scales;
+    uint32_t chunk, first, last;
+  };
+
+  // Calls turn(tile) for each job of the CTA.  All threads take the same turns.
   template <class TURN>
   static __device__ __forceinline__ void for_tiles(const kvbm_args& a, TURN turn) {
     // Two, in turns: a thread may still read the last one while the next one is found.
@@ -126,8 +143,8 @@ struct CastNest {
         if (part + 1 == a.num_parts) here.at[1] = at;  // without scales nothing reads it
       }
       __syncthreads();
-      const Bases at = here.at[0], scales = here.at[1];
-      if (here.copies) turn(at, scales, tile * p.tile_words, min((tile + 1) * p.tile_words, p.words));
+      const Tile of = {here.at[0], here.at[1], chunk, tile * p.tile_words, min((tile + 1) * p.tile_words, p.words)};
+      if (here.copies) turn(of);
     }
   }
 
@@ -143,7 +160,7 @@ struct CastNest {
     return largest;
   }
 #else
-  // Calls turn(place) for each group of the jobs [first, last).
+  // Calls turn(place, scale of the caller) for each group of the jobs [first, last).
   template <bool QUANTISES, class TURN>
   static inline void for_groups(const kvbm_args& a, uint32_t first, uint32_t last, TURN turn) {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
@@ -155,7 +172,8 @@ struct CastNest {
       Bases scales = at;  // without scales nothing reads them, and `s` is `p`
       if (a.num_parts > 1) locate<OUTER>(a, s, chunk, scales);
       const uint32_t end = (tile + 1) * p.tile_words < p.words ? (tile + 1) * p.tile_words : p.words;
-      for (uint32_t group = tile * p.tile_words; group < end; ++group) turn(find<QUANTISES>(p, s, at, scales, group));
+      for (uint32_t group = tile * p.tile_words; group < end; ++group)
+        turn(find<QUANTISES>(p, s, at, scales, group), given_scale(a, p, chunk, group));
     }
   }
 #endif
@@ -305,38 +323,49 @@ struct Cast : CastNest<OUTER, INNER> {
   }
 #endif
 
+  // The scale of the caller for a group, if these formats use it.
+  static KVBM_INLINE float given_scale(const kvbm_args& a, uint32_t chunk, uint32_t group) {
+    if constexpr (kHasScales && !kSame<SCALE, E4m3>)
+      return 1.0f;
+    else
+      return Nest::given_scale(a, a.part[0], chunk, group);
+  }
   // Stores the scale of a group, and returns the factor for its elements.
-  static KVBM_INLINE float put_scale(const kvbm_part& p, const kvbm_part& s, uint32_t largest, char* scale) {
-    const uint32_t code = scale_of<SCALE>(bits_of(FROM::value(largest)), range_of<TO>(), p.given_scale);
+  static KVBM_INLINE float put_scale(const kvbm_part& s, uint32_t largest, char* scale, float given) {
+    const uint32_t code = scale_of<SCALE>(bits_of(FROM::value(largest)), range_of<TO>(), given);
     if (scale) Nest::store_code(SCALE::kBits, scale, code, s.word);
-    return 1.0f / factor_of<SCALE>(code, p.given_scale);
+    return 1.0f / factor_of<SCALE>(code, given);
   }
   // `scale`: its code.
-  static KVBM_INLINE float stored_factor(const kvbm_part& p, uint32_t scale) {
+  static KVBM_INLINE float stored_factor(uint32_t scale, float given) {
     if constexpr (kHasScales)
-      return factor_of<SCALE>(scale, p.given_scale);
+      return factor_of<SCALE>(scale, given);
     else
-      return kQuantises ? 1.0f / p.given_scale : p.given_scale;
+      return kQuantises ? 1.0f / given : given;
   }
 
 #ifdef __CUDACC__
+  using Lane = typename Nest::Lane;
+  using Tile = typename Nest::Tile;
+
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
-    const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
-    const typename Nest::Lane mine(p);
-    Nest::for_tiles(a, [&](const Bases& at, const Bases& scales, uint32_t group, uint32_t last) {
+    const kvbm_part& p = a.part[0];
+    const Lane mine(p);
+    Nest::for_tiles(a, [&](const Tile& tile) {
+      uint32_t group = tile.first;
       if (p.tile[1].n > mine.width)
-        for (; group < last; group += mine.rows) run_long(p, s, at, scales, group + mine.row, last, mine);
+        for (; group < tile.last; group += mine.rows) run_long(a, tile, group + mine.row, mine);
       else
-        for (; group < last; group += 2 * mine.rows) run_two(p, s, at, scales, group + 2 * mine.row, last, mine);
+        for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine);
     });
   }
 
   // A group, which has an even number, and the next one; each has no more items than threads.  Both are loaded before they are cast.
-  static __device__ __forceinline__ void run_two(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales,
-                                                 uint32_t group, uint32_t last, const typename Nest::Lane& mine) {
+  static __device__ __forceinline__ void run_two(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine) {
+    const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
     Codes<FROM> codes[2];
-    const Place first = Nest::template find<kQuantises>(p, s, at, scales, group);
-    const Place second = p.inner[kGroup].extent.n % 2 ? Nest::template find<kQuantises>(p, s, at, scales, group + 1)
+    const Place first = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);
+    const Place second = p.inner[kGroup].extent.n % 2 ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1)
                                                       : Nest::template next<kQuantises>(p, s, first);
     Place place[2] = {first, second};
     uint32_t src = 0, dst = 0;
@@ -346,7 +375,7 @@ struct Cast : CastNest<OUTER, INNER> {
     float factor[2];
     KVBM_UNROLL
     for (uint32_t u = 0; u < 2; ++u) {
-      has_group[u] = group + u < last;
+      has_group[u] = group + u < tile.last;
       has_item[u] = has_group[u] && mine.lane < p.tile[1].n;
       place[u].dst += dst;
       if (has_item[u]) load_item(p, place[u].src + src, codes[u]);
@@ -365,7 +394,8 @@ struct Cast : CastNest<OUTER, INNER> {
       }
       const bool odd = mine.lane & 1;
       const bool stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
-      const float own = put_scale(p, s, most, stores ? (odd ? place[1].scale : place[0].scale) : nullptr);
+      const float own = put_scale(s, most, stores ? (odd ? place[1].scale : place[0].scale) : nullptr,
+                                  given_scale(a, tile.chunk, group + odd));
       const float other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
       factor[0] = odd ? other : own;
       factor[1] = odd ? own : other;
@@ -380,7 +410,7 @@ struct Cast : CastNest<OUTER, INNER> {
       for (uint32_t u = 0; u < 2; ++u)
         if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
       KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(p, scale[u]);
+      for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(scale[u], given_scale(a, tile.chunk, group + u));
     }
     KVBM_UNROLL
     for (uint32_t u = 0; u < 2; ++u)
@@ -388,10 +418,11 @@ struct Cast : CastNest<OUTER, INNER> {
   }
 
   // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.
-  static __device__ __noinline__ void run_long(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales,
-                                               uint32_t group, uint32_t last, const typename Nest::Lane& mine) {
-    const uint32_t items = group < last ? p.tile[1].n : 0;
-    const Place place = Nest::template find<kQuantises>(p, s, at, scales, group);
+  static __device__ __noinline__ void run_long(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine) {
+    const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
+    const uint32_t items = group < tile.last ? p.tile[1].n : 0;
+    const Place place = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);
+    const float given = given_scale(a, tile.chunk, group);
     float factor = 0;
     if constexpr (kComputes) {
       uint32_t largest = 0;
@@ -402,9 +433,10 @@ struct Cast : CastNest<OUTER, INNER> {
         load_item(p, place.src + src, codes);
         largest = largest_finite(codes, largest);
       }
-      factor = put_scale(p, s, Nest::largest_in_group(largest, mine.width), items && mine.lane == 0 ? place.scale : nullptr);
+      factor =
+          put_scale(s, Nest::largest_in_group(largest, mine.width), items && mine.lane == 0 ? place.scale : nullptr, given);
     } else if (items) {
-      factor = stored_factor(p, kHasScales ? Nest::load_code(SCALE::kBits, place.scale, s.word) : 0);
+      factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, place.scale, s.word) : 0, given);
     }
     for (uint32_t i = mine.lane; i < items; i += mine.width) {
       Codes<FROM> codes;
@@ -429,14 +461,14 @@ struct Cast : CastNest<OUTER, INNER> {
         for (uint32_t i = 0; i < p.inner[1].extent.n; ++i)
           turn(i * p.inner[1].src + j * p.inner[2].src, i * p.inner[1].dst + j * p.inner[2].dst);
     };
-    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at) {
+    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float given) {
       float factor;
       if constexpr (kComputes) {
         uint32_t largest = 0;
         for_runs([&](int64_t src, int64_t) { largest = larger(largest, runs.largest(at.src + src, run)); });
-        factor = put_scale(p, s, largest, at.scale);
+        factor = put_scale(s, largest, at.scale, given);
       } else {
-        factor = stored_factor(p, kHasScales ? Nest::load_code(SCALE::kBits, at.scale, s.word) : 0);
+        factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, at.scale, s.word) : 0, given);
       }
       for_runs([&](int64_t src, int64_t dst) { runs.cast(at.src + src, at.dst + dst, run, factor); });
     });
@@ -491,14 +523,14 @@ struct CastAny : CastNest<OUTER, INNER> {
   static KVBM_INLINE float factor_in(const Formats& of, uint32_t code, float given) {
     return of.scale == kE4m3 ? E4m3::value(code) * given : value_in(of.scale, code);
   }
-  static KVBM_INLINE float put_scale(const kvbm_part& p, const kvbm_part& s, const Formats& of, uint32_t largest, char* scale) {
-    const uint32_t code = scale_in(of.scale, largest, range_of_format(of.to), p.given_scale);
+  static KVBM_INLINE float put_scale(const kvbm_part& s, const Formats& of, uint32_t largest, char* scale, float given) {
+    const uint32_t code = scale_in(of.scale, largest, range_of_format(of.to), given);
     if (scale) Nest::store_code(bits_of_format(of.scale), scale, code, s.word);
-    return 1.0f / factor_in(of, code, p.given_scale);
+    return 1.0f / factor_in(of, code, given);
   }
-  static KVBM_INLINE float stored_factor(const kvbm_part& p, const kvbm_part& s, const Formats& of, const char* scale) {
-    if (of.scale == kNone) return QUANTISES ? 1.0f / p.given_scale : p.given_scale;
-    return factor_in(of, Nest::load_code(bits_of_format(of.scale), scale, s.word), p.given_scale);
+  static KVBM_INLINE float stored_factor(const kvbm_part& s, const Formats& of, const char* scale, float given) {
+    if (of.scale == kNone) return QUANTISES ? 1.0f / given : given;
+    return factor_in(of, Nest::load_code(bits_of_format(of.scale), scale, s.word), given);
   }
 
 #ifdef __CUDACC__
@@ -506,18 +538,19 @@ struct CastAny : CastNest<OUTER, INNER> {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
     const Formats of = formats_of(p);
     const typename Nest::Lane mine(p);
-    Nest::for_tiles(a, [&](const Bases& base, const Bases& scales, uint32_t first, uint32_t last) {
-      for (; first < last; first += mine.rows) {
-        const uint32_t group = first + mine.row, items = group < last ? p.tile[1].n : 0;
-        const Place at = Nest::template find<QUANTISES>(p, s, base, scales, group);
+    Nest::for_tiles(a, [&](const typename Nest::Tile& tile) {
+      for (uint32_t first = tile.first; first < tile.last; first += mine.rows) {
+        const uint32_t group = first + mine.row, items = group < tile.last ? p.tile[1].n : 0;
+        const Place at = Nest::template find<QUANTISES>(p, s, tile.at, tile.scales, group);
+        const float given = Nest::given_scale(a, p, tile.chunk, group);
         float factor = 0;
         if (QUANTISES && of.scale != kNone) {
           uint32_t largest = 0;
           for (uint32_t i = mine.lane; i < items; i += mine.width) largest = largest_of_item(p, of, at, i, largest);
           largest = Nest::largest_in_group(largest, mine.width);
-          factor = put_scale(p, s, of, largest, items && mine.lane == 0 ? at.scale : nullptr);
+          factor = put_scale(s, of, largest, items && mine.lane == 0 ? at.scale : nullptr, given);
         } else if (items) {
-          factor = stored_factor(p, s, of, at.scale);
+          factor = stored_factor(s, of, at.scale, given);
         }
         for (uint32_t i = mine.lane; i < items; i += mine.width) cast_item(p, of, at, i, factor);
       }
@@ -532,14 +565,14 @@ struct CastAny : CastNest<OUTER, INNER> {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
     const Formats of = formats_of(p);
     const uint32_t items = p.tile[1].n;
-    Nest::template for_groups<QUANTISES>(a, first, last, [&](const Place& at) {
+    Nest::template for_groups<QUANTISES>(a, first, last, [&](const Place& at, float given) {
       float factor;
       if (QUANTISES && of.scale != kNone) {
         uint32_t largest = 0;
         for (uint32_t i = 0; i < items; ++i) largest = largest_of_item(p, of, at, i, largest);
-        factor = put_scale(p, s, of, largest, at.scale);
+        factor = put_scale(s, of, largest, at.scale, given);
       } else {
-        factor = stored_factor(p, s, of, at.scale);
+        factor = stored_factor(s, of, at.scale, given);
       }
       for (uint32_t i = 0; i < items; ++i) cast_item(p, of, at, i, factor);
     });

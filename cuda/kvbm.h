@@ -45,6 +45,7 @@ enum {
   KVBM_MAX_INNER = 8,       /* inner modes of a part */
   KVBM_MAX_PARTS = 4,       /* parts of a launch */
   KVBM_UNIT_DIGITS = 2,     /* digits of an id inside a block, if ids count units */
+  KVBM_MAX_SCALES = 512,    /* scales of the caller in a launch that casts */
   KVBM_INLINE_BYTES = 4016, /* bytes of parts, ids and tables in a kernel's parameters (which have 4,096 bytes) */
 };
 
@@ -65,13 +66,13 @@ static inline kvbm_div kvbm_make_div(uint32_t n) {
 
 typedef struct kvbm_inner {
   kvbm_div extent;
-  uint32_t key;     /* step of the key, if cells are digested */
+  uint32_t key;     /* step of the key, if cells are digested; casts: of the number of the caller's scale */
   int64_t src, dst; /* strides, bytes */
 } kvbm_inner;
 
 typedef struct kvbm_outer {
   kvbm_div extent;
-  uint32_t key;                 /* step of the key, if cells are digested */
+  uint32_t key;                 /* the same */
   int64_t src, dst;             /* strides, bytes */
   int32_t src_table, dst_table; /* strides, table entries */
 } kvbm_outer;
@@ -107,7 +108,11 @@ typedef struct kvbm_part {
     };
     uint32_t cell[4]; /* digests: stride, in bytes, of each binary digit of the number of a word in its cell, fastest first */
   };
-  uint32_t cell_words; /* digests: words of a cell, a power of two.  tiles: 1: cells are along A, 0: along B */
+  union {
+    uint32_t cell_words;   /* digests: words of a cell, a power of two.  tiles: 1: cells are along A, 0: along B */
+    uint32_t given_scales; /* casts: how many scales of the caller (float) end the payload, if KVBM_SCALES is set; 0: only
+                              given_scale */
+  };
   int32_t src_table_offset, dst_table_offset; /* first table entry of this part (of V, of a slice) */
   int64_t src_offset, dst_offset;             /* first byte of this part */
   int64_t src_id_stride, dst_id_stride;       /* bytes from block id to block id */
@@ -147,7 +152,8 @@ typedef struct kvbm_args {
                            bit 4 src, 5 dst: the ids of this side are 0 .. num_pairs-1, whatever id_bytes says;
                            bit 6 src, 7 dst: the ids of this side count units;
                            bit 8: `digest` is set; bit 9: its positions are in the payload;
-                           bit 10: the launch uses a limited number of multiprocessors (kernels without few_ variants) */
+                           bit 10: the launch uses a limited number of multiprocessors (kernels without few_ variants);
+                           bit 11: scales of the caller end the payload */
   uint32_t src_blocks, dst_blocks; /* a pair with an id that is not below these is skipped, and reported in `fault` */
   uint64_t fault;                  /* address of a uint32_t for 1 + the number of such a pair; 0: it is not reported */
   uint64_t src_ids, dst_ids;       /* addresses that the kernel can read, or offsets into payload */
@@ -162,13 +168,14 @@ typedef struct kvbm_args {
   };
 } kvbm_args;
 
-/* Bits of inline_mask.  The caller sets them; each batch sets KVBM_POSITIONS_INLINE. */
+/* Bits of inline_mask.  The caller sets them, but each batch sets KVBM_POSITIONS_INLINE. */
 enum {
   KVBM_SRC_UNITS = 1 << 6,
   KVBM_DST_UNITS = 1 << 7,
   KVBM_DIGEST = 1 << 8,
   KVBM_POSITIONS_INLINE = 1 << 9,
-  KVBM_SM_LIMITED = 1 << 10
+  KVBM_SM_LIMITED = 1 << 10,
+  KVBM_SCALES = 1 << 11,
 };
 
 /* ---- the kernel table (generated: kernels_host.cpp) ------------------------------------------------------------ */

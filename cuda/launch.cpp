@@ -142,8 +142,8 @@ struct Fields {
 
 constexpr size_t align_16(size_t bytes) { return (bytes + 15) & ~size_t{15}; }
 
-Fields place_fields(const kvbm_batch* batch, size_t described, bool digests) {
-  const size_t room = KVBM_INLINE_BYTES - (digests ? sizeof(kvbm_digest) : 0);
+Fields place_fields(const kvbm_batch* batch, size_t described, size_t tail, bool digests) {
+  const size_t room = KVBM_INLINE_BYTES - tail;
   Fields f;
   const kvbm_side &src = batch->src, &dst = batch->dst;
   const bool on_device = src.ids_device || dst.ids_device;
@@ -369,8 +369,8 @@ bool resolve(kvbm_args* args, kvbm_batch* batch, uint64_t* gathered) {
     if (carried < 0) return false;
     bytes += static_cast<int64_t>(align_16(8 * carried) + align_16(4 * size_t{n}));
   }
-  if (mask & KVBM_DIGEST)
-    bytes += static_cast<int64_t>(sizeof(kvbm_digest) + (batch->positions ? align_16(sizeof(int64_t) * size_t{n}) : 0));
+  bytes += static_cast<int64_t>(tail_bytes(*args));
+  if (mask & KVBM_DIGEST && batch->positions) bytes += static_cast<int64_t>(align_16(sizeof(int64_t) * size_t{n}));
   if (bytes > KVBM_INLINE_BYTES) return false;
   for (Small& small : sides) {
     const int64_t carried = small.to_carry(n);
@@ -402,7 +402,7 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   uint64_t gathered[KVBM_INLINE_BYTES / 8];
   if (resolve(&copy, &small, gathered)) batch = &small;
   const bool digests = copy.inline_mask & KVBM_DIGEST;
-  const Fields fields = place_fields(batch, described_bytes(copy.num_parts, copy.inline_mask), digests);
+  const Fields fields = place_fields(batch, described_bytes(copy.num_parts, copy.inline_mask), tail_bytes(copy), digests);
   if (digests) copy.digest.out = batch->digests;
   if (__builtin_expect(fields.slot_bytes > 0, 0)) {
     BatchCargo cargo(function, *entry, &copy, batch, fields, device, stream);

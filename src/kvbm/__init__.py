@@ -19,6 +19,7 @@ from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import kernels
+    from .copy.cast_report import CastReport, cast_report
     from .copy.transfer import Transfer, convert
     from .digest.cells import Model
     from .errors import (
@@ -61,6 +62,7 @@ _HOME = {
         "errors",
     ),
     "BlockShape": "layout.shapes",
+    "CastReport": "copy.cast_report",
     "Layout": "layout.layout",
     "Match": "matching.match",
     "Model": "digest.cells",
@@ -71,6 +73,7 @@ _HOME = {
     "Scale": "planner.cast",
     "Pool": "pool.pool",
     "Transfer": "copy.transfer",
+    "cast_report": "copy.cast_report",
     "convert": "copy.transfer",
     "layouts": "layout.spec",
     "load": "layout.spec",
@@ -84,6 +87,7 @@ __all__ = [
     "BindError",
     "BlockShape",
     "BuildError",
+    "CastReport",
     "CoverageError",
     "CudaError",
     "CudaUnavailableError",
@@ -107,6 +111,7 @@ __all__ = [
     "Transfer",
     "TransferError",
     "TransferTimeoutError",
+    "cast_report",
     "convert",
     "kernels",
     "layouts",

@@ -17,7 +17,7 @@ _Part: TypeAlias = (
         Sequence[Sequence[int]],
         Sequence[Sequence[int]],
         tuple[Sequence[int], Sequence[int]],
-        Sequence[float],
+        Sequence[object],
     ]
 )
 
@@ -25,6 +25,7 @@ MAX_OUTER: int
 MAX_INNER: int
 MAX_PARTS: int
 MAX_UNIT_DIGITS: int
+MAX_SCALES: int
 
 class _DeviceInfo(TypedDict):
     name: str

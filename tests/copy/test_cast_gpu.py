@@ -5,6 +5,7 @@ The bits are those of the oracle, and so those of the CPU.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from typing import Any
@@ -34,12 +35,14 @@ from test_cast import (
     sides_of,
     sizes_of,
 )
+from test_cast_report import reported
+from test_cast_scales import ORDERS, scales
 
 import casting
 import kvbm
 import oracle
 from cast_oracle import PLAIN
-from casting import Own, Part, Side, Sizes, expected, planar, plane
+from casting import Given, Own, Part, Side, Sizes, expected, planar, plane
 from coordinates import in_case
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +79,7 @@ def ends(
 
 
 def check(
-    src: Side, dst: Side, src_ids: Any, dst_ids: Any, scale: float | None = None, what: Any = "", **rest: Any
+    src: Side, dst: Side, src_ids: Any, dst_ids: Any, scale: casting.Scales = None, what: Any = "", **rest: Any
 ) -> None:
     import torch
 
@@ -249,6 +252,95 @@ def test_each_cast_sanitize(dtype: str, scale: str | None, quantises: bool) -> N
                 move = kvbm.Transfer(src.pool, dst.pool, "direct", cast=casting.cast_of(given))
                 move.copy([4, -1, 2], [0, 1, 3], stream=stream).synchronize()
                 check(src, dst, [4, -1, 2], [0, 1, 3], given)
+
+
+# ---- scales of the caller --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["direct", "staged"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_scales_by_layer_and_for_k_and_v(direction: str, strategy: str) -> None:
+    """With ids and scales in the kernel's parameters, and with ids outside; as many scales as fit."""
+    stream, rng = stream_of(), np.random.default_rng(4)
+    here, there = SIDES[direction]
+    for number, (plain, quantised, quantises) in enumerate(
+        itertools.product(ORDERS, ("hnd", ORDERS[8], ORDERS[10], "record/nvfp4_tensors"), (True, False))
+    ):
+        layers, blocks, dtype = ((3, 6, "int8"), (4, 200, E4M3), (256, 3, "float8_e5m2"))[number % 3]
+        if quantised == "record/nvfp4_tensors":
+            layers, dtype = min(layers, 20), "bfloat16"
+        sizes, given = (layers, 2, 1, 2, 32), scales(rng, layers, number // 2)
+        both: Any = [(plain, PLAIN[number % 3]), (quantised, dtype)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, blocks, seed=number, where=here)
+        dst = Side(b, sizes, b_type, blocks, dst=True, where=there)
+        ids = rng.permutation(blocks), rng.permutation(blocks)
+        with in_case(casting.title(a), casting.title(b), sizes, given):
+            kvbm.Transfer(src.pool, dst.pool, strategy, cast=given.cast).copy(*ids, stream=stream).synchronize()
+            check(src, dst, *ids, given)
+
+
+def test_scales_by_layer_in_graphs() -> None:
+    """A graph has the scales of its capture, also of a `convert` whose plan is forgotten since."""
+    import torch
+
+    for quantised, dtype in (("hnd", E4M3), ("record/nvfp4_tensors", "bfloat16")):
+        src = Side("nhd", (4, 2, 2, 4, 64), "bfloat16", 8, where="cuda")
+        dst = Side(quantised, (4, 2, 2, 4, 64), dtype, 8, dst=True, where="cuda")
+        given = scales(np.random.default_rng(1), 4, 1)
+        graph = torch.cuda.CUDAGraph()
+        kvbm.convert(src.pool, dst.pool, [0], [0], stream=stream_of(), cast=given.cast)
+        torch.cuda.synchronize()
+        dst.put(dst.before)
+        with torch.cuda.graph(graph):
+            kvbm.convert(src.pool, dst.pool, [3, 0, 7], [1, 2, 5], stream=torch.cuda.current_stream(), cast=given.cast)
+        for k in range(50):
+            kvbm.convert(src.pool, dst.pool, [0], [0], stream=stream_of(), cast=kvbm.Scale(k=1 + k / 100, v=[1, 2, 3, 4]))
+        torch.cuda.synchronize()
+        gc.collect()
+        dst.put(dst.before)
+        graph.replay()
+        check(src, dst, [3, 0, 7], [1, 2, 5], given)
+
+
+@pytest.mark.parametrize("quantised", ["hnd", "record/nvfp4_universal"])
+def test_scales_by_layer_in_batches_in_which_a_thread_takes_several_groups(quantised: str) -> None:
+    """The CPU has no such turns, and writes the same bits."""
+    import torch
+
+    sizes, ids = (16, 2, 4, 16, 128), (list(range(31, -1, -1)), [(7 * k + 5) % 32 for k in range(32)])
+    dtype = E4M3 if quantised == "hnd" else "bfloat16"
+    for plain, quantises in itertools.product(("universal", Own("[b] t h l o d"), Own("[b] l h t o d")), (True, False)):
+        given = scales(np.random.default_rng(2), 16, 1)
+        both: Any = [(plain, "bfloat16"), (quantised, dtype)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src, dst = Side(a, sizes, a_type, 32, where="cuda"), Side(b, sizes, b_type, 32, dst=True, where="cuda")
+        kvbm.convert(src.pool, dst.pool, *ids, stream=stream_of(), cast=given.cast)
+        one, other = Side(a, sizes, a_type, 32), Side(b, sizes, b_type, 32, dst=True)
+        torch.cuda.synchronize()
+        kvbm.convert(one.pool, other.pool, *ids, cast=given.cast)
+        assert np.array_equal(dst.after, other.after), quantises
+
+
+@pytest.mark.parametrize("direction", ["d2d", "d2h"])
+def test_reports(direction: str) -> None:
+    """The counts of the oracle, for ids on the host and on the GPU."""
+    import torch
+
+    here, there = SIDES[direction]
+    for (name, dtype), plain in itertools.product(
+        (("vllm/nvfp4", "bfloat16"), ("hnd", "int8"), ("record/mxfp8_tensors", "bfloat16"), ("hnd", E4M3)), PLAIN
+    ):
+        sizes, ids = (2, 2, 2, 4, 64), ([3, -1, 0], [1, 2, 4])
+        given = Given((0.5, 0.01), 0.25) if name != "record/mxfp8_tensors" else None
+        src, dst = Side("nhd", sizes, plain, 4, where=here), Side(name, sizes, dtype, 5, dst=True, where=there)
+        stream, cast = stream_of(), casting.cast_of(given)
+        kvbm.convert(src.pool, dst.pool, *ids, stream=stream, cast=cast)
+        want = reported(src, dst, *ids, given)
+        assert kvbm.cast_report(src.pool, dst.pool, *ids, cast=cast, stream=stream) == want, (name, plain)
+        on_gpu_ids = [torch.tensor(side, device="cuda") for side in ids]
+        torch.cuda.synchronize()
+        assert kvbm.cast_report(src.pool, dst.pool, *on_gpu_ids, cast=cast, stream=stream) == want
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

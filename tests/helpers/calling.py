@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -150,6 +151,7 @@ def found() -> dict[str, Any]:
 MADE = frozenset(
     [
         "Layout",
+        "CastReport",
         "Match",
         "Plan",
         "PoolSection",
@@ -392,6 +394,7 @@ OBJECTS: dict[str, Callable[[random.Random], Any]] = {
     "Placement": _placement,
     "Plan": lambda _: kvbm.plan("nhd", "universal", SMALL),
     "Scale": lambda _: kvbm.Scale(0.5),
+    "CastReport": lambda _: kvbm.CastReport(),
     "Pool": _pool,
     "PoolSection": lambda rng: _pool(rng).section(l=0),
     "Span": _span,
@@ -597,6 +600,10 @@ OWN: dict[str, Callable[[random.Random], Any]] = {
     "section.d": lambda rng: range(4),
     "section.planes": lambda rng: None,
     "section.o": lambda rng: 0,
+    "Scale.k": lambda rng: 0.5,
+    "Scale.v": lambda rng: [0.5],
+    "cast_report.dst_pool": lambda rng: Pool.allocate("hnd", dataclasses.replace(SMALL, dtype="int8"), BLOCKS),
+    "cast_report.cast": lambda rng: kvbm.Scale(0.5),
     "load.name": lambda rng: rng.choice(_LAYOUT_NAMES),
     "reshard.load.text": lambda rng: "vllm/tp",
     "Placement.load.path": lambda rng: next(

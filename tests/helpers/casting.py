@@ -7,8 +7,9 @@ only to bind the buffers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -440,6 +441,43 @@ def plain_to_plain(codes: np.ndarray, src: str, dst: str, constant: float) -> np
     return cast_oracle.encode(y, dst, nan=0x7FFF)
 
 
+# ---- scales of the caller --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given:
+    """Scales of K and of V: a number, or one for each layer of the quantised side.  Without those of V: for K and V."""
+
+    k: float | tuple[float, ...]
+    v: float | tuple[float, ...] | None = None
+
+    @property
+    def cast(self) -> Any:
+        return kvbm.Scale(self.k) if self.v is None else kvbm.Scale(k=self.k, v=self.v)
+
+    def of(self, layer: int, half: int) -> float:
+        mine = self.k if self.v is None or half == 0 else self.v
+        return float(np.float32(mine[layer] if isinstance(mine, tuple) else mine))
+
+
+#: Scales of the caller of a cast: None for ``"amax"``.
+Scales = float | Given | None
+
+
+def each_scale(
+    given: Scales, axes: Sequence[str], shape: tuple[int, ...], layers: range | None
+) -> Iterator[tuple[Any, float]]:
+    """Coordinates of (id, axes …) with one scale of the caller, and that scale."""
+    if not isinstance(given, Given):
+        yield ..., float(np.float32(1.0 if given is None else given))
+        return
+    sizes = dict(zip(["b", *axes], shape, strict=False))
+    for layer, half in itertools.product(range(sizes.get("l", 1)), range(sizes.get("o", 1))):
+        at = {"l": layer, "o": half}
+        number = layers[layer] if layers is not None else layer
+        yield tuple(at.get(axis, slice(None)) for axis in ("b", *axes)), given.of(number, half)
+
+
 # ---- what a copy writes ----------------------------------------------------------------------------------------------
 
 
@@ -491,7 +529,7 @@ def expected(
     dst: Side,
     src_ids: Any,
     dst_ids: Any,
-    scale: float | None = None,
+    scale: Scales = None,
     layers: tuple[range | None, range | None] = (None, None),
     source: np.ndarray | None = None,
     before: np.ndarray | None = None,
@@ -507,9 +545,8 @@ def expected(
     if not kept:
         return result
     ids = [np.array([pair[k] for pair in kept]) for k in (0, 1)]
-    given = float(np.float32(1.0 if scale is None else scale))
     for ours, theirs in matched(src, dst):
-        _one(src, dst, ours, theirs, ids, layers, given, source, result)
+        _one(src, dst, ours, theirs, ids, layers, scale, source, result)
     return result
 
 
@@ -520,7 +557,7 @@ def _one(
     theirs: str,
     ids: Any,
     layers: Any,
-    given: float,
+    given: Scales,
     source: np.ndarray,
     result: np.ndarray,
 ) -> None:
@@ -546,24 +583,31 @@ def _one(
         count = at.shape[1 + [*plane.extents].index(own[0])] if own else 1
         number = grouped(np.arange(codes.size).reshape(codes.shape), axes, plane, count)
         codes = codes.reshape(-1)[number]
-        g = given if plane.dtype == "float8_e4m3fn" else 1.0
+        found, bits = np.empty(codes.shape, np.uint32), np.empty(codes.shape[:-1], np.uint32)
+        multiplies = plane.dtype == "float8_e4m3fn"
+        for some, g in each_scale(given if multiplies else None, [*plane.extents], codes.shape, layers[mine]):
+            if mine == 1:
+                group = to_float32(codes[some], here.dtype)
+                found[some], bits[some], _ = cast_oracle.quantise(group, there.dtype, plane.dtype, g)
+            else:
+                stored = src.read(source, name, at)[some]
+                found[some] = cast_oracle.dequantise(codes[some], stored, here.dtype, plane.dtype, there.dtype, g)
         if mine == 1:
-            found, bits, _ = cast_oracle.quantise(to_float32(codes, here.dtype), there.dtype, plane.dtype, g)
             dst.write(result, name, at, bits)
-        else:
-            found = cast_oracle.dequantise(codes, src.read(source, name, at), here.dtype, plane.dtype, there.dtype, g)
         back = np.empty(number.size, np.uint32)
         back[number] = found
         whole = back.reshape([(reads, writes)[mine].shape[0], *(reads, writes)[mine].shape[1:]])
         dst.write(result, theirs, writes, whole if mine == 1 else in_axes(whole, axes, [*there.extents]))
         return
     codes = in_axes(src.read(source, ours, reads), [*here.extents], [*there.extents])
-    if there.dtype in QUANTISED:
-        found, _, _ = cast_oracle.quantise(to_float32(codes, here.dtype), there.dtype, None, constant=given)
-    elif here.dtype in QUANTISED:
-        found = cast_oracle.dequantise(codes, None, here.dtype, None, there.dtype, constant=given)
-    else:
-        found = plain_to_plain(codes, here.dtype, there.dtype, given)
+    found = np.empty(codes.shape, np.uint32)
+    for some, c in each_scale(given, [*there.extents], codes.shape, layers[here.dtype in PLAIN]):
+        if there.dtype in QUANTISED:
+            found[some], _, _ = cast_oracle.quantise(to_float32(codes[some], here.dtype), there.dtype, None, constant=c)
+        elif here.dtype in QUANTISED:
+            found[some] = cast_oracle.dequantise(codes[some], None, here.dtype, None, there.dtype, constant=c)
+        else:
+            found[some] = plain_to_plain(codes[some], here.dtype, there.dtype, c)
     dst.write(result, theirs, writes, found)
 
 
@@ -583,12 +627,12 @@ def multiplies(meant: Meant) -> bool:
     )
 
 
-def cast_of(scale: float | None) -> Any:
-    return "amax" if scale is None else kvbm.Scale(scale)
+def cast_of(scale: Scales) -> Any:
+    return "amax" if scale is None else scale.cast if isinstance(scale, Given) else kvbm.Scale(scale)
 
 
 def convert_and_check(
-    src: Side, dst: Side, src_ids: Any, dst_ids: Any, scale: float | None = None, what: Any = "", **rest: Any
+    src: Side, dst: Side, src_ids: Any, dst_ids: Any, scale: Scales = None, what: Any = "", **rest: Any
 ) -> None:
     want = expected(src, dst, src_ids, dst_ids, scale)
     kvbm.convert(src.given, dst.given, src_ids, dst_ids, cast=cast_of(scale), **rest)

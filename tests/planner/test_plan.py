@@ -19,7 +19,7 @@ from coordinates import in_case
 from kvbm import _core
 from kvbm.compile import prepare
 from kvbm.layout import region, spec
-from kvbm.planner import loopnest
+from kvbm.planner import cast, loopnest
 from memory import aligned, placed
 
 
@@ -377,9 +377,11 @@ def test_text() -> None:
 
 
 def test_what_fits_a_kernel_is_what_was_compiled() -> None:
-    assert (loopnest.MAX_OUTER, loopnest.MAX_INNER, loopnest.MAX_PARTS, region.MAX_UNIT_DIGITS) == (
+    limits = loopnest.MAX_OUTER, loopnest.MAX_INNER, loopnest.MAX_PARTS, region.MAX_UNIT_DIGITS, cast.MAX_SCALES
+    assert limits == (
         _core.MAX_OUTER,
         _core.MAX_INNER,
         _core.MAX_PARTS,
         _core.MAX_UNIT_DIGITS,
+        _core.MAX_SCALES,
     )

@@ -22,12 +22,13 @@ from test_cast import (
     scaled,
     sides_of,
 )
+from test_cast_scales import scales as scales_of
 
 import casting
 import kvbm
 import oracle
 from cast_oracle import PLAIN
-from casting import Own, Side, planar, plane
+from casting import Given, Own, Part, Side, planar, plane
 from programs.fake_gpu import defer, ids_on_gpu, pump, seed
 
 SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
@@ -45,7 +46,7 @@ def shipped(direction: str, strategy: str, spread: int) -> None:
             _copy(src, dst, IDS[case[5] % 4], strategy, case[4], (name, case))
 
 
-def _copy(src: Side, dst: Side, ids: Any, strategy: str, scale: float | None, what: Any) -> None:
+def _copy(src: Side, dst: Side, ids: Any, strategy: str, scale: casting.Scales, what: Any) -> None:
     ids = [np.array(side) for side in ids]
     want = casting.expected(src, dst, *ids, scale)
     given = [side.copy() for side in ids]
@@ -114,6 +115,75 @@ def parts(direction: str, strategy: str) -> None:
             [2, 0], [1, 3], stream=5, layers=layers
         ).synchronize()
         casting.check(src, dst, casting.expected(src, dst, [2, 0], [1, 3], None, layers), (name, layers))
+
+
+def scales(direction: str, strategy: str) -> None:
+    """Scales by layer, and for K and V: of constant and of NVFP4 casts, with ids in the kernel's parameters and outside."""
+    here, there = SIDES[direction]
+    rng = np.random.default_rng(4)
+    forms = "nhd", "vllm/flash_attn_nhd", "universal", "vllm/paged_attn_v0", Own("[b] t d h o l"), Own("[b] t h d l o")
+    for number, (plain, quantised, quantises) in enumerate(
+        itertools.product(forms, ("hnd", forms[4], "record/nvfp4_tensors"), (True, False))
+    ):
+        layers, blocks, dtype = ((3, 6, "int8"), (3, 150, "float8_e4m3fn"), (200, 3, "float8_e5m2"))[number % 3]
+        if quantised == "record/nvfp4_tensors":
+            layers, dtype = min(layers, 20), "bfloat16"
+        sizes, given = (layers, 2, 1, 2, 32), scales_of(rng, layers, number // 2)
+        both: Any = [(plain, PLAIN[number % 3]), (quantised, dtype)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, blocks, seed=number, where=here)
+        dst = Side(b, sizes, b_type, blocks, dst=True, where=there)
+        seed(number % 4)
+        _copy(src, dst, (rng.permutation(blocks), rng.permutation(blocks)), strategy, given, (a, b, sizes, given))
+
+
+def scales_of_parts(direction: str, strategy: str) -> None:
+    """Scales of some layers, with K and V swapped on the plain side; and of ranges of layers."""
+    here, there = SIDES[direction]
+    plain_part: Any = Part((("l", (3, 0)), ("o", (1, 0))))
+    for number, (quantised, quantises, kind) in enumerate(
+        itertools.product(("hnd", "record/nvfp4_tensors"), (True, False), range(5))
+    ):
+        rng = np.random.default_rng(number)
+        given, sizes = scales_of(rng, 2, kind), (4, 2, 2, 4, 32)
+        dtype = "int8" if quantised == "hnd" else "bfloat16"
+        both: Any = [("nhd", "float16", plain_part), (quantised, dtype, Part((("l", (1, 2)),)))]
+        (a, a_type, mine), (b, b_type, its) = both if quantises else both[::-1]
+        src = Side(a, sizes, a_type, 4, part=mine, where=here)
+        dst = Side(b, sizes, b_type, 4, dst=True, part=its, where=there)
+        kvbm.Transfer(src.given, dst.given, strategy, cast=given.cast).copy([2, -1, 0], [1, 2, 3], stream=5).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, [2, -1, 0], [1, 2, 3], given), (a, b, given))
+        given, layers = scales_of(rng, 4, kind), (range(1, 3), range(2, 4))
+        src, dst = Side(a, sizes, a_type, 4, where=here), Side(b, sizes, b_type, 4, dst=True, where=there)
+        move = kvbm.Transfer(src.pool, dst.pool, strategy, cast=given.cast)
+        move.copy([2, 0], [1, 3], stream=5, layers=layers).synchronize()
+        casting.check(src, dst, casting.expected(src, dst, [2, 0], [1, 3], given, layers), (a, b, layers, given))
+
+
+def scales_of_turns() -> None:
+    """A batch in which a thread takes several groups, of several layers."""
+    sizes, given = (4, 2, 1, 4, 136), Given((0.5, 3.0, 0.01, 7.0), (1.0, 0.25, 20.0, 0.1))
+    src = Side(Own("[b] t h l o d"), sizes, "bfloat16", 800, where="fake")
+    dst = Side(Own("[b] t h l o d"), sizes, "int8", 800, dst=True, where="fake")
+    _copy(src, dst, (range(800), range(799, -1, -1)), "direct", given, sizes)
+
+
+def reports(direction: str) -> None:
+    """Reports of pools on GPUs and in pinned memory."""
+    from test_cast_report import reported
+
+    here, there = SIDES[direction]
+    for plain, name, dtype, given in (
+        ("nhd", "vllm/nvfp4", "bfloat16", Given((0.5, 0.1), 0.25)),
+        ("universal", "hnd", "int8", Given((0.5, 0.1))),
+        ("vllm/LBHNC", "record/mxfp8_tensors", "bfloat16", None),
+    ):
+        sizes, ids = (2, 2, 2, 4, 64), ([3, -1, 0], [1, 2, 4])
+        src, dst = Side(plain, sizes, "float16", 4, where=here), Side(name, sizes, dtype, 5, dst=True, where=there)
+        cast = casting.cast_of(given)
+        kvbm.convert(src.pool, dst.pool, *ids, stream=5, cast=cast)
+        assert kvbm.cast_report(src.pool, dst.pool, *ids, cast=cast, stream=5) == reported(src, dst, *ids, given), name
+        assert kvbm.cast_report(src.pool, dst.pool, *map(np.array, ids), cast=cast, stream=5).elements == 2 * 2048
 
 
 def codes(every: int) -> None:

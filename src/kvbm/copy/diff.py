@@ -24,7 +24,7 @@ from ..memory.streams import framework_of, framework_stream
 from ..planner.plan import between
 from ..pool.section import PoolSection
 
-__all__ = ["Differences", "Mismatch", "Region", "locate", "where_different"]
+__all__ = ["Differences", "Mismatch", "Region", "locate", "on_host", "where_different"]
 
 #: Most pairs that are examined, regions per pair, and slices that are digested on each side.
 MOST_PAIRS, MOST_REGIONS, MOST_DIGESTS = 16, 8, 8192
@@ -167,11 +167,11 @@ def locate(
     between(src.of, dst.of, title)  # raises an error for different coordinates
     for part in (src, dst):
         part.pool.require_open()
-    given = _core.Pairs(_on_host(src_ids), _on_host(dst_ids), src.num_ids, dst.num_ids)
+    given = _core.Pairs(on_host(src_ids), on_host(dst_ids), src.num_ids, dst.num_ids)
     ids = np.array(given.ids(), np.int32).reshape(2, -1)
     count = ids.shape[1]
     try:
-        starts = np.atleast_1d(np.asarray(0 if tokens is None else _on_host(tokens)))
+        starts = np.atleast_1d(np.asarray(0 if tokens is None else on_host(tokens)))
     except (TypeError, ValueError):  # rows of different lengths
         starts = np.zeros((0, 0))
     if starts.dtype.kind not in "iu" or starts.shape not in ((1,), (count,)) or (starts < 0).any():
@@ -246,7 +246,7 @@ def where_different(
     return f"{found}\nand {more} more pairs" if more else str(found)
 
 
-def _on_host(ids: Any) -> Any:
+def on_host(ids: Any) -> Any:
     """Ids or positions, copied from a GPU to the host."""
     for name in ("cpu", "get"):  # torch, CuPy
         if hasattr(ids, "__cuda_array_interface__") and hasattr(ids, name):

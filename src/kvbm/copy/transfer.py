@@ -47,9 +47,10 @@ class Transfer:
         Which layers and heads of a model the source holds, for `digests`.
     cast : {"amax"} or kvbm.Scale, optional
         Change the format of values: quantise bfloat16, float16 or float32, or the reverse.  ``"amax"``: each group of elements of a
-        layout with scales has the scale of its largest value.  A `Scale` in addition gives one scale to planes that have none, and
-        the scale of the tensor for NVFP4.  Planes of the same format on both sides are copied.  Default: no value changes, and
-        different formats are an error.  Digests of a copy that casts are those of the quantised bits.
+        layout with scales has the scale of its largest value.  A `Scale` in addition gives scales to planes that have none, and
+        those of the tensor for NVFP4: one, or one for each layer, also for K and V.  Planes of the same format on both sides are
+        copied.  Default: no value changes, and different formats are an error.  Digests of a copy that casts are those of the
+        quantised bits.
 
     Raises
     ------

@@ -6,6 +6,8 @@ cdef extern from "kvbm.h" nogil:
         KVBM_MAX_INNER
         KVBM_MAX_PARTS
         KVBM_UNIT_DIGITS
+        KVBM_MAX_SCALES
+        KVBM_INLINE_BYTES
         KVBM_OK
         KVBM_NO_DRIVER
         KVBM_NOT_BUILT
@@ -39,6 +41,7 @@ cdef extern from "kvbm.h" nogil:
 
     ctypedef struct kvbm_part:
         uint32_t word, item, segment_offset, segment_bytes, word_stride, cell_words, element_step, formats
+        uint32_t given_scales
         float given_scale
         uint32_t *cell
         int64_t src_offset, dst_offset
@@ -64,6 +67,7 @@ cdef extern from "kvbm.h" nogil:
         int64_t src_id_table, dst_id_table
         uint32_t num_parts, inline_mask
         kvbm_part *part
+        uint64_t *payload
         kvbm_digest digest
 
     enum:
@@ -71,6 +75,7 @@ cdef extern from "kvbm.h" nogil:
         KVBM_DST_UNITS
         KVBM_DIGEST
         KVBM_SM_LIMITED
+        KVBM_SCALES
 
     ctypedef struct kvbm_kernel:
         const char *name

@@ -1,6 +1,7 @@
 # kernels.pxi: Kernels by name, tables of base addresses, and copies: loop nests bound to kernels.
 
 MAX_OUTER, MAX_INNER, MAX_PARTS, MAX_UNIT_DIGITS = KVBM_MAX_OUTER, KVBM_MAX_INNER, KVBM_MAX_PARTS, KVBM_UNIT_DIGITS
+MAX_SCALES = KVBM_MAX_SCALES
 
 cdef dict _index_of = None  # name -> index; filled at first use
 
@@ -207,7 +208,8 @@ cdef class Copy:
         ``words``: for kernels of records the bytes of a word; for kernels of pages also the bytes of an item, the
         stride of its words in shared memory, the offset of the part there, and the bytes of its segment; for kernels
         that cast whether codes are less aligned than their word, the bytes between the elements of an item, the scale
-        of the caller, and numbers of the formats.
+        of the caller, and numbers of the formats.  Several scales are a tuple of the steps of their number in the outer
+        and in the inner modes, and the scales.
     src_id, dst_id : tuple of two ints
         The strides of a block id: ``(table entries, bytes)``.  The bytes are used for parts without ``strides``.
     units : tuple of two tuples of int
@@ -262,7 +264,11 @@ cdef class Copy:
                 _fill_part(&self.args.part[number], offsets, tuple(outer), tuple(inner), blocks, widths)
                 if casts:
                     part = &self.args.part[number]
-                    _, part.element_step, part.given_scale, part.formats = words
+                    _, part.element_step, scale, part.formats = words
+                    if isinstance(scale, tuple):
+                        _fill_scales(&self.args, number, scale)
+                    else:
+                        part.given_scale = scale
                 for digit, step in enumerate(src_steps):
                     digits.part[number].src[digit] = step
                 for digit, step in enumerate(dst_steps):
@@ -404,6 +410,20 @@ cdef int _fill_keys(kvbm_part *part, tuple outer, tuple inner, tuple steps) exce
     for i in range(len(steps)):
         part.cell[i] = steps[i]
     part.cell_words = 1 << len(steps)
+    return 0
+
+
+cdef int _fill_scales(kvbm_args *args, int number, tuple given) except -1:
+    outer, inner, scales = given
+    if number or not 0 < len(scales) <= KVBM_MAX_SCALES:
+        raise PlanError(f"{len(scales)} scales of part {number}: expected 1 to {KVBM_MAX_SCALES}, of part 0")
+    cdef float *table = <float *> args.payload + KVBM_INLINE_BYTES // sizeof(float) - len(scales)
+    cdef int i
+    for i in range(len(scales)):
+        table[i] = scales[i]
+    _fill_keys(&args.part[number], outer, inner, ())
+    args.part[number].given_scales = <uint32_t> len(scales)
+    args.inline_mask |= KVBM_SCALES
     return 0
 
 

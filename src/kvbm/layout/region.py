@@ -273,8 +273,13 @@ class Section:
         return replace(self, accesses=tuple(accesses), units=1, chosen=(), record=False)
 
 
-def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section]]:
+def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section, dict[str, range]]]:
     """Divide two sections into pairs of parts with one loop along each axis on both sides.
+
+    Yields
+    ------
+    tuple of (Section, Section, dict)
+        A part of each side, and where it is along the divided axes: the same positions in both sections.
 
     Raises
     ------
@@ -283,14 +288,15 @@ def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section]]:
     """
     axes = sorted({axis for side in (src, dst) for axis, _ in side.chosen})
     if not axes:
-        yield src, dst
+        yield src, dst, {}
         return
     cuts = [list(_axis_pieces(src, dst, axis)) for axis in axes]
     for combination in itertools.product(*cuts):
         windows = list(zip(axes, combination, strict=True))
         yield (
-            src.box((axis, ours) for axis, (ours, _) in windows),
-            dst.box((axis, theirs) for axis, (_, theirs) in windows),
+            src.box((axis, ours) for axis, (ours, _, _) in windows),
+            dst.box((axis, theirs) for axis, (_, theirs, _) in windows),
+            {axis: positions for axis, (_, _, positions) in windows},
         )
 
 
@@ -298,8 +304,8 @@ def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section]]:
 _Window = tuple[int, int, int]
 
 
-def _axis_pieces(src: Section, dst: Section, axis: str) -> Iterator[tuple[_Window, _Window]]:
-    """Windows of one axis, as few as possible, that are one loop on both sides."""
+def _axis_pieces(src: Section, dst: Section, axis: str) -> Iterator[tuple[_Window, _Window, range]]:
+    """Windows of one axis, as few as possible, that are one loop on both sides, and their positions in both sections."""
     sides = [(side, dict(side.chosen).get(axis, range(side.size(axis)))) for side in (src, dst)]
     sizes = [len(coordinates) for _, coordinates in sides]
     if sizes[0] != sizes[1]:
@@ -318,7 +324,7 @@ def _axis_pieces(src: Section, dst: Section, axis: str) -> Iterator[tuple[_Windo
                 break
             count = most
         ours, theirs = ((first, count, step) for first, _, step in runs)
-        yield ours, theirs
+        yield ours, theirs, range(done, done + count)
         done += count
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from .._arguments import quoted
+from .._arguments import is_real, quoted
 from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step
 from ..layout.loops import coalesce, refine
@@ -25,6 +24,7 @@ __all__ = [
     "AMAX",
     "FORMATS",
     "GROUP_MODES",
+    "MAX_SCALES",
     "PLAIN",
     "WIDE_CASTS",
     "WIDE_MODES",
@@ -33,6 +33,10 @@ __all__ = [
     "Scale",
     "as_cast",
     "cast_part",
+    "is_one",
+    "layers_of",
+    "of_layers",
+    "table_of",
 ]
 
 #: Formats of elements and scales → their names in kernels.
@@ -74,37 +78,120 @@ GROUP_MODES = 3
 #: Most elements that share a scale of the caller and are cast by the same threads.
 _RUN = 256
 
+#: Most scales of the caller in a launch (``KVBM_MAX_SCALES`` of ``cuda/kvbm.h``).
+MAX_SCALES = 512
+
 #: Range of a scale that the caller gives: it and its reciprocal, multiplied by a stored scale, stay in the range of float32.
 _LEAST, _MOST = 2.0**-100, 2.0**100
 
 
+#: One scale, or one for each layer.
+_Numbers = float | tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Scale:
-    """A scale that the caller gives for a cast.
+    """Scales that the caller gives for a cast: one, or one for each layer, together or apart for K and V.
+
+    The layers are those of the pool, or of the section, that holds the quantised values; of the destination if none does.
 
     Parameters
     ----------
-    value : float
+    value : float or sequence of float
         For planes without scales of their own: an element's value is its code times this.  For scales of e4m3 (NVFP4): the scale of
-        the whole tensor, by which they are multiplied.  It is rounded to float32.
+        the whole tensor, by which they are multiplied.  Numbers are rounded to float32.
+    k, v : float or sequence of float, optional
+        Both, in place of `value`: the scales of K and those of V.
     is_given : bool
         False: every plane that is cast must have scales of its own.
 
     Raises
     ------
     PlanError
-        The value is not a number from 2**-100 to 2**100.
+        A number is not from 2**-100 to 2**100, K and V have scales for different numbers of layers, or only one of them has any.
+
+    Examples
+    --------
+    >>> Scale(0.5)
+    Scale(0.5)
+    >>> Scale(k=[0.5, 0.25], v=1.0)  # for two layers
+    Scale(k=(0.5, 0.25), v=1.0)
     """
 
-    value: float = 1.0
-    is_given: bool = field(default=True, repr=False)
+    value: _Numbers | Sequence[float] = 1.0
+    k: _Numbers | Sequence[float] | None = field(default=None, kw_only=True)
+    v: _Numbers | Sequence[float] | None = field(default=None, kw_only=True)
+    is_given: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        given: object = self.value
-        is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
-        if not is_number or not _LEAST <= given <= _MOST:  # type: ignore[operator]
-            raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {quoted(given)}")
-        object.__setattr__(self, "value", struct.unpack("f", struct.pack("f", self.value))[0])
+        if (self.k is None) != (self.v is None):
+            raise PlanError(f"Scale: expected k and v, or none of them, got only {'k' if self.v is None else 'v'}")
+        for name in ("value", "k", "v") if self.k is not None else ("value",):
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if self.k is not None and self.value != 1.0:
+            raise PlanError(f"Scale: expected k and v, or one value for both, got k, v and {quoted(self.value)}")
+        counts = {len(of) for of in self.halves if isinstance(of, tuple)}
+        if len(counts) > 1:
+            raise PlanError(f"Scale: expected k and v for as many layers, got {' and '.join(str(len(of)) for of in self.halves)}")
+
+    @property
+    def halves(self) -> tuple[Any, Any]:
+        """The numbers of K, and those of V; the same if they are not apart."""
+        return (self.value, self.value) if self.k is None else (self.k, self.v)
+
+    def __repr__(self) -> str:
+        if self.k is not None:
+            return f"Scale(k={quoted(self.k)}, v={quoted(self.v)})"
+        return f"Scale({quoted(self.value)})" if self.is_given else "Scale(is_given=False)"
+
+
+def is_one(scale: Scale) -> bool:
+    """True if every number is 1."""
+    return all(of == 1 or (isinstance(of, tuple) and set(of) == {1}) for of in scale.halves)
+
+
+def layers_of(scale: Scale) -> int | None:
+    """How many layers have numbers of their own; None: all layers have the same."""
+    return next((len(of) for of in scale.halves if isinstance(of, tuple)), None)
+
+
+def of_layers(scale: Scale, layers: Sequence[int]) -> Scale:
+    """The numbers of some layers."""
+    k, v = (tuple(of[i] for i in layers) if isinstance(of, tuple) else of for of in scale.halves)
+    return Scale(k=k, v=v) if scale.k is not None else replace(scale, value=k)
+
+
+def table_of(scale: Scale, layers: Sequence[int], halves: Sequence[int]) -> tuple[tuple[float, ...], dict[str, int]]:
+    """The numbers of these layers of K (0), V (1) or both, and the distance between those of neighbours along ``l`` and ``o``.
+
+    An axis that makes no difference has no distance, and a single number has none at all.
+    """
+    of = [scale.halves[half] for half in halves]
+    rows = [tuple(one[layer] if isinstance(one, tuple) else one for one in of) for layer in layers]
+    if len({*rows}) == 1:
+        rows = rows[:1]
+    if all(len({*row}) == 1 for row in rows):
+        rows = [row[:1] for row in rows]
+    steps = {"l": len(rows[0])} if len(rows) > 1 else {}
+    return tuple(itertools.chain(*rows)), steps | ({"o": 1} if len(rows[0]) > 1 else {})
+
+
+def _numbers(name: str, given: Any) -> _Numbers:
+    """One number, or a tuple of them, in float32."""
+    where = "Scale" if name == "value" else f"Scale: {name}"
+    found = given.tolist() if hasattr(given, "tolist") else given  # of NumPy and torch
+    if isinstance(found, Sequence) and not isinstance(found, str | bytes):
+        many = tuple(_number(f"{where}: layer {layer}", one) for layer, one in enumerate(found))
+        if many:
+            return many
+    return _number(where, found)
+
+
+def _number(where: str, given: Any) -> float:
+    if not is_real(given) or not _LEAST <= given <= _MOST:
+        raise PlanError(f"{where}: expected a number from 2**-100 to 2**100, got {quoted(given)}")
+    rounded: float = struct.unpack("f", struct.pack("f", given))[0]
+    return rounded
 
 
 #: A cast in which each scale is computed from, or stored with, the elements of its group.
@@ -144,8 +231,8 @@ class CastPart(Part):
         Elements that a step of ``inner[0]`` moves: 2 if two share a byte.
     element_step : int
         Bytes between two elements on the side where they do not share a byte.
-    given : float
-        The scale of the caller.
+    given : tuple of float
+        The scales of the caller.  The ``key`` of a mode is the step of their number.
     scales : CastPart, optional
         The loop nest of the scales.
     """
@@ -153,7 +240,7 @@ class CastPart(Part):
     formats: tuple[str, str, str] = ("", "", "")
     element: int = 1
     element_step: int = 0
-    given: float = 1.0
+    given: tuple[float, ...] = (1.0,)
     scales: CastPart | None = None
 
     @property
@@ -243,18 +330,22 @@ class CastPart(Part):
         inner = [self.inner[0].split(form.element // self.element)[1], *self.inner[1:]]
         inner += [still] * (form.inner - len(inner))
         offsets = (self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        given: Any = self.given[0]
+        if len(self.given) > 1:
+            given = tuple(mode.key for mode in outer), tuple(mode.key for mode in inner), self.given
         return (
             offsets,
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
             (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
-            (form.word, self.element_step, self.given, sum(_NUMBERS[dtype] << 4 * k for k, dtype in enumerate(self.formats))),
+            (form.word, self.element_step, given, sum(_NUMBERS[dtype] << 4 * k for k, dtype in enumerate(self.formats))),
         )
 
 
 def cast_part(
-    title: str, src: Access, dst: Access, scale: Access | None, group: Group | None, given: float, half: int | None
-) -> CastPart:
+    title: str, src: Access, dst: Access, scale: Access | None, group: Group | None,
+    given: tuple[tuple[float, ...], Mapping[str, int]], half: int | None,
+) -> CastPart:  # fmt: skip
     """The loop nest of a cast between two planes.
 
     Parameters
@@ -267,8 +358,8 @@ def cast_part(
         Address map of the scales, on the quantised side.
     group : Group, optional
         The elements that share one of these scales.
-    given : float
-        The scale of the caller.
+    given : tuple of (tuple of float, mapping)
+        The scales of the caller, and the distance between those of neighbours along each axis that has some (`table_of`).
     half : int, optional
         0 for K and 1 for V, if both are separate.
 
@@ -294,10 +385,19 @@ def cast_part(
     if pack > 1 and (len(packed) != 1 or (group and packed not in (group.axis, *group.whole))):
         raise PlanError(f"{where}{pack} elements of {quantised.dtype} that share a byte must be neighbours in one group")
     step = _pair_step(where, plain, packed) if pack > 1 else 0
-    loops = list(_loops(where, src, dst, scale, group, packed, pack))
+    numbers, steps = given
+    if len(numbers) > MAX_SCALES:
+        raise MissingKernelError(
+            f"{where}{len(numbers)} scales of the caller: expected at most {MAX_SCALES} in one copy; copy some layers at a time"
+        )
+    loops = list(_loops(where, src, dst, scale, group, packed, pack, steps))
     if scale is not None:
-        inside = _nested([loop for loop in loops if not any(loop[5:])])
-        rest = _nested([loop for loop in loops if any(loop[5:])])
+        inside = _nested([loop for loop in loops if not any(loop[5:7])])
+        rest = _nested([loop for loop in loops if any(loop[5:7])])
+        if any(loop[7] for loop in inside):
+            raise PlanError(
+                f"{where}the elements of one scale have several scales of the caller, by layer or for K and V; expected one for all"
+            )
     else:
         inside, rest = _cut(_nested(loops))
     if any(loop[2] or loop[4] for loop in inside) or _span(inside) >= STRIDE_LIMIT:
@@ -319,17 +419,18 @@ def cast_part(
             f"chunks: expected at most {GROUP_MODES}, {MAX_INNER - GROUP_MODES} and {MAX_OUTER}; convert in two steps, through a "
             "layout with an order between both"
         )
-    still = (1, 0, 0, 0, 0, 0, 0)
+    still = (1, *(0,) * 7)
     inner = [*inside, *[still] * (GROUP_MODES - len(inside)), *chunk]
     formats = (src.dtype, dst.dtype, scale.dtype if scale else "")
 
-    def nest(one: Access, other: Access, a: int, b: int, scales: CastPart | None) -> CastPart:
+    def nest(
+        one: Access, other: Access, a: int, b: int, scales: CastPart | None = None, given: tuple[float, ...] = (1.0,)
+    ) -> CastPart:
         """The nest with strides `a` and `b` of each loop for source and destination; none if below 0."""
 
         def mode(loop: Sequence[int]) -> Mode:
-            strides = [loop[k] if k >= 0 else 0 for k in (a, b)]
-            tables = [loop[k + 1] if k >= 0 else 0 for k in (a, b)]
-            return Mode(loop[0], *strides, *tables)
+            (src, src_table), (dst, dst_table) = (loop[k : k + 2] if k >= 0 else (0, 0) for k in (a, b))
+            return Mode(loop[0], src, dst, src_table, dst_table, loop[7])
 
         ids = [Id(side.block[1], side.block[0], side.units) for side in (one, other)]
         return CastPart(
@@ -339,8 +440,8 @@ def cast_part(
 
     scales = None
     if scale is not None:
-        scales = nest(src, scale, -1, 5, None) if quantises else nest(scale, dst, 5, -1, None)
-    made = nest(src, dst, 1, 3, scales)
+        scales = nest(src, scale, -1, 5) if quantises else nest(scale, dst, 5, -1)
+    made = nest(src, dst, 1, 3, scales, numbers)
     if made.elements != math.prod(step.extent for step in plain.steps):  # every rule above must keep this true
         raise PlanError(
             f"{where}the cast has {made.elements} elements per block: this is a defect of kvbm; please report both layouts"
@@ -357,7 +458,7 @@ def _bits(dtype: str) -> int:
     return {"float32": 32, "bfloat16": 16, "float16": 16, "float4_e2m1fn": 4}.get(dtype, 8)
 
 
-#: A loop: extent; bytes and entries of the source, of the destination and of the scales.
+#: A loop: extent; bytes and entries of the source, of the destination and of the scales; numbers of scales of the caller.
 _Loop = tuple[int, ...]
 
 
@@ -376,8 +477,8 @@ def _span(loops: Sequence[_Loop]) -> int:
 
 
 def _cut(loops: Sequence[_Loop]) -> tuple[list[_Loop], list[_Loop]]:
-    """A run of at most `_RUN` elements of the fastest loop, and the loops outside of it; no run if it selects allocations."""
-    if not loops or loops[0][2] or loops[0][4]:
+    """A run of at most `_RUN` elements of the fastest loop, and the loops outside; no run if it selects allocations or scales."""
+    if not loops or loops[0][2] or loops[0][4] or loops[0][7]:
         return [], list(loops)
     extent, *strides = loops[0]
     run = max(size for size in range(1, min(extent, _RUN) + 1) if extent % size == 0)
@@ -395,14 +496,16 @@ def _pair_step(where: str, plain: Access, axis: str) -> int:
 
 
 def _loops(
-    where: str, src: Access, dst: Access, scale: Access | None, group: Group | None, packed: str, pack: int
-) -> Iterator[_Loop]:
-    """The common refinement of both sides and of the scales."""
+    where: str, src: Access, dst: Access, scale: Access | None, group: Group | None, packed: str, pack: int,
+    given: Mapping[str, int],
+) -> Iterator[_Loop]:  # fmt: skip
+    """The common refinement of both sides, of the scales, and of those of the caller."""
     if src.sizes != dst.sizes:
         raise PlanError(f"{where}the source has the sizes {_sizes(src)}, the destination {_sizes(dst)}; expected the same")
     for axis, size in src.sizes:
         low = pack if axis == packed else 1
         digits = [_digits(side, axis, low if side.pack == 1 else 1) for side in (src, dst)]
+        alike = [(low, size // low, 0, 0)] if size > low else []  # one scale for all coordinates
         if scale is not None and group is not None:
             if axis == group.axis:
                 shared = [(low, group.size // low, 0, 0)] if group.size > low else []
@@ -411,16 +514,19 @@ def _loops(
                     raise PlanError(f"{where}{low} elements share a byte, and {group.size} a scale; expected a multiple")
                 digits.append([*shared, *own])
             elif axis in group.whole:
-                digits.append([(low, size // low, 0, 0)] if size > low else [])
+                digits.append(alike)
             else:
                 digits.append(_digits(scale, axis, 1))
+        else:
+            digits.append(alike)
+        digits.append([(1, size, given[axis], 0)] if axis in given else alike)
         if not any(digits):  # two elements in one byte
             continue
         try:
-            for extent, *strides in refine(digits):
-                yield (extent, *strides, *(0,) * (6 - len(strides)))
+            for *loop, _ in refine(digits):
+                yield tuple(loop)
         except (LayoutError, IndexError):
-            splits = ["(" + ",".join(str(digit[1]) for digit in reversed(side)) + ")" for side in digits]
+            splits = ["(" + ",".join(str(digit[1]) for digit in reversed(side)) + ")" for side in digits[:3]]
             raise PlanError(
                 f"{where}splits {' and '.join(splits)} of '{axis}' (source, destination, scales) have no common refinement"
             ) from None

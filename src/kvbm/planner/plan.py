@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +24,12 @@ from ..layout.region import Section, pieces
 from ..layout.scales import QUANTISED, group_of
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
-from .cast import GROUP_MODES, PLAIN, Cast, CastPart, Scale, as_cast, cast_part
+from .cast import GROUP_MODES, PLAIN, Cast, CastPart, Scale, as_cast, cast_part, is_one, layers_of, of_layers, table_of
 from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
 
-__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text"]
+__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text", "value_pairs"]
 
 
 @dataclass(frozen=True)
@@ -223,15 +223,22 @@ def _fitted(part: Part) -> str:
 _CLASS = {"copy": "plain copy", "rows": "rows in another order", "tile": "transposed tiles", "cast": "values in another format"}
 
 
+def _given(part: CastPart, whose: str) -> str:
+    """The scales of the caller in words."""
+    if len(part.given) == 1:
+        return f"the scale {part.given[0]:g} of the {whose}"
+    return f"{len(part.given)} scales of the {whose}, {min(part.given):g} to {max(part.given):g}"
+
+
 def _relative(part: CastPart) -> str:
-    return f", relative to the scale {part.given:g} of the tensor" if part.formats[2] == "float8_e4m3fn" else ""
+    return f", relative to {_given(part, 'tensor')}" if part.formats[2] == "float8_e4m3fn" else ""
 
 
 def _cast_text(part: CastPart, form: Form) -> str:
     src, dst, scale = part.formats
     who = f"In {part.label}, values" if part.label else "Values"
     if not scale:
-        how = f"with the scale {part.given:g} of the caller"
+        how = f"with {_given(part, 'caller')}"
     elif part.quantises:
         how = f"each group of {part.group} with a {scale} scale from its largest value{_relative(part)}, to nearest, ties to even"
     else:
@@ -417,9 +424,11 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None,
     casts: list[CastPart] = []
     try:
         parts: list[Part] = []
-        for here, there in pieces(src, dst):
+        if cast is not None:
+            _require_scales(title, src, dst, cast)
+        for here, there, at in pieces(src, dst):
             if cast is not None:
-                here, there, found = _casts(title, here, there, cast)
+                here, there, found = _casts(title, here, there, cast, at)
                 casts += found
             if here.accesses:
                 parts += _parts(title, here, there, keys)
@@ -427,7 +436,7 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None,
         raise PlanError(f"{title}: {error}") from None
     if src.chosen or dst.chosen:
         parts = in_step(parts)
-    if cast is not None and cast.value != 1 and casts and all(part.formats[2] not in ("", "float8_e4m3fn") for part in casts):
+    if cast is not None and not is_one(cast) and casts and all(part.formats[2] not in ("", "float8_e4m3fn") for part in casts):
         raise PlanError(
             f"{title}: {cast}: every plane that is cast has scales of its own, which no scale of the caller multiplies; pass "
             "cast='amax'"
@@ -442,18 +451,19 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None,
     return made
 
 
-def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section, Section, list[CastPart]]:
-    """The loop nests of the planes that are cast, and the two sections without these planes."""
+def _casts(
+    title: str, src: Section, dst: Section, cast: Scale, at: Mapping[str, range]
+) -> tuple[Section, Section, list[CastPart]]:
+    """The loop nests of the planes that are cast, and the two sections without these planes.
+
+    `at`: where the sections are in those that are copied, along axes that were divided.
+    """
     sides = [{plane: _maps_of(side, plane) for plane in _plane_names(side)} for side in (src, dst)]
     scales = [{data: scale for scale, data in side.layout.scales.items() if scale in maps and data in maps}
               for side, maps in zip((src, dst), sides, strict=True)]  # fmt: skip
-    values = [[plane for plane in maps if plane not in of.values()] for maps, of in zip(sides, scales, strict=True)]
-    pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
-    if not pairs and len(values[0]) == len(values[1]) == 1:  # one kind of values on each side: names do not matter
-        pairs = [(values[0][0], values[1][0])]
     made: list[CastPart] = []
     done: tuple[set[str], set[str]] = (set(), set())
-    for ours, theirs in pairs:
+    for ours, theirs in value_pairs(src, dst):
         here, there = sides[0][ours], sides[1][theirs]
         formats = here[0].dtype, there[0].dtype
         own = scales[0].get(ours), scales[1].get(theirs)
@@ -474,9 +484,14 @@ def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section
                 f"{title}: plane {ours or theirs!r}: K and V share scales and have different orders, so no loop goes through a "
                 "group; convert in two steps, through a layout in which K and V have one order"
             )
+        sizes = dict(here[0].sizes)
+        layers = at.get("l", range(sizes.get("l", 1)))
         for o in range(src.shape.no) if any(len(one) > 1 for one in maps) else (None,):
-            at = [_half(title, one, o) for one in maps]
-            made.append(cast_part(title, at[0], at[1], at[2] if of_scales else None, group, cast.value, o))
+            halves = at.get("o", range(sizes.get("o", 1))) if o is None else (o,)
+            multiplies = of_scales is None or of_scales[0].dtype == "float8_e4m3fn"
+            given = table_of(cast, layers, halves) if multiplies else ((1.0,), {})
+            found = [_half(title, one, o) for one in maps]
+            made.append(cast_part(title, found[0], found[1], found[2] if of_scales else None, group, given, o))
     rest = [
         replace(side, accesses=tuple(access for access in side.accesses if access.plane not in gone))
         for side, gone in zip((src, dst), done, strict=True)
@@ -489,6 +504,42 @@ def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section
             "both sides, apart from scales (`scales:` of a plane in the layout file)"
         )
     return rest[0], rest[1], made
+
+
+def value_pairs(src: Section, dst: Section) -> list[tuple[str, str]]:
+    """Planes of values, not of scales, that belong together: of one name, or the only ones."""
+    values = []
+    for side in (src, dst):
+        planes = _plane_names(side)
+        scales = {scale for scale, data in side.layout.scales.items() if data in planes}
+        values.append([plane for plane in planes if plane not in scales])
+    pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
+    return [(values[0][0], values[1][0])] if not pairs and len(values[0]) == len(values[1]) == 1 else pairs
+
+
+def _numbered(title: str, src: Section, dst: Section, cast: Scale) -> int:
+    """The side whose layers, and K and V, the scales of the caller belong to: 0 the source, 1 the destination."""
+    formats = [(_maps_of(src, ours)[0].dtype, _maps_of(dst, theirs)[0].dtype) for ours, theirs in value_pairs(src, dst)]
+    sides = {int(one in PLAIN) for one, other in formats if one != other}
+    if len(sides) > 1:
+        raise PlanError(f"{title}: {cast}: planes are cast in both directions; expected one number for all layers, and for K and V")
+    return sides.pop() if sides else 1
+
+
+def _require_scales(title: str, src: Section, dst: Section, cast: Scale) -> None:
+    """Raise `PlanError` if the scales of the caller are not those of the layers, or of K and V, that are copied."""
+    if layers_of(cast) is None and cast.k is None:
+        return
+    number = _numbered(title, src, dst, cast)
+    side, name = (src, dst)[number], ("source", "destination")[number]
+    count, halves = side.count("l"), side.count("o")
+    if layers_of(cast) not in (None, count):
+        raise PlanError(f"{title}: {cast}: expected one number for each of the {count} layers of the {name}, got {layers_of(cast)}")
+    if cast.k is not None and (halves != 2 or "o" in dict(side.chosen)):
+        what = "V before K" if halves == 2 else "only one of K and V" if side.shape.no == 2 else "no K and V of their own"
+        raise PlanError(
+            f"{title}: {cast}: the {name} has {what}; expected Scale(x), where x is a number, or one for each layer"
+        )
 
 
 def _direction(
@@ -530,6 +581,9 @@ def between_layers(
     """`between` for some layers of the sections; plans are cached."""
     if layers is not None:
         ours, theirs = _windows(title, (src.count("l"), dst.count("l")), layers)
+        if cast is not None and layers_of(cast) is not None:
+            _require_scales(title, src, dst, cast)
+            cast = of_layers(cast, (ours, theirs)[_numbered(title, src, dst, cast)])
         src, dst = src.select("l", ours), dst.select("l", theirs)
     names = (src.layout.name, dst.layout.name)
     if cast is None:

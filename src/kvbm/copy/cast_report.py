@@ -1,0 +1,278 @@
+"""What a cast lost: groups of zeros, saturated elements, NaN and errors, from what the two pools hold afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _core
+from ..errors import PlanError
+from ..layout import spec
+from ..layout.region import Section, canonical
+from ..layout.scales import QUANTISED, Group, group_of
+from ..layout.shapes import BlockShape
+from ..planner.cast import AMAX, PLAIN, Cast, Scale, as_cast
+from ..planner.plan import between_layers, value_pairs
+from ..pool.pool import Pool
+from ..pool.section import PoolSection
+from .diff import on_host
+from .executor import part_of
+from .transfer import Transfer
+
+__all__ = ["CastReport", "cast_report"]
+
+#: Bytes of the values of a batch in float32.  Several arrays of this size are held.
+_BATCH_BYTES = 16 << 20
+
+#: The least float32 |t| that saturates.
+_SATURATES = {
+    "float8_e4m3fn": np.nextafter(np.float32(464), np.float32(np.inf)),
+    "float8_e5m2": np.float32(61440),
+    "float4_e2m1fn": np.float32(7),
+    "int8": np.float32(127.5),
+}
+
+_Floats = npt.NDArray[np.float32]
+_Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class CastReport:
+    """What the quantised values of a batch have lost.
+
+    Attributes
+    ----------
+    elements, groups : int
+        Elements that were quantised, and groups of them that share a stored scale.
+    groups_of_zeros : int
+        Groups without a finite value other than zero.
+    saturated : int
+        Elements that are infinite or too large for the format.
+    nan : int
+        Elements that are NaN.
+    largest_error, mean_error : float
+        Of the relative errors ``|dequantised - x| / |x|`` of finite elements x other than zero, against the exact float32 product
+        of code and scale.  inf if a finite x has become NaN or infinite, or zero something else: the destination then does not hold
+        this cast of the source.
+    """
+
+    elements: int = 0
+    groups: int = 0
+    groups_of_zeros: int = 0
+    saturated: int = 0
+    nan: int = 0
+    largest_error: float = 0.0
+    mean_error: float = 0.0
+
+
+def cast_report(
+    src_pool: Pool | PoolSection,
+    dst_pool: Pool | PoolSection,
+    src_ids: Any = None,
+    dst_ids: Any = None,
+    *,
+    cast: Cast,
+    stream: Any = None,
+) -> CastReport:
+    """Count what quantising blocks has lost: compare the source with the destination after the copy.
+
+    It copies the blocks of both pools to host memory as float32, some at a time, and compares them with NumPy on one core.  It is a
+    diagnostic: far slower than the copy.
+
+    Parameters
+    ----------
+    src_pool, dst_pool, src_ids, dst_ids, cast
+        As they were passed to `convert` or `Transfer`; the blocks have not changed since.
+    stream : optional
+        For pools on a GPU: the stream of the copy, as for `convert`.  The call waits for it.
+
+    Returns
+    -------
+    CastReport
+        Of all pairs that were not skipped, and all planes that were quantised.
+
+    Raises
+    ------
+    BindError
+        Ids are out of range or repeated in the destination.
+    LayoutError, PlanError
+        There is no such cast, or it does not quantise.
+
+    Examples
+    --------
+    >>> convert(engine_pool, storage_pool, [7, 3], [0, 1], cast="amax")  # doctest: +SKIP
+    >>> cast_report(engine_pool, storage_pool, [7, 3], [0, 1], cast="amax").saturated  # doctest: +SKIP
+    0
+    """
+    src, dst, scale = part_of(src_pool, "source"), part_of(dst_pool, "destination"), as_cast(cast)
+    title = f"{src.pool.layout.name} → {dst.pool.layout.name}"
+    for part in (src, dst):
+        part.pool.require_open()
+    made = between_layers(src.of, dst.of, title, None, scale)
+    if scale is None or not any(part.formats[1] in QUANTISED for part in made.casts):
+        formats = " and ".join(dict.fromkeys(f"{part.formats[0]} to {part.formats[1]}" for part in made.casts)) or "no cast"
+        raise PlanError(
+            f"{title}: cast_report: expected a cast to one of {', '.join(QUANTISED)}, got {formats}; for values that were "
+            "dequantised, report the cast that quantised them"
+        )
+    ids = _core.Pairs(on_host(src_ids), on_host(dst_ids), src.num_ids, dst.num_ids).ids()
+    pairs = [(one, other) for one, other in np.array(ids, np.int64).reshape(2, -1).T.tolist() if -1 not in (one, other)]
+    total = _Total()
+    for ours, theirs in value_pairs(src.of, dst.of):
+        plane = _Plane.of(src, dst, ours, theirs, scale, len(pairs))
+        if plane is not None:
+            for x, y, e in plane.values(pairs, stream):
+                total.add(x, y, e, plane)
+    return total.report()
+
+
+class _Total:
+    """The counts of all batches so far."""
+
+    def __init__(self) -> None:
+        self.elements = self.groups = self.zeros = self.saturated = self.nan = self.with_error = 0
+        self.largest = self.sum = 0.0
+
+    def add(self, x: _Floats, y: _Floats, e: _Floats, plane: _Plane) -> None:
+        """Count elements.  `x`: the source; `y`: dequantised; `e`: effective scales.  The first axis are ids."""
+        finite = np.isfinite(x)
+        with np.errstate(all="ignore"):
+            t = x * (np.float32(1) / e)  # a scale of a cast is so large that its reciprocal is finite
+            self.saturated += int(np.count_nonzero(np.abs(t) >= _SATURATES[plane.dtype]))
+            of = finite & ((x != 0) | (y != 0))
+            error = np.abs(y[of].astype(np.float64) - x[of]) / np.abs(x[of].astype(np.float64))
+        error[np.isnan(error)] = np.inf
+        self.elements += x.size
+        self.nan += int(np.count_nonzero(np.isnan(x)))
+        self.with_error += error.size
+        self.sum += float(error.sum())
+        self.largest = max(self.largest, float(error.max(initial=0.0)))
+        if plane.group is not None:
+            found = _any_in_groups(finite & (x != 0), plane.axes, plane.group)
+            self.groups += found.size
+            self.zeros += found.size - int(np.count_nonzero(found))
+
+    def report(self) -> CastReport:
+        mean = self.sum / self.with_error if self.with_error else 0.0
+        return CastReport(self.elements, self.groups, self.zeros, self.saturated, self.nan, self.largest, mean)
+
+
+def _any_in_groups(flags: _Flags, axes: Sequence[str], group: Group) -> _Flags:
+    """Whether any flag of a group is set."""
+    for number in reversed(range(len(axes))):
+        if axes[number] == group.axis:
+            shape = flags.shape
+            flags = np.any(flags.reshape(*shape[: number + 1], -1, group.size, *shape[number + 2 :]), number + 2, keepdims=False)
+        elif axes[number] in group.whole:
+            flags = np.any(flags, number + 1, keepdims=False)
+    return flags
+
+
+class _Plane(NamedTuple):
+    """A plane that was quantised, and the copies of its values to arrays of float32 in one order.
+
+    Attributes
+    ----------
+    dtype : str
+        The quantised format.
+    axes, extents : tuple
+        The axes of the arrays behind that of ids, and their sizes.
+    group : Group, optional
+        The elements that share a stored scale.
+    x, y, e : Pool
+        What the source holds; what the destination holds, dequantised; the effective scale of each element.
+    moves : tuple of Transfer
+        From the source to `x`; from the destination to `y`; from the scales of the destination to those of a pool in which all
+        codes are those of 1; from this pool to `e`.  Without stored scales only the first two: `e` does not change.
+    """
+
+    dtype: str
+    axes: tuple[str, ...]
+    extents: tuple[int, ...]
+    group: Group | None
+    x: Pool
+    y: Pool
+    e: Pool
+    moves: tuple[Transfer, ...]
+
+    @classmethod
+    def of(cls, src: PoolSection, dst: PoolSection, ours: str, theirs: str, cast: Scale, pairs: int) -> _Plane | None:
+        """The plane of these names; None if it was copied as it is."""
+        dtype, sizes, packed = _format(dst.of, theirs)
+        if _format(src.of, ours)[0] not in PLAIN or dtype not in QUANTISED:
+            return None
+        name = next((scale for scale, data in dst.of.layout.scales.items() if data == theirs), "") if theirs else ""
+        axes = tuple(sorted(sizes, key=lambda axis: (axis in packed, canonical(axis))))
+        count = max(1, min(pairs, _BATCH_BYTES // (4 * math.prod(sizes.values()))))
+        device = "pinned" if any(part.pool.device != "cpu" for part in (src, dst)) else "cpu"
+
+        pool = partial(_scratch, sizes={axis: sizes[axis] for axis in axes}, blocks=count, device=device)
+        one, group, own = Scale(1.0), None, cast
+        # Planes of float32 are not cast, and need their name: beside a plane that nobody uses, as one alone has no name.
+        x = pool("float32", names=(ours, f"{ours}x"), scale_dtype="uint8") if ours else pool("float32")
+        y, e = pool("float32"), pool("float32")
+        mine, its = (part.section(planes=plane or None) for part, plane in ((src, ours), (dst, theirs)))
+        if name:
+            scale_dtype, scale_sizes, _ = _format(dst.of, name)
+            group = group_of(theirs, sizes, name, scale_sizes)
+            its = dst.section(planes=[theirs, name])
+            own = cast if scale_dtype == "float8_e4m3fn" else AMAX
+            ones = pool(dtype, names=(theirs, name), scale_dtype=scale_dtype, scale_sizes=scale_sizes)
+        else:
+            ones = pool(dtype)
+        e.arrays[0][:] = 1
+        Transfer(e, ones.section(planes=theirs) if name else ones, "direct", cast=one).copy()
+        moves = [Transfer(mine, x.section(planes=ours or None), "direct", cast=one), Transfer(its, y, "direct", cast=own)]
+        back = Transfer(ones, e, "direct", cast=own)
+        if name:
+            moves += [Transfer(dst.section(planes=name), ones.section(planes=name), "direct"), back]
+        else:
+            back.copy()
+        return cls(dtype, axes, tuple(sizes[axis] for axis in axes), group, x, y, e, tuple(moves))
+
+    def values(self, pairs: Sequence[tuple[int, int]], stream: Any) -> Iterator[tuple[_Floats, _Floats, _Floats]]:
+        """Arrays of `x`, `y` and `e`, some pairs at a time."""
+        for first in range(0, len(pairs), self.x.num_blocks):
+            some = pairs[first : first + self.x.num_blocks]
+            sides: list[Any] = [list(side) for side in zip(*some, strict=True)]
+            for move, ids in zip(self.moves, (sides[0], sides[1], sides[1], range(len(some))), strict=False):
+                move.copy(ids, range(len(some)), stream=stream if move.device >= 0 else None).synchronize()
+            x, y, e = (pool.arrays[0].reshape(-1, *self.extents)[: len(some)] for pool in (self.x, self.y, self.e))
+            yield x, y, e
+
+
+def _format(section: Section, plane: str) -> tuple[str, dict[str, int], str]:
+    """Dtype of a plane, the sizes of its axes without those of one coordinate, and the axis along which elements share bytes."""
+    access = next(access for access in section.accesses if access.plane == plane)
+    sizes = {axis: section.count(axis) if axis in dict(section.chosen) else size for axis, size in access.sizes}
+    return access.dtype, {axis: size for axis, size in sizes.items() if size > 1}, "".join(access.packed)
+
+
+def _scratch(
+    dtype: str, sizes: Mapping[str, int], blocks: int, device: str, names: tuple[str, str] = ("", ""), scale_dtype: str = "",
+    scale_sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Pool:  # fmt: skip
+    """A pool in host memory: elements in the order of `sizes`; with `names` also their scales, or another plane of float32 ones."""
+    more = {axis: size for axis, size in {**sizes, **scale_sizes}.items() if axis not in "lohtd"}
+    order = " ".join(("b", *(axis for axis in "lohtd" if axis not in sizes), *sizes))  # axes of one coordinate first
+    planes = ""
+    if scale_dtype:
+        own = [axis for axis in "loht" if axis in scale_sizes or axis not in sizes]
+        own += [axis for axis in scale_sizes if axis not in own]
+        shared = " ".join(axis for axis in "loht" if axis not in own)
+        planes = (
+            f"planes:\n  {names[0]}: {{order: {order[2:]}, dtype: {dtype}}}\n  {names[1]}: {{order: {' '.join(own)}, dtype: "
+            f"{scale_dtype}{f', scales: {names[0]}' if dtype in QUANTISED else ''}{f', shared: {shared}' if shared else ''}}}\n"
+        )
+        order = f"[<{' '.join(names)}>] b"
+    axes = f"axes: {{{', '.join(f'{axis}: {size}' for axis, size in more.items())}}}\n" if more else ""
+    layout = spec.parse(f'order: "{order}"\n{axes}{planes}', name="cast_report")
+    nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in "lohtd")
+    return Pool.allocate(layout, BlockShape(nl=nl, no=no, nh=nh, nt=nt, hd=hd, dtype=dtype), blocks, device)
