@@ -407,6 +407,7 @@ OBJECTS: dict[str, Callable[[random.Random], Any]] = {
     "Rank": lambda _: _packer().ends(_packer().made.messages[0])[0],
     "Resharding": _made,
     "Trailer": lambda _: _trailer(),
+    "CastFrom": lambda _: store.CastFrom("float8_e4m3fn", "bfloat16"),
     "Damage": lambda _: store.Damage(0, "block", None, None, 1, 2),
     "Digests": lambda _: store.Digests.of(_whole_pool()),
     "Stored": lambda rng: store.read(_file(rng)),

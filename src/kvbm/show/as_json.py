@@ -33,7 +33,8 @@ def of_layout(layout: Layout) -> dict[str, Any]:
         "order": layout.order_text,
         "orders": [str(order) for order in layout.orders],
         "planes": [
-            {"name": plane.name, "dtype": plane.dtype, "orders": [str(order) for order in plane.orders]} for plane in layout.planes
+            {"name": plane.name, "dtype": plane.dtype, "orders": [str(order) for order in plane.orders], "scales": plane.scales or None}
+            for plane in layout.planes
         ],
         "pitch": {term: str(pitch) for term, pitch in layout.pitch},
         "axes": layout.axes,
