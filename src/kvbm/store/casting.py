@@ -122,7 +122,8 @@ def _written(
                 "kvbm.Scale(1.0)"
             )
         text, given = "", scale.value if after in QUANTISED else None
-        if own := theirs.get(scales.get(there, "")):
+        if there in scales:
+            own = theirs[scales[there]]
             sizes = dict(theirs[there].sizes)
             text = scale_text(own.dtype, sizes, group_of(there, sizes, own.plane, dict(own.sizes)))
             given = given if own.dtype == _RELATIVE else None
