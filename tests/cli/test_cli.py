@@ -20,10 +20,12 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
+import casting
 import kvbm
 import matrix
 import oracle
-from kvbm import reshard
+from casting import Side
+from kvbm import reshard, store
 from kvbm.cli import doctor
 from kvbm.cli.app import main
 from kvbm.layout.shapes import shape_names
@@ -657,6 +659,55 @@ def test_convert_keeps_what_is_there(tmp_path: Path) -> None:
 
 
 # ---- digests of files ------------------------------------------------------------------------------------------------
+
+
+def _held(side: Side) -> list[bytes]:
+    return [np.ascontiguousarray(array).tobytes() for array in side.pool.arrays]
+
+
+def test_convert_casts(tmp_path: Path) -> None:
+    src, dst = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3), Side("record/per_token_head_fp8_planes", (2, 2, 3, 4, 64), "bfloat16", 3)
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    store.save(one, src.pool)
+    said = ok("convert", one, two, "--to", dst.layout.name, "--cast", "amax")
+    assert "verified before the cast; data: float8_e4m3fn, one float32 for each token and head (64 elements), from bfloat16" in said
+    dst.put(casting.expected(src, dst, [0, 1, 2], [0, 1, 2]))
+    assert casting.tensors(two) == _held(dst)
+    assert "all as they were" in ok("verify", two)
+    said = ok("convert", two, three, "--to", "universal", "--cast", "amax", "--no-verify", "--blocks", "2,0")
+    assert "verified" not in said and "bfloat16, from float8_e4m3fn" in said
+    back = Side("universal", (2, 2, 3, 4, 64), "bfloat16", 2, dst=True)
+    back.put(casting.expected(dst, back, [2, 0], [0, 1]))
+    assert casting.tensors(three) == _held(back)
+    # A scale of the caller stays with the file.
+    ok("convert", one, three, "--to", "universal", "--cast", "0.5", "--dtype", "float8_e4m3fn", "--force")
+    codes = Side("universal", (2, 2, 3, 4, 64), "float8_e4m3fn", 3, dst=True)
+    codes.put(casting.expected(src, codes, [0, 1, 2], [0, 1, 2], 0.5))
+    assert casting.tensors(three) == _held(codes)
+    assert "verified" in ok("convert", three, tmp_path / "moved", "--to", "hnd") and "verified" in ok("verify", three)
+    for cast in ("amax", "0.5"):
+        ok("convert", tmp_path / "moved", two, "--to", "nhd", "--cast", cast, "--force")
+        values = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3, dst=True)
+        values.put(casting.expected(codes, values, [0, 1, 2], [0, 1, 2], 0.5, source=codes.after.copy()))
+        assert casting.tensors(two) == _held(values)
+
+
+def test_convert_refuses_casts(tmp_path: Path) -> None:
+    side = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3)
+    store.save(tmp_path / "in.safetensors", side.pool, dtype="float8_e4m3fn", cast=kvbm.Scale(0.5))
+    for error, args, words in (
+        (kvbm.BindError, ("hnd", "--cast", "0.25"), "cast with Scale(value=0.5), so Scale(value=0.25) would give other values"),
+        (kvbm.BindError, ("hnd", "--dtype", "bfloat16"), "only a cast makes it bfloat16"),
+        (kvbm.PlanError, ("record/mxfp8_tensors", "--cast", "amax"), "expected the same planes on both sides"),
+        (kvbm.PlanError, ("record/mxfp8_tensors",), "expected the same planes on both sides; cast='amax' (--cast amax) quantises"),
+        (2, ("hnd", "--cast", "max"), "--cast': expected amax, or a number from 2**-100 to 2**100, got 'max'"),
+        (2, ("hnd", "--cast", "nan"), "expected amax, or a number"),
+        (2, ("hnd", "--cast", "-1"), "expected amax, or a number"),
+        (2, ("hnd", "--cast", "1e40"), "expected amax, or a number"),
+        (kvbm.DTypeError, ("hnd", "--cast", "amax", "--dtype", "f7"), "dtype"),
+    ):
+        said = _fails(tmp_path, error, "--to", *args)
+        assert words in " ".join(said.split()), said
 
 
 def _flip(path: Path, tensor: str, at: int) -> None:

@@ -11,16 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ..errors import BindError, DigestError, KvbmError, printable
+from ..errors import BindError, DigestError, KvbmError, PlanError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
 from .common import json_option, layout_option, num_blocks_option, print_error, print_json, progress, shape_option
 
 if TYPE_CHECKING:
+    from ..planner.cast import Scale
     from ..store.digests import Damage
     from ..store.file import Stored
 
@@ -52,6 +53,18 @@ def _listed(runs: Sequence[range] | None, stored: Stored) -> list[int] | None:
     if len(set(found)) != len(found):
         raise click.UsageError("--blocks: expected each block once")
     return found
+
+
+def _cast(ctx: click.Context, param: click.Parameter, given: str | None) -> Literal["amax"] | Scale | None:  # noqa: ARG001
+    """``amax``, or a number: the scale of the caller."""
+    if given is None or given == "amax":
+        return given  # type: ignore[return-value]
+    from ..planner.cast import Scale
+
+    try:
+        return Scale(float(given))
+    except (ValueError, PlanError):
+        raise click.BadParameter(f"expected amax, or a number from 2**-100 to 2**100, got {given!r:.60}") from None
 
 
 _BLOCKS = click.option("--blocks", callback=_runs, metavar="LIST", help="Only these blocks, such as 3,7-9.")
@@ -87,8 +100,15 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 @layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
 @_source_options("IN")
 @_BLOCKS
+@click.option(
+    "--cast",
+    callback=_cast,
+    metavar="amax|X",
+    help="Quantise, or the reverse: with scales from the values, or of the layout (amax), or with one scale (X).",
+)
+@click.option("--dtype", metavar="DTYPE", help="With --cast: dtype of OUT, where its layout does not say it.")
 @click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Where to convert.")
-@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN.")
+@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def convert(
     source: Path,
@@ -98,6 +118,8 @@ def convert(
     shape_text: str | None,
     num_blocks: int | None,
     blocks: Sequence[range] | None,
+    cast: Literal["amax"] | Scale | None,
+    dtype: str | None,
     device: str,
     no_verify: bool,
     force: bool,
@@ -110,6 +132,9 @@ def convert(
 
     Each written block is compared with its digest in IN, or with a digest of the data that were read if IN has none. OUT gets
     these digests. A wrong block is an error that names its layers and tokens, and OUT stays as it was.
+
+    Values change only with --cast. OUT then says what was cast, and has the digests of its own blocks; those of IN are
+    compared as they are read. If IN was written with a scale X, amax uses it.
     """
     from .. import store
 
@@ -136,6 +161,8 @@ def convert(
             src_layout=src_layout,
             shape=load_shape(shape_text) if shape_text else None,
             num_blocks=num_blocks,
+            cast=cast,
+            dtype=dtype,
             device=device,
             verify=not no_verify,
             force=force,
@@ -146,7 +173,11 @@ def convert(
     assert made.num_blocks is not None
     nbytes = made.num_blocks * dst_layout.resolve(made.shape, made.num_blocks).block_bytes
     name = src_layout.name if src_layout else printable(stored.layout_name or "?")
-    suffix = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
+    if made.casts != stored.casts:
+        suffix = ", verified before the cast" if stored.digests and not no_verify else ""
+        suffix += "".join(f"; {f'{printable(plane)}: ' if plane else ''}{one}" for plane, one in made.casts.items())
+    else:
+        suffix = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
     click.echo(
         f"{_shown(source)} ({name}) → {_shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
         f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{suffix}"

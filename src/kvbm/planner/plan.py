@@ -595,7 +595,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             raise PlanError(
                 f"{title}: {where.layout.name} {what}, and the other side has "
                 f"{', '.join(repr(name) for name in there) if '' not in there else 'none'}; expected the same planes on both sides"
-                + ("; cast='amax' quantises, or dequantises" if src.layout.scales or dst.layout.scales else "")
+                + ("; cast='amax' (--cast amax) quantises, or dequantises" if src.layout.scales or dst.layout.scales else "")
             )
     for name, ours in sources.items():
         theirs = destinations[name]

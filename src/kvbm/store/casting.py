@@ -183,7 +183,7 @@ def with_recorded(path: object, notes: Mapping[str, CastFrom], cast: Scale) -> S
             if scale != cast.value:
                 raise BindError(
                     f"{path}: {f'plane {plane!r} was' if plane else 'its values were'} cast with {Scale(scale)}, so {cast} would give "
-                    "other values; pass cast='amax', which uses the scale that the file names"
+                    "other values; pass cast='amax' (--cast amax), which uses the scale that the file names"
                 )
         return cast
     if len(recorded) > 1:
