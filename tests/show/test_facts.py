@@ -6,7 +6,6 @@ import itertools
 import re
 
 import numpy as np
-
 import pytest
 
 import kvbm
@@ -113,7 +112,8 @@ def test_k_and_v_of_other_orders_in_one_allocation_are_one_run_where_they_meet()
         (("[b] l o", "t h d", "t", "h"), "", "one float32 for each token (1,024 elements)"),
         (("[b] l o", "t h d", "", "h t"), "", "one float32 for each layer (16,384 elements)"),
         (("[b] l", "o t h d", "t", "o h"), "", "one float32 for each token, for K and V together (2,048 elements)"),
-        (("[b]", "l o t h d", "", "l o t h"), "", "one float32 for each block, for all layers and K and V together (65,536 elements)"),
+        (("[b]", "l o t h d", "", "l o t h"), "",
+         "one float32 for each block, for all layers and K and V together (65,536 elements)"),
         (("[b] l o", "t h d", "h d", "t"), "", "one float32 for each head and d (16 elements)"),
         (("[b] l o", "t h d", "t h", ""), ",nh=1,nt=1", "one float32 for each layer (128 elements)"),
     ],

@@ -33,7 +33,8 @@ def of_layout(layout: Layout) -> dict[str, Any]:
         "order": layout.order_text,
         "orders": [str(order) for order in layout.orders],
         "planes": [
-            {"name": plane.name, "dtype": plane.dtype, "orders": [str(order) for order in plane.orders], "scales": plane.scales or None}
+            {"name": plane.name, "dtype": plane.dtype, "orders": [str(order) for order in plane.orders],
+             "scales": plane.scales or None}
             for plane in layout.planes
         ],
         "pitch": {term: str(pitch) for term, pitch in layout.pitch},
@@ -42,7 +43,7 @@ def of_layout(layout: Layout) -> dict[str, Any]:
         "used_by": list(layout.used_by),
         "read_from": layout.read_from,
         "file": layout.file,
-    }
+    }  # fmt: skip
 
 
 def of_group(group: Sequence[Layout]) -> dict[str, Any]:

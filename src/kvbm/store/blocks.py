@@ -339,8 +339,8 @@ def _other_dtype(what: str, shape: BlockShape, dtype: str | None, scale: Scale |
     other = replace(shape, dtype=dtype)
     if scale is None and other != shape:
         raise BindError(
-            f"dtype: {what} is {shape.dtype}, and only a cast makes it {other.dtype}: pass cast='amax' (--cast amax), or for planes "
-            "without scales cast=kvbm.Scale(1.0) (--cast 1)"
+            f"dtype: {what} is {shape.dtype}, and only a cast makes it {other.dtype}: pass cast='amax' (--cast amax), or "
+            "cast=kvbm.Scale(1.0) (--cast 1) for planes without scales"
         )
     return other
 

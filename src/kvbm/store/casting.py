@@ -52,7 +52,7 @@ class CastFrom:
     scale: float | None = None
 
     def __str__(self) -> str:
-        own = f", {self.scales}" if self.scales else ""
+        own = f", {printable(self.scales)}" if self.scales else ""
         given = f", times {self.scale:g}" if self.scale not in (None, 1.0) else ""
         return f"{self.dtype}{own}{given}, from {self.before}"
 
@@ -182,14 +182,13 @@ def with_recorded(path: object, notes: Mapping[str, CastFrom], cast: Scale) -> S
         for scale, plane in recorded.items():
             if scale != cast.value:
                 raise BindError(
-                    f"{path}: {f'plane {plane!r} was' if plane else 'its values were'} cast with {Scale(scale)}, so {cast} would give "
-                    "other values; pass cast='amax' (--cast amax), which uses the scale that the file names"
+                    f"{path}: {f'plane {plane!r} was' if plane else 'its values were'} cast with {Scale(scale)}, so {cast} would "
+                    "give other values; pass cast='amax' (--cast amax), which uses the scale that the file names"
                 )
         return cast
     if len(recorded) > 1:
         raise BindError(
-            f"{path}: its planes were cast with the scales {', '.join(f'{one:g}' for one in recorded)}, and a copy has one; read the "
-            "file in its own layout"
+            f"{path}: metadata {CAST!r}: expected one scale of a caller, got {', '.join(f'{one:g}' for one in recorded)}"
         )
     return Scale(next(iter(recorded))) if recorded else cast
 

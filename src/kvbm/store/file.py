@@ -4,8 +4,8 @@ A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of t
 (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
 several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
 ``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes, and ``kvbm.cast`` if values
-were cast (`kvbm.store.casting`).  Records are tensors of bytes; planes in separate arrays have their own dtypes.  Tensors of digests
-come before those of blocks.  Any safetensors reader can open the file; ``docs/reference/file-format.md`` describes the format.
+were cast (`kvbm.store.casting`).  Records are tensors of bytes; planes in separate arrays have their own dtypes.  Tensors of
+digests come before those of blocks.  Any safetensors reader can open the file; ``docs/reference/file-format.md`` describes it.
 
 The header is read and written here instead of by the ``safetensors`` package, which has no bfloat16 or fp8 for NumPy.  Blocks are
 read some at a time, and written to a mapped file, so pools larger than the memory can be converted.  A file that is read is opened
@@ -318,7 +318,8 @@ class Stored:
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
         if self.shape is not None and shape is not None and not layout.same_blocks(self.shape, shape):
-            dtypes = "; cast= and dtype= change the dtype of what is read" if replace(shape, dtype=self.shape.dtype) == self.shape else ""
+            is_same = replace(shape, dtype=self.shape.dtype) == self.shape
+            dtypes = "; cast= and dtype= change the dtype of what is read" if is_same else ""
             raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}{dtypes}")
         shape = self.shape or shape
         if shape is None:
