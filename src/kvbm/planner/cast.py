@@ -90,6 +90,11 @@ class Scale:
     is_given : bool
         False: every plane that is cast must have scales of its own.
 
+    Attributes
+    ----------
+    text : str
+        The scale as a text that a compiler of Python takes for a constant: ``amax``, or the value.
+
     Raises
     ------
     PlanError
@@ -98,6 +103,7 @@ class Scale:
 
     value: float = 1.0
     is_given: bool = field(default=True, repr=False)
+    text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
         given: object = self.value
@@ -105,6 +111,7 @@ class Scale:
         if not is_number or not _LEAST <= given <= _MOST:  # type: ignore[operator]
             raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {quoted(given)}")
         object.__setattr__(self, "value", struct.unpack("f", struct.pack("f", self.value))[0])
+        object.__setattr__(self, "text", repr(self.value) if self.is_given else "amax")
 
 
 #: A cast in which each scale is computed from, or stored with, the elements of its group.

@@ -244,7 +244,7 @@ def _cast_text(operator: str, cast: Any) -> str | None:
         return None
     with _named(operator):
         scale = as_cast(cast)
-    return repr(scale.value) if scale is not None and scale.is_given else "amax"
+    return None if scale is None else scale.text
 
 
 def _ids(what: str, ids: Any) -> torch.Tensor | None:
