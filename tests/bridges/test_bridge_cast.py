@@ -205,7 +205,7 @@ def test_casts_that_are_refused(bridge: Any) -> None:
 @pytest.mark.parametrize("how", ["max", "", "nan", "0", "1e300", "x" * 10_000], ids=lambda text: text[:9])
 def test_texts_that_are_no_cast(how: str) -> None:
     plain = Side("nhd", GQA, "bfloat16", 2)
-    with pytest.raises(kvbm.PlanError, match="convert: .*expected") as error:
+    with pytest.raises(kvbm.PlanError, match=r"convert: .*expected") as error:
         torch.ops.kvbm.convert(kvbm.torch.tensors(plain.pool), "nhd", "record/mxfp8_tensors", str(plain.shape), how)
     assert len(str(error.value)) < 400
 

@@ -146,6 +146,34 @@ def test_plan_as_json(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_plan_of_a_cast() -> None:
+    args = ("plan", "nhd", "record/per_token_head_fp8_planes", "--cast", "amax")
+    made = kvbm.plan(*args[1:3], "llama-3.1-8b", cast="amax")
+    text = ok(*args)
+    assert str(made) in text and "each group of 128 with a float32 scale from its largest value" in " ".join(text.split())
+    (part,) = json.loads(ok(*args, "--json"))["parts"]
+    assert part["kind"] == "cast" and part["loops"][-1] == {
+        "what": "8 elements", "axes": [], "extent": 16, "src": {"allocations": 0, "bytes": 16},
+        "dst": {"allocations": 0, "bytes": 8},
+    }  # fmt: skip
+    elements = 8
+    for loop in part["loops"][1:]:
+        elements *= loop["extent"]
+    assert elements == made.shape.nbytes // 2
+    assert "with the scale 0.5 of the caller" in ok("plan", "nhd", "hnd", "--cast", "0.5", "--dtype", "float8_e4m3fn")
+    assert call("plan", "nhd", "hnd", "--cast", "x").exit_code == 2
+    assert call("plan", "nhd", "hnd", "--dtype", "int8").exit_code == kvbm.PlanError.exit_code
+
+
+def test_a_cast_has_no_picture(tmp_path: Path) -> None:
+    """Red: a notebook ended with ZeroDivisionError."""
+    made = kvbm.plan("nhd", "record/mxfp8_tensors", "llama-3.1-8b", cast="amax")
+    assert made._repr_svg_() is None and "values in another format" in made._repr_html_()
+    result = call("plan", "nhd", "record/mxfp8_tensors", "--cast", "amax", "--svg", tmp_path / "x.svg")
+    assert result.exit_code == kvbm.PlanError.exit_code and "a plan of a cast has no picture" in result.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_check_as_json() -> None:
     bad = Path(__file__).parents[1] / "data" / "bad" / "unknown_key.yaml"
     result = call("check", "nhd", bad, "--json")

@@ -11,17 +11,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import BindError, DigestError, KvbmError, PlanError, printable
+from ..errors import BindError, DigestError, KvbmError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
-from .common import json_option, layout_option, num_blocks_option, print_error, print_json, progress, shape_option
+from .common import (
+    cast_options,
+    json_option,
+    layout_option,
+    num_blocks_option,
+    print_error,
+    print_json,
+    progress,
+    shape_option,
+)
 
 if TYPE_CHECKING:
-    from ..planner.cast import Scale
+    from ..planner.cast import Cast
     from ..store.digests import Damage
     from ..store.file import Stored
 
@@ -53,18 +62,6 @@ def _listed(runs: Sequence[range] | None, stored: Stored) -> list[int] | None:
     if len(set(found)) != len(found):
         raise click.UsageError("--blocks: expected each block once")
     return found
-
-
-def _cast(ctx: click.Context, param: click.Parameter, given: str | None) -> Literal["amax"] | Scale | None:  # noqa: ARG001
-    """``amax``, or a number: the scale of the caller."""
-    if given is None or given == "amax":
-        return given  # type: ignore[return-value]
-    from ..planner.cast import Scale
-
-    try:
-        return Scale(float(given))
-    except (ValueError, PlanError):
-        raise click.BadParameter(f"expected amax, or a number from 2**-100 to 2**100, got {given!r:.60}") from None
 
 
 _BLOCKS = click.option("--blocks", callback=_runs, metavar="LIST", help="Only these blocks, such as 3,7-9.")
@@ -100,13 +97,7 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 @layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
 @_source_options("IN")
 @_BLOCKS
-@click.option(
-    "--cast",
-    callback=_cast,
-    metavar="amax|X",
-    help="Quantise, or the reverse: with scales from the values, or of the layout (amax), or with one scale (X).",
-)
-@click.option("--dtype", metavar="DTYPE", help="With --cast: dtype of OUT, where its layout does not say it.")
+@cast_options("OUT")
 @click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Where to convert.")
 @click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -118,7 +109,7 @@ def convert(
     shape_text: str | None,
     num_blocks: int | None,
     blocks: Sequence[range] | None,
-    cast: Literal["amax"] | Scale | None,
+    cast: Cast,
     dtype: str | None,
     device: str,
     no_verify: bool,
