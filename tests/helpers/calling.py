@@ -483,6 +483,8 @@ VALID: dict[str, Callable[[random.Random], Any]] = {
     "nt": lambda rng: 4,
     "hd": lambda rng: 4,
     "dtype": lambda rng: "float32",
+    "before": lambda rng: "bfloat16",
+    "cast": lambda rng: rng.choice((None, "amax", kvbm.Scale(0.5))),
     "strategy": lambda rng: "auto",
     "mesh": lambda rng: "tp2",
     "shard": lambda rng: {"h": "tp"},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .._arguments import is_real, quoted
 from ..errors import BindError, PlanError, printable
@@ -44,12 +45,28 @@ class CastFrom:
     scale : float, optional
         The scale of the caller (`kvbm.Scale`): without scales in the file, a value is its code times this; scales of NVFP4 are
         multiplied by it.  None if the codes need none.
+
+    Raises
+    ------
+    BindError
+        Something is of another type, or no dtype, or the scale is not a float32 from 2**-100 to 2**100.
     """
 
     dtype: str
     before: str
     scales: str = ""
     scale: float | None = None
+
+    def __post_init__(self) -> None:
+        for what, given in (("dtype", self.dtype), ("dtype before", self.before)):
+            if type(given) is not str or given not in ITEMSIZE:
+                raise BindError(f"{what}: expected one of {', '.join(ITEMSIZE)}, got {quoted(given)}")
+        if type(self.scales) is not str:
+            raise BindError(f"scales: expected a text, got {quoted(self.scales)}")
+        if self.scale is not None:
+            if not is_real(self.scale) or Scale(self.scale).value != self.scale:
+                raise BindError(f"scale: expected a float32, got {quoted(self.scale)}")
+            object.__setattr__(self, "scale", Scale(self.scale).value)
 
     def __str__(self) -> str:
         own = f", {printable(self.scales)}" if self.scales else ""
@@ -154,19 +171,14 @@ def text_of(notes: Mapping[str, CastFrom]) -> str:
 def notes_of(path: object, text: str) -> dict[str, CastFrom]:
     """How planes were cast, by the metadata of a file; `BindError` if the text says nothing that is possible."""
     try:
-        return {plane: _note(plane, one) for plane, one in parsed_object(text).items()}
-    except (ValueError, PlanError) as error:
+        return {plane: _note(one) for plane, one in parsed_object(text).items()}
+    except (ValueError, PlanError) as error:  # a BindError is a ValueError
         raise BindError(f"{path}: metadata {CAST!r}: {printable(str(error), 500)}, got {quoted(text)}") from None
 
 
-def _note(plane: str, given: object) -> CastFrom:
-    fields = given if isinstance(given, dict) else {}
-    dtype, before, scales, scale = (fields.get(key) for key in ("dtype", "from", "scales", "scale"))
-    if not all(isinstance(one, str) and one in ITEMSIZE for one in (dtype, before)) or not isinstance(scales, str | None):
-        raise ValueError(f"plane {plane!r:.60}: expected a dtype, and the one before")
-    if scale is not None and (not is_real(scale) or Scale(scale).value != scale):
-        raise ValueError(f"plane {plane!r:.60}: expected a scale that is a float32, got {scale!r:.60}")
-    return CastFrom(dtype, before, scales or "", None if scale is None else float(scale))  # type: ignore[arg-type]
+def _note(given: object) -> CastFrom:
+    fields: dict[str, Any] = given if isinstance(given, dict) else {}
+    return CastFrom(fields.get("dtype", ""), fields.get("from", ""), fields.get("scales", ""), fields.get("scale"))
 
 
 def with_recorded(path: object, notes: Mapping[str, CastFrom], cast: Scale) -> Scale:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._arguments import quoted
+from .._arguments import flag, quoted
 from ..errors import BindError, LayoutError, printable
 from ..layout.loops import loops_of
 from ..layout.shapes import ITEMSIZE, PACKED, BlockShape
@@ -279,7 +279,7 @@ class Stored:
     ) -> Source:
         """As `pool`, to read blocks instead of mapping them.  With `is_told` the caller looks at `casts` itself."""
         found = self._source(layout, shape, num_blocks)[0]
-        if not is_told:
+        if not flag("is_told", is_told):
             require_told(self.path, self.casts, None)
         return found
 
@@ -319,7 +319,7 @@ class Stored:
             )
         if self.shape is not None and shape is not None and not layout.same_blocks(self.shape, shape):
             is_same = replace(shape, dtype=self.shape.dtype) == self.shape
-            dtypes = "; cast= and dtype= change the dtype of what is read" if is_same else ""
+            dtypes = "; kvbm.store.load changes the dtype, with cast= and dtype=" if is_same else ""
             raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}{dtypes}")
         shape = self.shape or shape
         if shape is None:
