@@ -234,6 +234,32 @@ def test_a_cast_of_equal_formats_is_a_copy(tmp_path: Path) -> None:
     assert tensors(tmp_path / "plain") == held(src.pool) and not store.read(tmp_path / "plain").casts
 
 
+def test_planes_that_are_cast_one_after_the_other(tmp_path: Path) -> None:
+    """What is copied keeps its scale; one scale holds for all planes of a file."""
+    dtypes = ("", ""), (E4M3, ""), (E4M3, E4M3)
+    layouts = [
+        casting.planar(
+            "[<> b] l o", casting.plane("x", one, "t h d", "d", 64), casting.plane("y", other, "h t d", "d", 64), scales=()
+        )
+        for one, other in dtypes
+    ]
+    a, b, c = (Side(layout, GQA, "bfloat16", 3, seed=2) for layout in layouts)
+    one, two = tmp_path / "one", tmp_path / "two"
+    store.save(one, a.pool, layout=b.layout, cast=kvbm.Scale(0.5))
+    with pytest.raises(kvbm.BindError, match=r"plane 'x' was cast with Scale\(value=0.5\)"):
+        store.convert(one, two, c.layout, src_layout=b.layout, cast=kvbm.Scale(0.25))
+    with pytest.raises(kvbm.PlanError, match=r"Scale\(value=0.5\) of the file would also quantise planes without scales"):
+        store.convert(one, two, c.layout, src_layout=b.layout, cast="amax")
+    assert not two.exists()
+    made = store.convert(one, two, c.layout, src_layout=b.layout, cast=kvbm.Scale(0.5))
+    assert {plane: note.scale for plane, note in made.casts.items()} == {"x": 0.5, "y": 0.5}
+    assert tensors(two) == expected(a, c, [0, 1, 2], 0.5)
+    back = Side(layouts[0], GQA, "bfloat16", 3, dst=True)
+    want = as_bytes(back, casting.expected(c, back, range(3), range(3), 0.5, source=c.after.copy()))
+    assert held(store.load(two, src_layout=c.layout, layout=back.layout, cast="amax")) == want
+    assert store.read(one).casts.keys() == {"x"} and str(store.read(two).casts["y"]) == f"{E4M3}, times 0.5, from bfloat16"
+
+
 def test_formats_of_planes_that_are_copied_are_kept(tmp_path: Path) -> None:
     around, raw = "[<> b] l o", casting.plane("raw", "uint8", "t", shared="h")
     wide = casting.planar(around, casting.plane("data", "", "t h d", "d", 64), raw, scales=())

@@ -133,7 +133,7 @@ def as_cast(given: object) -> Scale | None:
     kind = type(given)  # an object may say anything of its class
     if given is None or issubclass(kind, Scale):
         return given  # type: ignore[return-value]
-    if issubclass(kind, str) and str.__str__(given) == "amax":  # type: ignore[arg-type]
+    if issubclass(kind, str) and str.__str__(given) == "amax":
         return AMAX
     raise PlanError(f"cast: expected 'amax' or a kvbm.Scale, got {quoted(given)}")
 

@@ -25,7 +25,7 @@ from ..pool.pool import Pool
 from ..system.machine import device_of
 from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
-from .casting import CAST, Casting, require_told, text_of, with_recorded
+from .casting import CAST, Casting, require_told, text_of
 from .digests import DIGEST, Damage, Digests, Kinds, damages
 from .file import FORMATS, KEPT, Stored, made, opened, read
 from .reading import Source
@@ -438,7 +438,6 @@ def save(
 
 def _kept(casting: Casting, formats: Mapping[str, str]) -> dict[str, str]:
     """Metadata of the formats of arrays, and of casts."""
-    formats = casting.formats(formats)
     return ({FORMATS: json.dumps(formats)} if formats else {}) | ({CAST: text_of(casting.notes)} if casting.notes else {})
 
 
@@ -515,7 +514,7 @@ def load(
     dst = _Side(pool, repr(pool), range(len(names)))
     move = _mover(reader.pool, pool, min(reader.step, len(names)), dst.stream(), casting.scale)
     _copy(src, dst, move, verify=verify, casts=casting.scale is not None, progress=progress)
-    pool.formats = casting.formats(stored.formats)
+    pool.formats = stored.formats
     return pool
 
 
@@ -529,8 +528,7 @@ def _casting(stored: Stored, source: Source, into: Resolved, told: Scale | None)
     """The cast of a copy out of a file."""
     if told is None:
         return Casting(None, stored.casts)
-    scale = with_recorded(stored.path, stored.casts, told)
-    return Casting.of(f"{stored.path} → {into.layout.name}", source.resolved.section, into.section, scale, stored.casts)
+    return Casting.of(f"{stored.path} → {into.layout.name}", source.resolved.section, into.section, told, stored.casts)
 
 
 def convert(

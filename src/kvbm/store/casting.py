@@ -21,7 +21,7 @@ from ..planner.cast import PLAIN, Scale
 from ..planner.plan import Plan, between_layers, scales_of, value_pairs
 from .header import MAX_TEXT, parsed_object
 
-__all__ = ["CAST", "CastFrom", "Casting", "needs_scale", "notes_of", "require_told", "text_of", "with_recorded"]
+__all__ = ["CAST", "CastFrom", "Casting", "needs_scale", "notes_of", "require_told", "text_of"]
 
 #: Metadata of the planes that were cast.
 CAST = "kvbm.cast"
@@ -84,16 +84,13 @@ class Casting:
         As for `kvbm.convert`; None if no value changes.
     notes : dict of str to CastFrom
         What the metadata of the destination say.
-    planes : frozenset of str
-        Planes of both sides whose values change.
     """
 
     scale: Scale | None
     notes: dict[str, CastFrom]
-    planes: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, title: str, src: Section, dst: Section, scale: Scale, known: Mapping[str, CastFrom]) -> Casting:
+    def of(cls, title: str, src: Section, dst: Section, told: Scale, known: Mapping[str, CastFrom]) -> Casting:
         """Plan a cast.
 
         Parameters
@@ -102,37 +99,38 @@ class Casting:
             Start of messages.
         src, dst : Section
             Both sides.
-        scale : Scale
-            The scale of the caller, or that of the file.
+        told : Scale
+            What the caller has said.
         known : mapping of str to CastFrom
             How values of the source were cast before.
 
         Raises
         ------
+        BindError
+            The caller's scale is not that of the file.
         PlanError
             There is no such cast, or nobody could read its values later.
         """
+        scale = _with_recorded(title, known, told)
         made = between_layers(src, dst, title, None, scale)
-        return cls(scale, *_written(title, made, scale, known)) if made.casts else cls(None, dict(known))
+        if scale != told and any(part.quantises and part.formats[2] in ("", _RELATIVE) for part in made.casts):
+            raise PlanError(
+                f"{title}: {scale} of the file would also quantise planes without scales of their own; pass cast={scale!r} if you "
+                "mean that, or convert in two steps"
+            )
+        return cls(scale, _written(title, made, scale, known)) if made.casts else cls(None, dict(known))
 
-    def formats(self, of: Mapping[str, str]) -> dict[str, str]:
-        """The formats (`Pool.formats`) of planes that are copied as they are."""
-        return {plane: dtype for plane, dtype in of.items() if plane not in self.planes}
 
-
-def _written(
-    title: str, made: Plan, scale: Scale, known: Mapping[str, CastFrom]
-) -> tuple[dict[str, CastFrom], frozenset[str]]:
-    """The notes of the destination, and the planes that are cast."""
+def _written(title: str, made: Plan, scale: Scale, known: Mapping[str, CastFrom]) -> dict[str, CastFrom]:
+    """The notes of the destination."""
     ours, theirs = ({access.plane: access for access in side.accesses} for side in (made.src, made.dst))
-    scales, planes = scales_of(made.dst), set[str]()
+    scales = scales_of(made.dst)
     notes: dict[str, CastFrom] = {}
     for here, there in value_pairs(made.src, made.dst):
         before, after = ours[here].dtype, theirs[there].dtype
         if before == after:
             notes |= {here: known[here]} if here in known else {}
             continue
-        planes |= {here, there}
         if before in PLAIN and after in PLAIN and scale.value != 1:
             raise PlanError(
                 f"{title}: {scale}: values of {before} would be divided by it, and readers of {after} do not multiply; pass "
@@ -145,7 +143,7 @@ def _written(
             text = scale_text(own.dtype, sizes, group_of(there, sizes, own.plane, dict(own.sizes)))
             given = given if own.dtype == _RELATIVE else None
         notes[there] = CastFrom(after, before, text, given)
-    return notes, frozenset(planes)
+    return notes
 
 
 def needs_scale(notes: Iterable[CastFrom]) -> bool:
@@ -181,7 +179,7 @@ def _note(given: object) -> CastFrom:
     return CastFrom(fields.get("dtype", ""), fields.get("from", ""), fields.get("scales", ""), fields.get("scale"))
 
 
-def with_recorded(path: object, notes: Mapping[str, CastFrom], cast: Scale) -> Scale:
+def _with_recorded(path: object, notes: Mapping[str, CastFrom], cast: Scale) -> Scale:
     """The cast with the scale of the caller that a file was written with.
 
     Raises
@@ -208,7 +206,7 @@ def with_recorded(path: object, notes: Mapping[str, CastFrom], cast: Scale) -> S
 def require_told(path: object, notes: Mapping[str, CastFrom], cast: Scale | None) -> None:
     """Raise `BindError` if planes of these notes hold codes that need a scale, and the caller has not named it."""
     if cast is not None and cast.is_given:
-        with_recorded(path, notes, cast)
+        _with_recorded(path, notes, cast)
         return
     for plane, note in notes.items():
         if needs_scale([note]):
