@@ -886,7 +886,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
     _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
     code = (
         "import time, kvbm.cli as cli\nfrom kvbm.store import blocks\n"
-        "def move(*_):\n    print('moving', flush=True)\n    time.sleep(60)\n"
+        "def move(*_, **__):\n    print('moving', flush=True)\n    time.sleep(60)\n"
         "blocks.convert_blocks = move\ncli.main()"
     )
     args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]
