@@ -21,7 +21,6 @@ from .memory.array_checks import (
     Caller,
     Kind,
     Side,
-    block_shape,
     layout_name,
     named,
     require,
@@ -29,9 +28,10 @@ from .memory.array_checks import (
     require_device,
     require_writable,
     shape_text,
-    side_of,
+    sides_of,
 )
 from .memory.array_info import Array, describe
+from .planner.cast import Cast, Scale, as_cast
 from .pool.pool import Pool
 
 __all__ = ["Bridge", "views"]
@@ -77,6 +77,7 @@ class Bridge(NamedTuple):
         shape: str | BlockShape,
         *,
         stream: Any = None,
+        cast: Cast = None,
     ) -> list[Any]:
         """Convert blocks from one layout into new arrays of another.
 
@@ -91,11 +92,15 @@ class Bridge(NamedTuple):
             Sizes of a block, or a text that `kvbm.load_shape` reads.  Without a dtype, that of the arrays is used.
         stream : optional
             The stream of a copy on a GPU, as for `kvbm.convert`.  Default: the framework's current stream.
+        cast : {"amax"} or kvbm.Scale, optional
+            Change the format of values, as for `kvbm.Transfer`.  Then `shape` must have a dtype: that of the result where its
+            layout has no planes.
 
         Returns
         -------
         list of the framework's arrays
-            One array per allocation of the destination's layout, with the inputs' dtype; with several planes, that of the plane.
+            One array per allocation of the destination's layout, with the inputs' dtype, or that of `shape` with a cast; with
+            several planes, that of the plane.
 
         Raises
         ------
@@ -115,7 +120,8 @@ class Bridge(NamedTuple):
         who = self.caller("convert", "input")
         try:
             source = _List.of(self, who, arrays)
-            sides = _sides(who.operator, src, dst, shape, source)
+            scale = as_cast(cast)
+            sides = _sides(who.operator, src, dst, shape, source, None, scale)
             blocks = source.blocks(sides[0])
             if not source.arrays:
                 if sides[1].arrays_a_block:
@@ -126,13 +132,16 @@ class Bridge(NamedTuple):
             like = source.arrays[0]
             pool = source.pool(sides[0], blocks, source.seen[0].device)
             sized = sides[1].sized(blocks)
+            kinds = [sized.kind(index) for index in range(sized.arrays)]
+            if scale is not None:
+                kinds = [kind._replace(dtype=kind.dtype or sides[1].shape.dtype) for kind in kinds]
             with self.ordered(stream, like) as ordered:
-                out = [self.empty(sized.kind(index), like) for index in range(sized.arrays)]
+                out = [self.empty(kind, like) for kind in kinds]
                 if pool is not None:
                     target = _List.of(self, self.caller("convert", "output"), out)
                     into = target.pool(sides[1], blocks, source.seen[0].device)
                     assert into is not None
-                    convert_pools(pool, into, stream=ordered)
+                    convert_pools(pool, into, stream=ordered, cast=scale)
             return out
         except KvbmError as error:
             raise named(who.operator, error) from error.__cause__
@@ -148,8 +157,11 @@ class Bridge(NamedTuple):
         dst_ids: Any = None,
         *,
         stream: Any = None,
+        cast: Cast = None,
     ) -> None:
         """Convert blocks into existing arrays.  Ids are as for `kvbm.convert`; they may be on the GPU.
+
+        With a cast, arrays of a layout without planes have their own dtype.
 
         Raises
         ------
@@ -161,7 +173,8 @@ class Bridge(NamedTuple):
             source = _List.of(self, who, arrays)
             target = _List.of(self, self.caller("convert_", "output"), out)
             require_writable(target.who, target.seen)
-            sides = _sides(who.operator, src, dst, shape, source)
+            scale = as_cast(cast)
+            sides = _sides(who.operator, src, dst, shape, source, target, scale)
             device = (source.seen or target.seen or [Array(0, (), (), "", "cpu")])[0].device
             pool, into = (
                 given.pool(side, given.blocks(side), device)
@@ -171,7 +184,7 @@ class Bridge(NamedTuple):
                 into.require_distinct()
             if pool is not None and into is not None:
                 with self.ordered(stream, source.arrays[0]) as ordered:
-                    convert_pools(pool, into, *ids, stream=ordered)
+                    convert_pools(pool, into, *ids, stream=ordered, cast=scale)
             elif (pool or into) is not None and not all(hasattr(one, "__len__") and len(one) == 0 for one in ids):
                 raise BindError("ids: one side has no blocks: expected empty src_ids and dst_ids")
         except KvbmError as error:
@@ -227,10 +240,13 @@ class _List(NamedTuple):
         return Pool.trusted(side.layout, side.shape, self.seen, self.arrays)
 
 
-def _sides(operator: str, src: Any, dst: Any, shape: Any, source: _List) -> tuple[Side, Side]:
+def _sides(
+    operator: str, src: Any, dst: Any, shape: Any, source: _List, target: _List | None, cast: Scale | None
+) -> tuple[Side, Side]:
     text = shape_text(f"{operator}: shape", shape)
-    sizes = block_shape(text, source.seen[0].dtype if source.seen else "uint8")
-    sides = side_of(layout_name(f"{operator}: src", src), sizes), side_of(layout_name(f"{operator}: dst", dst), sizes)
-    if sides[0].layout.planes or sides[1].layout.planes:
-        require_copy(*sides)
+    names = layout_name(f"{operator}: src", src), layout_name(f"{operator}: dst", dst)
+    found, out = (of.seen[0].dtype if of and of.seen else None for of in (source, target))
+    sides = sides_of(*names, text, found or "uint8", out if target is None else out or found or "uint8", cast)
+    if cast is not None or sides[0].layout.planes or sides[1].layout.planes:
+        require_copy(*sides, cast)
     return sides

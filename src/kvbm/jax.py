@@ -20,6 +20,7 @@ from .layout.shapes import BlockShape
 from .memory.allocation import Arrays, DeviceArray, DeviceMemory
 from .memory.array_checks import Kind
 from .memory.array_info import Array, dense, describe, numpy_dtype, of_view
+from .planner.cast import Cast
 
 __all__ = ["convert"]
 
@@ -31,21 +32,23 @@ class _Memory(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def convert(arrays: Any, src: str | Path | Layout, dst: str | Path | Layout, shape: str | BlockShape) -> list[Any]:
+def convert(
+    arrays: Any, src: str | Path | Layout, dst: str | Path | Layout, shape: str | BlockShape, *, cast: Cast = None
+) -> list[Any]:
     """Convert blocks from one layout into new JAX arrays of another.
 
     Parameters
     ----------
     arrays : sequence of jax.Array
         As for `kvbm.numpy.convert`; each on one device.  They are read in place.
-    src, dst, shape
+    src, dst, shape, cast
         As for `kvbm.numpy.convert`.
 
     Returns
     -------
     list of jax.Array
-        New arrays with the inputs' dtype on their device.  JAX gives no access to its streams, so on a GPU the call waits for the
-        copy.
+        New arrays on the device of the inputs, with dtypes as those of `kvbm.numpy.convert`.  JAX gives no access to its streams,
+        so on a GPU the call waits for the copy.
 
     Raises
     ------
@@ -63,7 +66,7 @@ def convert(arrays: Any, src: str | Path | Layout, dst: str | Path | Layout, sha
     """
     given = list(arrays) if isinstance(arrays, list | tuple | Arrays) else [arrays]
     stream = next((_stream(array) for array in given if _is_on_gpu(array)), None)
-    made = _BRIDGE.convert(given, src, dst, shape, stream=stream)
+    made = _BRIDGE.convert(given, src, dst, shape, stream=stream, cast=cast)
     if stream is not None:
         stream.sync()
     return [_published(one) for one in made]

@@ -421,7 +421,7 @@ def test_cupy_fences_a_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert found and found.loader
     module = importlib.util.module_from_spec(found)  # not imported: sys.modules and kvbm keep no module above a fake CuPy
     found.loader.exec_module(module)
-    monkeypatch.setattr(_bridge, "convert_pools", lambda *_, stream: done.append(f"copy on {stream}"))
+    monkeypatch.setattr(_bridge, "convert_pools", lambda *_, stream, **__: done.append(f"copy on {stream}"))
     looking = module._BRIDGE._replace(look=lambda memory, what: describe(memory.array, what))
     given = [Memory((2, 3, 4, 16, 2, 32), "float32")]
     (out,) = looking.convert(given, "vllm/LBHNC", "vllm/BLHNC", SIZES, stream=7)

@@ -20,10 +20,12 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
+import casting
 import kvbm
 import matrix
 import oracle
-from kvbm import reshard
+from casting import Side
+from kvbm import reshard, store
 from kvbm.cli import doctor
 from kvbm.cli.app import main
 from kvbm.layout.shapes import shape_names
@@ -142,6 +144,34 @@ def test_plan_as_json(tmp_path: Path) -> None:
     assert [loop["src"] for loop in part["loops"] if loop["what"] == "row"] == [
         {"allocations": 0, "bytes": 256}, {"allocations": 0, "bytes": 2048},
     ]  # fmt: skip
+
+
+def test_plan_of_a_cast() -> None:
+    args = ("plan", "nhd", "record/per_token_head_fp8_planes", "--cast", "amax")
+    made = kvbm.plan(*args[1:3], "llama-3.1-8b", cast="amax")
+    text = ok(*args)
+    assert str(made) in text and "each group of 128 with a float32 scale from its largest value" in " ".join(text.split())
+    (part,) = json.loads(ok(*args, "--json"))["parts"]
+    assert part["kind"] == "cast" and part["loops"][-1] == {
+        "what": "8 elements", "axes": [], "extent": 16, "src": {"allocations": 0, "bytes": 16},
+        "dst": {"allocations": 0, "bytes": 8},
+    }  # fmt: skip
+    elements = 8
+    for loop in part["loops"][1:]:
+        elements *= loop["extent"]
+    assert elements == made.shape.nbytes // 2
+    assert "with the scale 0.5 of the caller" in ok("plan", "nhd", "hnd", "--cast", "0.5", "--dtype", "float8_e4m3fn")
+    assert call("plan", "nhd", "hnd", "--cast", "x").exit_code == 2
+    assert call("plan", "nhd", "hnd", "--dtype", "int8").exit_code == kvbm.PlanError.exit_code
+
+
+def test_a_cast_has_no_picture(tmp_path: Path) -> None:
+    """Red: a notebook ended with ZeroDivisionError."""
+    made = kvbm.plan("nhd", "record/mxfp8_tensors", "llama-3.1-8b", cast="amax")
+    assert made._repr_svg_() is None and "values in another format" in made._repr_html_()
+    result = call("plan", "nhd", "record/mxfp8_tensors", "--cast", "amax", "--svg", tmp_path / "x.svg")
+    assert result.exit_code == kvbm.PlanError.exit_code and "a plan of a cast has no picture" in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_check_as_json() -> None:
@@ -659,6 +689,56 @@ def test_convert_keeps_what_is_there(tmp_path: Path) -> None:
 # ---- digests of files ------------------------------------------------------------------------------------------------
 
 
+def _held(side: Side) -> list[bytes]:
+    return [np.ascontiguousarray(array).tobytes() for array in side.pool.arrays]
+
+
+def test_convert_casts(tmp_path: Path) -> None:
+    src = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3)
+    dst = Side("record/per_token_head_fp8_planes", (2, 2, 3, 4, 64), "bfloat16", 3)
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    store.save(one, src.pool)
+    said = ok("convert", one, two, "--to", dst.layout.name, "--cast", "amax")
+    assert "verified before the cast; data: float8_e4m3fn, one float32 for each token and head (64 elements), from bfloat16" in said
+    dst.put(casting.expected(src, dst, [0, 1, 2], [0, 1, 2]))
+    assert casting.tensors(two) == _held(dst)
+    assert "all as they were" in ok("verify", two)
+    said = ok("convert", two, three, "--to", "universal", "--cast", "amax", "--no-verify", "--blocks", "2,0")
+    assert "verified" not in said and "bfloat16, from float8_e4m3fn" in said
+    back = Side("universal", (2, 2, 3, 4, 64), "bfloat16", 2, dst=True)
+    back.put(casting.expected(dst, back, [2, 0], [0, 1]))
+    assert casting.tensors(three) == _held(back)
+    # A scale of the caller stays with the file.
+    ok("convert", one, three, "--to", "universal", "--cast", "0.5", "--dtype", "float8_e4m3fn", "--force")
+    codes = Side("universal", (2, 2, 3, 4, 64), "float8_e4m3fn", 3, dst=True)
+    codes.put(casting.expected(src, codes, [0, 1, 2], [0, 1, 2], 0.5))
+    assert casting.tensors(three) == _held(codes)
+    assert "verified" in ok("convert", three, tmp_path / "moved", "--to", "hnd") and "all as they were" in ok("verify", three)
+    for cast in ("amax", "0.5"):
+        ok("convert", tmp_path / "moved", two, "--to", "nhd", "--cast", cast, "--force")
+        values = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3, dst=True)
+        values.put(casting.expected(codes, values, [0, 1, 2], [0, 1, 2], 0.5, source=codes.after.copy()))
+        assert casting.tensors(two) == _held(values)
+
+
+def test_convert_refuses_casts(tmp_path: Path) -> None:
+    side = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3)
+    store.save(tmp_path / "in.safetensors", side.pool, dtype="float8_e4m3fn", cast=kvbm.Scale(0.5))
+    for error, args, words in (
+        (kvbm.BindError, ("hnd", "--cast", "0.25"), "cast with Scale(value=0.5), so Scale(value=0.25) would give other values"),
+        (kvbm.BindError, ("hnd", "--dtype", "bfloat16"), "only a cast makes it bfloat16"),
+        (kvbm.PlanError, ("record/mxfp8_tensors", "--cast", "amax"), "expected the same planes on both sides"),
+        (kvbm.PlanError, ("record/mxfp8_tensors",), "expected the same planes on both sides; cast='amax' (--cast amax) quantises"),
+        (2, ("hnd", "--cast", "max"), "--cast': expected amax, or a number from 2**-100 to 2**100, got 'max'"),
+        (2, ("hnd", "--cast", "nan"), "expected amax, or a number"),
+        (2, ("hnd", "--cast", "-1"), "expected amax, or a number"),
+        (2, ("hnd", "--cast", "1e40"), "expected amax, or a number"),
+        (kvbm.DTypeError, ("hnd", "--cast", "amax", "--dtype", "f7"), "dtype"),
+    ):
+        said = _fails(tmp_path, error, "--to", *args)
+        assert words in " ".join(said.split()), said
+
+
 def _flip(path: Path, tensor: str, at: int) -> None:
     from kvbm import store
 
@@ -806,7 +886,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
     _source(tmp_path / "in.safetensors", "nhd", SHAPE, 3)
     code = (
         "import time, kvbm.cli as cli\nfrom kvbm.store import blocks\n"
-        "def move(*_):\n    print('moving', flush=True)\n    time.sleep(60)\n"
+        "def move(*_, **__):\n    print('moving', flush=True)\n    time.sleep(60)\n"
         "blocks.convert_blocks = move\ncli.main()"
     )
     args = ["convert", "in.safetensors", "out.safetensors", "--from", "nhd", "--to", "universal", "--shape", SHAPE]

@@ -44,6 +44,6 @@ def test_the_tables_name_what_there_is(tmp_path: Path, monkeypatch: pytest.Monke
     stored = store.read("blocks.safetensors")
     assert {"kvbm.digests", "kvbm.digests.layers", "kvbm.digests.tokens", "alloc_00000"} == set(stored.tensors)
     listed = set(re.findall(r"`(kvbm\.[a-z_]+)`", TEXT.split("| metadata |")[1].split("\n\n")[0]))
-    assert listed == set(stored.metadata) | {"kvbm.planes", "kvbm.formats"}, "these two are in some files only"
+    assert listed == set(stored.metadata) | {"kvbm.planes", "kvbm.formats", "kvbm.cast"}, "these three are in some files only"
     functions = set(re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE))
     assert functions == {name for name in store.__all__ if name.islower()}

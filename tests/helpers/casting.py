@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import mmap
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -662,3 +665,24 @@ def planar(order: str, *planes: DrawnPlane, pitch: tuple[tuple[str, int], ...] =
 def resized(one: Side, **sizes: int) -> Sizes:
     """The sizes of a side with some replaced."""
     return tuple(dataclasses.replace(one.shape, **sizes).sizes[axis] for axis in "lohtd")  # type: ignore[return-value]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file."""
+    raw = path.read_bytes()
+    found: dict[str, Any] = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
+    return found
+
+
+def tensors(path: Path) -> list[bytes]:
+    """The bytes of the allocations, in the order of the table."""
+    raw, found = path.read_bytes(), header(path)
+    start = 8 + struct.unpack("<Q", raw[:8])[0]
+    return [
+        raw[start + one["data_offsets"][0] : start + one["data_offsets"][1]]
+        for name, one in sorted(found.items())
+        if name.startswith("alloc_")
+    ]

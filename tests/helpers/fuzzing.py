@@ -558,7 +558,7 @@ def require_placed(rng: random.Random, place: Placement) -> None:
 
 _HEADER_WORDS = (
     "alloc_00000", "alloc_00001", "__metadata__", "kvbm.shape", "kvbm.num_blocks", "kvbm.fingerprint", "kvbm.format", "kvbm.planes",
-    "dtype",     "shape", "data_offsets", "U8", "F16", "BF16", "F4", "I64", "null", "true", "NaN", "1e9", "[]", "{}", '"',
+    "kvbm.cast", "dtype", "shape", "data_offsets", "U8", "F16", "BF16", "F4", "I64", "null", "true", "NaN", "1e9", "[]", "{}", '"',
     "0", "-0", "\\u0000",
     "\\ud800",
 )  # fmt: skip

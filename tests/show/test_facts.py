@@ -6,6 +6,7 @@ import itertools
 import re
 
 import numpy as np
+import pytest
 
 import kvbm
 from kvbm.errors import LayoutError
@@ -100,6 +101,38 @@ def test_k_and_v_of_other_orders_in_one_allocation_are_one_run_where_they_meet()
     for name in ("vllm/cpu_vec", "nhd", "universal"):
         found = said(facts.runs(kvbm.load(name).resolve(shape, 8), ()))
         assert sum(count * nbytes for _, count, nbytes in found) == shape.nbytes
+
+
+@pytest.mark.parametrize(
+    ("meant", "sizes", "said"),
+    [
+        ("record/per_token_head_fp8_planes", "", "one float32 for each token and head (128 elements)"),
+        ("vllm/nvfp4", "", "one float8_e4m3fn for each token, head and 16 elements along d"),
+        ("vllm/fp8_ds_mla", ",no=1,nh=1,hd=576", "one float32 for each token and 128 elements along c"),
+        (("[b] l o", "t h d", "t", "h"), "", "one float32 for each token (1,024 elements)"),
+        (("[b] l o", "t h d", "", "h t"), "", "one float32 for each layer (16,384 elements)"),
+        (("[b] l", "o t h d", "t", "o h"), "", "one float32 for each token, for K and V together (2,048 elements)"),
+        (("[b]", "l o t h d", "", "l o t h"), "",
+         "one float32 for each block, for all layers and K and V together (65,536 elements)"),
+        (("[b] l o", "t h d", "h d", "t"), "", "one float32 for each head and d (16 elements)"),
+        (("[b] l o", "t h d", "t h", ""), ",nh=1,nt=1", "one float32 for each layer (128 elements)"),
+    ],
+)  # fmt: skip
+def test_what_has_one_scale_is_said(meant: str | tuple[str, ...], sizes: str, said: str) -> None:
+    if isinstance(meant, str):
+        layout = kvbm.load(meant)
+    else:
+        around, data, scale, shared = meant
+        planes = (
+            f'{{order: "{data}", dtype: int8}}',
+            f'{{order: "{scale}", dtype: float32, scales: x, shared: "{shared}"}}',
+        )
+        text = f'order: "{around} <x s>"\nplanes: {{x: {planes[0]}, s: {planes[1]}}}\n'
+        layout = parse(text.replace(', shared: ""', "").replace('order: "", ', ""), "mine", "mine")
+    resolved = layout.resolve(kvbm.load_shape(f"llama-3.1-8b,nl=2{sizes}"), 2)
+    (line,) = facts.scale_lines(resolved)
+    assert line == (f"scales of {next(iter(layout.scales.values()))}", said)
+    assert line in facts.facts(resolved)
 
 
 def test_a_file_sends_nothing_to_the_terminal() -> None:

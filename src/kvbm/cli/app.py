@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from ..layout.shapes import BlockShape, load_shape, shape_names, shape_title
 from ..show import as_json as records
 from .common import (
     Group,
+    cast_options,
     complete_layout,
     fitting_shape,
     gpu_option,
@@ -43,6 +45,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..copy import cost_model
+    from ..planner.cast import Cast
     from ..planner.plan import Plan
 
 #: Commands that are defined in other modules.
@@ -327,6 +330,7 @@ def which(
 @layout_argument("dst")
 @shape_option(fits=True)
 @num_blocks_option("Blocks in each pool.", default=1024, show_default=True)
+@cast_options("DST")
 @picture_option("svg", "a picture")
 @picture_option("png", "a picture")
 @picture_option("html", "a page with the picture, the loops and the explanation")
@@ -336,6 +340,8 @@ def plan(
     dst: str,
     shape_text: str | None,
     num_blocks: int,
+    cast: Cast,
+    dtype: str | None,
     svg: Path | None,
     png: Path | None,
     html: Path | None,
@@ -345,7 +351,9 @@ def plan(
     from ..planner import plan as planner
 
     sides = spec.load(src), spec.load(dst)
-    made = planner.plan(*sides, load_shape(fitting_shape(shape_text, *sides)), num_blocks=num_blocks)
+    shape = load_shape(fitting_shape(shape_text, *sides))
+    shapes = shape, shape if dtype is None else replace(shape, dtype=dtype)
+    made = planner.plan(*sides, shapes, num_blocks=num_blocks, cast=cast)
     if svg is not None or png is not None or html is not None:
         from ..show.html import plan_page
         from ..show.plan_figure import draw_plan

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._arguments import quoted
-from ..errors import BuildError, KvbmError, LayoutError, printable
+from ..errors import BuildError, KvbmError, LayoutError, PlanError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape, shape_names
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..layout.layout import Layout
+    from ..planner.cast import Cast
 
 
 class Group(click.Group):
@@ -260,6 +261,34 @@ def fitting_shape(given: str | None, *layouts: Layout) -> str:
             click.echo(f"note: {DEFAULT_SHAPE} does not fit {names}; the shape is {text}. --shape selects another.", err=True)
         return text
     return DEFAULT_SHAPE
+
+
+def _cast(ctx: click.Context, param: click.Parameter, given: str | None) -> Cast:  # noqa: ARG001
+    """``amax``, or a number: the scale of the caller."""
+    if given is None or given == "amax":
+        return given  # type: ignore[return-value]
+    from ..planner.cast import Scale
+
+    try:
+        return Scale(float(given))
+    except (ValueError, PlanError):
+        raise click.BadParameter(f"expected amax, or a number from 2**-100 to 2**100, got {quoted(given, 60)}") from None
+
+
+def cast_options(name: str) -> Callable[[Any], Any]:
+    """``--cast`` and ``--dtype``, of the side with this name."""
+
+    def add(command: Any) -> Any:
+        text = f"With --cast: dtype of {name}, where its layout does not say it."
+        command = click.option("--dtype", metavar="DTYPE", help=text)(command)
+        return click.option(
+            "--cast",
+            callback=_cast,
+            metavar="amax|X",
+            help="Quantise, or the reverse: with the scales of the layout (amax), or with one scale (X).",
+        )(command)
+
+    return add
 
 
 def json_option(what: str = "") -> Callable[[Any], Any]:

@@ -18,9 +18,19 @@ import click
 from ..errors import BindError, DigestError, KvbmError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
-from .common import json_option, layout_option, num_blocks_option, print_error, print_json, progress, shape_option
+from .common import (
+    cast_options,
+    json_option,
+    layout_option,
+    num_blocks_option,
+    print_error,
+    print_json,
+    progress,
+    shape_option,
+)
 
 if TYPE_CHECKING:
+    from ..planner.cast import Cast
     from ..store.digests import Damage
     from ..store.file import Stored
 
@@ -87,8 +97,9 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 @layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
 @_source_options("IN")
 @_BLOCKS
+@cast_options("OUT")
 @click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Where to convert.")
-@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN.")
+@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def convert(
     source: Path,
@@ -98,6 +109,8 @@ def convert(
     shape_text: str | None,
     num_blocks: int | None,
     blocks: Sequence[range] | None,
+    cast: Cast,
+    dtype: str | None,
     device: str,
     no_verify: bool,
     force: bool,
@@ -110,6 +123,9 @@ def convert(
 
     Each written block is compared with its digest in IN, or with a digest of the data that were read if IN has none. OUT gets
     these digests. A wrong block is an error that names its layers and tokens, and OUT stays as it was.
+
+    Values change only with --cast. OUT then says what was cast, and has the digests of its own blocks; those of IN are
+    compared as they are read. If IN was written with a scale X, amax uses it.
     """
     from .. import store
 
@@ -136,6 +152,8 @@ def convert(
             src_layout=src_layout,
             shape=load_shape(shape_text) if shape_text else None,
             num_blocks=num_blocks,
+            cast=cast,
+            dtype=dtype,
             device=device,
             verify=not no_verify,
             force=force,
@@ -146,7 +164,11 @@ def convert(
     assert made.num_blocks is not None
     nbytes = made.num_blocks * dst_layout.resolve(made.shape, made.num_blocks).block_bytes
     name = src_layout.name if src_layout else printable(stored.layout_name or "?")
-    suffix = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
+    if made.casts != stored.casts:
+        suffix = ", verified before the cast" if stored.digests and not no_verify else ""
+        suffix += "".join(f"; {f'{printable(plane)}: ' if plane else ''}{one}" for plane, one in made.casts.items())
+    else:
+        suffix = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
     click.echo(
         f"{_shown(source)} ({name}) → {_shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
         f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{suffix}"

@@ -18,7 +18,7 @@ from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_po
 from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
-from ..memory.array_checks import require_one_format
+from ..memory.array_checks import require_formats
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, torch_stream
 from ..planner.cast import Scale
@@ -145,7 +145,10 @@ class Executor:
             require_compatible(src, dst, cast)
         else:
             require_usable(src, dst)
-        require_formats(src_part, dst_part, cast)
+        formats = [
+            (part.pool.formats, {one.plane: one.dtype for one in part.of.accesses}) for part in (src_part, dst_part)
+        ]
+        require_formats(f"{src.layout.name} → {dst.layout.name}", *formats, casts=cast is not None)
         self.src, self.dst = _End.of(src_part), _End.of(dst_part)
         self.title = f"{src.layout.name} → {dst.layout.name}"
         self.strategy = strategy
@@ -653,25 +656,6 @@ def require_usable(src: Any, dst: Any) -> None:
     dst.require_open()
     if dst.readonly:
         raise BindError(f"{src.layout.name} → {dst.layout.name}: the destination is read-only")
-
-
-def require_formats(src: PoolSection, dst: PoolSection, cast: Scale | None) -> None:
-    """Check that the arrays' own dtypes do not contradict: no plane is copied into another format, or cast from another one."""
-    title = f"{src.pool.layout.name} → {dst.pool.layout.name}"
-    ours, theirs = ({access.plane: access.dtype for access in part.of.accesses} for part in (src, dst))
-    if cast is None:
-        require_one_format(title, src.pool.formats, dst.pool.formats, ours)
-        return
-    copied = {plane for plane in ours.keys() & theirs.keys() if ours[plane] == theirs[plane]}
-    require_one_format(title, src.pool.formats, dst.pool.formats, copied)
-    for part, dtypes, where in ((src, ours, "source"), (dst, theirs, "destination")):
-        for plane in dtypes.keys() - copied:
-            found = part.pool.formats.get(plane)
-            if found and found != dtypes[plane]:
-                raise DTypeError(
-                    f"{title}: cast: {f'plane {plane!r} of ' if plane else ''}the {where} is declared as {dtypes[plane]}, and its "
-                    f"arrays are {found}; bind them with a layout or shape of that dtype"
-                )
 
 
 def require_compatible(src: Pool, dst: Pool, cast: Scale | None = None) -> None:

@@ -11,13 +11,14 @@ of both planes say which elements form a group, so nothing else is declared:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import LayoutError
 from .terms import Plane
 
-__all__ = ["QUANTISED", "SCALE_FORMATS", "Group", "group_of", "why_not_scales"]
+__all__ = ["QUANTISED", "SCALE_FORMATS", "Group", "group_of", "scale_text", "why_not_scales"]
 
 #: Formats of elements that have a scale.
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1fn")
@@ -78,6 +79,22 @@ def group_of(data: str, data_sizes: Mapping[str, int], scale: str, scale_sizes: 
             f"plane '{data}': expected a divisor"
         )
     return Group(divided[0], own[0], size, tuple(axis for axis in only if axis != divided[0]))
+
+
+def scale_text(dtype: str, data_sizes: Mapping[str, int], group: Group) -> str:
+    """What has one scale, for readers: ``one float32 for each token and head (128 elements)``.
+
+    Layers, and K and V, are named only if they share a scale.
+    """
+    shared = {axis: size for axis, size in data_sizes.items() if axis in group.whole}
+    each = [name for axis, name in (("t", "token"), ("h", "head")) if data_sizes.get(axis, 1) > 1 and axis not in shared]
+    each += [axis for axis in sorted(data_sizes) if axis not in ("l", "o", "h", "t", group.axis, *shared) and data_sizes[axis] > 1]
+    if group.axis:
+        each.append(f"{group.size} elements along {group.axis}")
+    words = " and ".join(filter(None, (", ".join(each[:-1]), each[-1]))) if each else "layer" if "l" not in shared else "block"
+    together = " and ".join(name for axis, name in (("l", "all layers"), ("o", "K and V")) if axis in shared)
+    count = f" ({group.size * math.prod(shared.values()):,} elements)" if shared else ""
+    return f"one {dtype} for each {words}{f', for {together} together' if together else ''}{count}"
 
 
 def why_not_scales(plane: Plane, planes: Sequence[Plane]) -> str:

@@ -11,6 +11,7 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .._arguments import quoted, require_a
@@ -21,6 +22,7 @@ from ..layout.naming import SPELLINGS
 from ..layout.resolved import Resolved
 from ..layout.shapes import ITEMSIZE, LIMIT, BlockShape, load_shape
 from ..layout.spec import load
+from ..planner.cast import Scale
 from ..planner.plan import plan
 from .array_info import Array, dense, other_order, same_dtype, span, stand_ins
 
@@ -42,8 +44,10 @@ __all__ = [
     "reads_as",
     "require",
     "require_each",
+    "require_formats",
     "require_one_format",
     "side_of",
+    "sides_of",
 ]
 
 #: Integers that may be read as any other dtype of one byte, and the reverse: the bits do not change.
@@ -380,6 +384,28 @@ def require_one_format(title: str, src: Mapping[str, str], dst: Mapping[str, str
             )
 
 
+#: The formats of arrays (`formats_of`), and the dtype of every plane.
+Formats = tuple[Mapping[str, str], Mapping[str, str]]
+
+
+def require_formats(title: str, src: Formats, dst: Formats, *, casts: bool) -> None:
+    """Check that the arrays' own dtypes do not contradict: no plane is copied into another format, or cast from another one."""
+    (ours, here), (theirs, there) = src, dst
+    if not casts:
+        require_one_format(title, ours, theirs, here)
+        return
+    copied = {plane for plane in here.keys() & there.keys() if here[plane] == there[plane]}
+    require_one_format(title, ours, theirs, copied)
+    for formats, dtypes, where in ((ours, here, "source"), (theirs, there, "destination")):
+        for plane in dtypes.keys() - copied:
+            found = formats.get(plane)
+            if found and found != dtypes[plane]:
+                raise DTypeError(
+                    f"{title}: cast: {f'plane {plane!r} of ' if plane else ''}the {where} is declared as {dtypes[plane]}, and its "
+                    f"arrays are {found}; bind them with a layout or shape of that dtype"
+                )
+
+
 def _of_plane(plane: str) -> str:
     return f"plane '{plane}': " if plane else ""
 
@@ -564,10 +590,15 @@ def block_shape(text: str, dtype: str) -> BlockShape:
     return _block_shape(text, dtype)
 
 
+def _has_no_dtype(text: str) -> bool:
+    """True for a text of sizes only; a preset has a dtype."""
+    return "=" in text.partition(",")[0] and "dtype=" not in text
+
+
 @functools.lru_cache(maxsize=1024)
 def _block_shape(text: str, dtype: str) -> BlockShape:
     """The shape of a text.  A text of sizes only (``nl=2,no=2,…``) gets the given dtype."""
-    if "=" in text.partition(",")[0] and "dtype=" not in text:
+    if _has_no_dtype(text):
         if dtype not in ITEMSIZE:
             raise DTypeError(
                 f"shape {text!r} names no dtype, and a block cannot have the dtype {dtype} of the arrays; pass views of "
@@ -577,15 +608,58 @@ def _block_shape(text: str, dtype: str) -> BlockShape:
     return load_shape(text)
 
 
-def require_copy(src: Side, dst: Side) -> None:
+def require_copy(src: Side, dst: Side, cast: Scale | None = None) -> None:
     """Raise the planner's error if there is no copy between two layouts, before dtypes are compared."""
-    plan(src.layout, dst.layout, src.shape, num_blocks=(1, 1))
+    plan(src.layout, dst.layout, (src.shape, dst.shape), num_blocks=(1, 1), cast=cast)
 
 
 @functools.lru_cache(maxsize=1024)
 def side_of(layout: str, shape: BlockShape) -> Side:
     """A side, for a layout's name or the path of its file.  The file is read once per process."""
     return Side(load(layout), shape)
+
+
+def sides_of(src: str, dst: str, text: str, found: str, out: str | None, cast: Scale | None) -> tuple[Side, Side]:
+    """Both sides of a call.
+
+    Parameters
+    ----------
+    src, dst : str
+        Names of layouts, or paths of their files.
+    text : str
+        The sizes of a block.
+    found : str
+        Dtype of the first array of the source, or of the destination if the source has none.
+    out : str, optional
+        Dtype of the first array of the destination; None if its arrays are made.
+    cast : Scale, optional
+        Without it both sides have one block shape.  With it, arrays of a layout without planes have their own dtype, and the text
+        names that of the others.
+
+    Raises
+    ------
+    SpecError
+        There is no such layout or shape, or nothing says of which dtype the new arrays of a cast are.
+    """
+    shape = block_shape(text, found)
+    sides = side_of(src, shape), side_of(dst, shape)
+    if cast is None:
+        return sides
+    if out is None and _has_no_dtype(text):
+        raise SpecError(
+            f"shape {text!r} names no dtype, and a cast makes values of another one; pass '{text},dtype=bfloat16', or another"
+        )
+    shapes = [
+        shape if own is None or side.layout.planes else replace(shape, dtype=_own_dtype(own, shape.dtype))
+        for side, own in zip(sides, (found, out), strict=True)
+    ]
+    return side_of(src, shapes[0]), side_of(dst, shapes[1])
+
+
+def _own_dtype(found: str, wanted: str) -> str:
+    """The dtype of the values of an array: unsigned integers hold bits of the dtype that the caller names."""
+    name = SPELLINGS.get(found, found)
+    return wanted if name in stand_ins(wanted) and name != "int8" else name
 
 
 def layout_name(what: str, layout: Any) -> str:

@@ -7,6 +7,7 @@ a stride in the scales go through a group, the others go from group to group.  `
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ __all__ = [
     "is_one",
     "layers_of",
     "of_layers",
+    "one_scale",
     "table_of",
 ]
 
@@ -105,6 +107,11 @@ class Scale:
     is_given : bool
         False: every plane that is cast must have scales of its own.
 
+    Attributes
+    ----------
+    text : str
+        The scale as a text that a compiler of Python takes for a constant: ``amax``, or the numbers as JSON.
+
     Raises
     ------
     PlanError
@@ -122,6 +129,7 @@ class Scale:
     k: _Numbers | Sequence[float] | None = field(default=None, kw_only=True)
     v: _Numbers | Sequence[float] | None = field(default=None, kw_only=True)
     is_given: bool = field(default=True, kw_only=True)
+    text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
         if (self.k is None) != (self.v is None):
@@ -133,6 +141,8 @@ class Scale:
         counts = {len(of) for of in self.halves if isinstance(of, tuple)}
         if len(counts) > 1:
             raise PlanError(f"Scale: expected k and v for as many layers, got {' and '.join(str(len(of)) for of in self.halves)}")
+        text = json.dumps(self.value if self.k is None else {"k": self.k, "v": self.v})
+        object.__setattr__(self, "text", text if self.is_given else "amax")
 
     @property
     def halves(self) -> tuple[Any, Any]:
@@ -210,11 +220,26 @@ def as_cast(given: object) -> Scale | None:
     PlanError
         It is neither None, ``"amax"`` nor a `Scale`.
     """
-    if given is None or isinstance(given, Scale):
-        return given
-    if isinstance(given, str) and given == "amax":
+    kind = type(given)  # an object may say anything of its class
+    if given is None or issubclass(kind, Scale):
+        return given  # type: ignore[return-value]
+    if issubclass(kind, str) and str.__str__(given) == "amax":
         return AMAX
     raise PlanError(f"cast: expected 'amax' or a kvbm.Scale, got {quoted(given)}")
+
+
+def one_scale(given: object, what: str) -> Scale | None:
+    """The scale of a cast as users give it, where all layers, K and V have the same.
+
+    Raises
+    ------
+    PlanError
+        As for `as_cast`, or the scale has several numbers.  `what`: why there is one.
+    """
+    scale = as_cast(given)
+    if scale is not None and not all(isinstance(of, float) and of == scale.value for of in scale.halves):
+        raise PlanError(f"cast: {what}; expected a scale of one number, got {scale}")
+    return scale
 
 
 @dataclass(frozen=True)

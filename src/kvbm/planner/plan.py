@@ -29,7 +29,7 @@ from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
 
-__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text", "value_pairs"]
+__all__ = ["Plan", "between", "between_layers", "joined", "plan", "scales_of", "size_text", "value_pairs"]
 
 
 @dataclass(frozen=True)
@@ -459,8 +459,7 @@ def _casts(
     `at`: where the sections are in those that are copied, along axes that were divided.
     """
     sides = [{plane: _maps_of(side, plane) for plane in _plane_names(side)} for side in (src, dst)]
-    scales = [{data: scale for scale, data in side.layout.scales.items() if scale in maps and data in maps}
-              for side, maps in zip((src, dst), sides, strict=True)]  # fmt: skip
+    scales = [scales_of(side) for side in (src, dst)]
     made: list[CastPart] = []
     done: tuple[set[str], set[str]] = (set(), set())
     for ours, theirs in value_pairs(src, dst):
@@ -506,15 +505,19 @@ def _casts(
     return rest[0], rest[1], made
 
 
+def scales_of(section: Section) -> dict[str, str]:
+    """Plane of a section → plane of its scales, if both are in the section."""
+    names = _plane_names(section)
+    return {data: scale for scale, data in section.layout.scales.items() if scale in names and data in names}
+
+
 def value_pairs(src: Section, dst: Section) -> list[tuple[str, str]]:
-    """Planes of values, not of scales, that belong together: of one name, or the only ones."""
-    values = []
-    for side in (src, dst):
-        planes = _plane_names(side)
-        scales = {scale for scale, data in side.layout.scales.items() if data in planes}
-        values.append([plane for plane in planes if plane not in scales])
-    pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
-    return [(values[0][0], values[1][0])] if not pairs and len(values[0]) == len(values[1]) == 1 else pairs
+    """The planes of values that a cast copies into each other: those of one name, or the only one of each side."""
+    ours, theirs = ([plane for plane in _plane_names(side) if plane not in scales_of(side).values()] for side in (src, dst))
+    pairs = [(plane, plane) for plane in ours if plane in theirs]
+    if not pairs and len(ours) == len(theirs) == 1:  # one kind of values on each side: names do not matter
+        pairs = [(ours[0], theirs[0])]
+    return pairs
 
 
 def _numbered(title: str, src: Section, dst: Section, cast: Scale) -> int:
@@ -639,7 +642,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             raise PlanError(
                 f"{title}: {where.layout.name} {what}, and the other side has "
                 f"{', '.join(repr(name) for name in there) if '' not in there else 'none'}; expected the same planes on both sides"
-                + ("; kvbm.convert and kvbm.Transfer quantise with cast='amax'" if src.layout.scales or dst.layout.scales else "")
+                + ("; cast='amax' (--cast amax) quantises, or dequantises" if src.layout.scales or dst.layout.scales else "")
             )
     for name, ours in sources.items():
         theirs = destinations[name]
@@ -647,7 +650,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             plane = f"plane '{name}': " if name else ""
             raise PlanError(
                 f"{title}: {plane}{ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
-                "converts no dtype, unless kvbm.convert or kvbm.Transfer is told to by cast="
+                "converts no dtype, unless it is told to by cast="
             )
     pairs = [(maps, destinations[name]) for name, maps in sources.items()]
     for ours, theirs in pairs:

@@ -33,7 +33,9 @@ def of_layout(layout: Layout) -> dict[str, Any]:
         "order": layout.order_text,
         "orders": [str(order) for order in layout.orders],
         "planes": [
-            {"name": plane.name, "dtype": plane.dtype, "orders": [str(order) for order in plane.orders]} for plane in layout.planes
+            {"name": plane.name, "dtype": plane.dtype, "orders": [str(order) for order in plane.orders],
+             "scales": plane.scales or None}
+            for plane in layout.planes
         ],
         "pitch": {term: str(pitch) for term, pitch in layout.pitch},
         "axes": layout.axes,
@@ -41,7 +43,7 @@ def of_layout(layout: Layout) -> dict[str, Any]:
         "used_by": list(layout.used_by),
         "read_from": layout.read_from,
         "file": layout.file,
-    }
+    }  # fmt: skip
 
 
 def of_group(group: Sequence[Layout]) -> dict[str, Any]:
@@ -103,16 +105,27 @@ def of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _part(plan: Plan, part: Part, form: Form) -> dict[str, Any]:
-    named = [("chunk", mode) for mode in reversed(part.outer)] + [("row", mode) for mode in reversed(part.inner[1:])]
+    from ..planner.cast import GROUP_MODES, CastPart
+    from ..planner.loopnest import Mode
+
+    named = [("chunk", mode) for mode in reversed(part.outer)]
     ids = (part.src_id.entries, part.src_id.nbytes, part.dst_id.entries, part.dst_id.nbytes)
-    word = form.element or form.word
+    if isinstance(part, CastPart):
+        run, *inner = (Mode(*loop) for loop in part.arguments(form)[2])
+        whats = ["part of a group"] * (GROUP_MODES - 1) + ["group"] * len(inner)
+        named += [(what, mode) for what, mode in reversed([*zip(whats, inner, strict=False)]) if mode.extent > 1]
+        last = _loop(f"{form.element} elements", [], run.extent, 0, run.src, 0, run.dst)
+    else:
+        named += [("row", mode) for mode in reversed(part.inner[1:])]
+        word = form.element or form.word
+        last = _loop("word", [], part.run_bytes // word, 0, word, 0, word)
     loops = [
         _loop("block id", ["b"], None, *ids),
         *(
             _loop(what, loop_axes(part, mode, plan.src), mode.extent, mode.src_table, mode.src, mode.dst_table, mode.dst)
             for what, mode in named
         ),
-        _loop("word", [], part.run_bytes // word, 0, word, 0, word),
+        last,
     ]
     return {
         "label": part.label,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..errors import printable
 from ..layout.resolved import Piece, Resolved
+from ..layout.scales import group_of, scale_text
 from ..layout.terms import AXES
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "pitch_lines",
     "plane_lines",
     "runs",
+    "scale_lines",
     "several",
 ]
 
@@ -282,6 +284,17 @@ def plane_lines(resolved: Resolved) -> list[tuple[str, str]]:
     return lines
 
 
+def scale_lines(resolved: Resolved) -> list[tuple[str, str]]:
+    """One line per plane of scales: ``("scales of data", "one float32 for each token and head (128 elements)")``."""
+    planes = {access.plane: access for access in resolved.section.accesses}
+    lines = []
+    for scale, data in resolved.layout.scales.items():
+        sizes, own = dict(planes[data].sizes), planes[scale]
+        text = scale_text(own.dtype, sizes, group_of(data, sizes, scale, dict(own.sizes)))
+        lines.append((f"scales of {data}", text))
+    return lines
+
+
 def _index_name(piece: Piece, sizes: Mapping[str, int]) -> str:
     """Write the index of a piece as arithmetic on axes: ``t``, ``(d/8)``, ``(d%8)``, ``(d/4%2)``."""
     axes = piece.term.axes
@@ -312,7 +325,7 @@ def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, 
     found = [("title", printable(layout.title))] if layout.title else []
     names = ("order",) if len(layout.orders) == 1 else ("order of K", "order of V")
     found += [(name, str(order)) for name, order in zip(names, layout.orders, strict=True)]
-    found += [*plane_lines(resolved), *pitch_lines(resolved)]
+    found += [*plane_lines(resolved), *scale_lines(resolved), *pitch_lines(resolved)]
     found += [(f"axis {axis}", f"{text} = {resolved.sizes[axis]:,}") for axis, text in layout.axes.items()]
     found.append(("fingerprint", layout.fingerprint))
     if layout.used_by:

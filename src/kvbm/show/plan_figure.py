@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import PlanError
 from ..layout.region import Section
 from ..layout.terms import AXES
 from ..planner.loopnest import Form, Mode, Part
@@ -44,7 +45,11 @@ def draw_plan(plan: Plan) -> Figure:
     ------
     KvbmError
         matplotlib is not installed.
+    PlanError
+        Values are cast: runs of both sides have other sizes.
     """
+    if plan.casts:
+        raise PlanError(f"{plan.title}: a plan of a cast has no picture; print it, or its explain()")
     with looks():
         sheet = Sheet()
         sides = [plan.src.layout.order_text, plan.dst.layout.order_text]

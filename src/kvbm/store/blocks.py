@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,16 +18,20 @@ from ..copy.transfer import convert as convert_blocks
 from ..errors import BindError, DigestError, printable
 from ..layout import spec
 from ..layout.layout import Layout
+from ..layout.scales import QUANTISED
 from ..memory.streams import framework_of, framework_stream
+from ..planner.cast import Cast, Scale, one_scale
 from ..pool.pool import Pool
 from ..system.machine import device_of
 from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
+from .casting import CAST, Casting, require_told, text_of
 from .digests import DIGEST, Damage, Digests, Kinds, damages
-from .file import FORMATS, Stored, create, made, opened, read
+from .file import FORMATS, KEPT, Stored, made, opened, read
 from .reading import Source
 
 if TYPE_CHECKING:
+    from ..layout.resolved import Resolved
     from ..layout.shapes import BlockShape
 
 __all__ = ["add_digests", "convert", "digest", "layout_of", "load", "save", "verify"]
@@ -93,7 +98,8 @@ def _open(
     layout = None if src_layout is None else given_layout("src_layout", src_layout)
     stored = given if isinstance(given, Stored) else read(path_of(name, given))
     most = _READ_BYTES if str(device) == "cpu" else _STEP_BYTES  # a GPU waits for each step
-    return stored, _Reader(stored.source(layout or layout_of(stored), shape, num_blocks), stored.formats, most)
+    source = stored.source(layout or layout_of(stored), shape, num_blocks, is_told=True)
+    return stored, _Reader(source, stored.formats, most)
 
 
 class _Reader:
@@ -238,24 +244,28 @@ class _Side(NamedTuple):
 _Move = Callable[[Sequence[int], Sequence[int]], None]
 
 
-def _mover(src: Pool, dst: Pool, step: int, stream: Any = None) -> _Move:
-    """A function that copies up to `step` blocks and waits for them: between a file and a GPU through pinned memory."""
+def _mover(src: Pool, dst: Pool, step: int, stream: Any = None, cast: Scale | None = None) -> _Move:
+    """A function that copies up to `step` blocks and waits for them: between a file and a GPU through pinned memory.
+
+    A GPU casts: the blocks of the file cross PCIe.
+    """
     if src.device == dst.device == "cpu":
-        return lambda ids, into: convert_blocks(src, dst, ids, into)
-    far = src if dst.device == "cpu" else dst
+        return lambda ids, into: convert_blocks(src, dst, ids, into, cast=cast)
+    far, file = (src, dst) if dst.device == "cpu" else (dst, src)
     device = device_of(far.device)
-    near = Pool.allocate(dst.layout if far is src else src.layout, src.shape, step, "pinned")
+    near = Pool.allocate(file.layout, file.shape, step, "pinned")
+    near.formats = file.formats
     here = list(range(step))
 
     def move(ids: Sequence[int], into: Sequence[int]) -> None:
         some = here[: len(ids)]
         if far is src:
-            convert_blocks(src, near, ids, some, stream=stream)
+            convert_blocks(src, near, ids, some, stream=stream, cast=cast)
             _core.synchronize(device, _core.stream_handle(stream))
             convert_blocks(near, dst, some, into)
         else:
             convert_blocks(src, near, ids, some)
-            convert_blocks(near, dst, some, into, stream=stream)
+            convert_blocks(near, dst, some, into, stream=stream, cast=cast)
             _core.synchronize(device, _core.stream_handle(stream))
 
     return move
@@ -268,27 +278,32 @@ def _copy(
     *,
     verify: bool,
     rows: Digests | None = None,
+    casts: bool = False,
     stream: Any = None,
     progress: Progress | None = None,
 ) -> None:
     """Copy all of `src.names` to blocks 0, 1, 2, … of `dst`.  Compare digests, and store those of the source in `rows`.
 
     The stored digests of the source are compared with those of the destination: this covers the file, the read and the copy.  If
-    they differ, the cause is searched for afterwards.
+    they differ, the cause is searched for afterwards.  A cast changes the bits: then they are compared with those of the source as
+    it was read, and `rows` gets the digests of the destination.
     """
     # The source is digested if the destination's layout has no digests.
-    judged = next((side for side in (dst, src) if Kinds.of(side.pool.resolved).blocks), None)
-    is_direct = src.direct and (src.known is not None or rows is None)
+    sides = (src,) if casts else (dst, src)
+    judged = next((side for side in sides if Kinds.of(side.pool.resolved).blocks), None)
+    is_direct = src.direct and not casts and (src.known is not None or rows is None)
     with contextlib.closing(src.steps(progress, dst.pool if is_direct else None)) as steps:
         for at, ids in steps:
             known = None
             if src.known is not None:
                 known = src.known.take(at)
-            elif rows is not None:
+            elif rows is not None and not casts:
                 known = Digests.of(src.pool, ids, kinds=rows.kinds, stream=src.stream(stream))
                 rows.put(at, known)
             if not is_direct:
                 move(ids, list(at))
+            if rows is not None and casts:
+                rows.put(at, Digests.of(dst.pool, list(at), kinds=rows.kinds))
             if not verify or known is None or judged is None:
                 continue
             there = (ids, src.stream(stream)) if judged is src else (list(at), dst.stream())
@@ -298,16 +313,16 @@ def _copy(
                 break
         else:
             return
-    _refuse(src, dst, known.take(bad.tolist()), [at[row] for row in bad], stream)
+    _refuse(src, None if casts else dst, known.take(bad.tolist()), [at[row] for row in bad], stream)
 
 
-def _refuse(src: _Side, dst: _Side, known: Digests, rows: Sequence[int], stream: Any) -> None:
-    """Raise a `DigestError` that says where blocks are wrong: in the source, or after the copy."""
+def _refuse(src: _Side, dst: _Side | None, known: Digests, rows: Sequence[int], stream: Any) -> None:
+    """Raise a `DigestError` that says where blocks are wrong: in the source, or after the copy if that has the same bits."""
     names = [src.names[row] for row in rows]
     title, found = src.title, []
     if src.known is not None and Kinds.of(src.pool.resolved).blocks:
         found = damages(known, src.pool, src.blocks(names), names, src.stream(stream))
-    if not found:
+    if not found and dst is not None:
         title, found = f"{src.title} → {dst.title}", damages(known, dst.pool, rows, names, dst.stream())
     if not found:  # memory or disk returned other bytes the second time
         raise DigestError(
@@ -315,6 +330,19 @@ def _refuse(src: _Side, dst: _Side, known: Digests, rows: Sequence[int], stream:
         )
     more = f"; and {len(found) - 1} more of the blocks that were compared" if len(found) > 1 else ""
     raise DigestError(f"{title}: {found[0]}{more}", pairs=tuple(one.block for one in found))
+
+
+def _other_dtype(what: str, shape: BlockShape, dtype: str | None, scale: Scale | None) -> BlockShape:
+    """The shape with another dtype, if there is a cast."""
+    if dtype is None:
+        return shape
+    other = replace(shape, dtype=dtype)
+    if scale is None and other != shape:
+        raise BindError(
+            f"dtype: {what} is {shape.dtype}, and only a cast makes it {other.dtype}: pass cast='amax' (--cast amax), or "
+            "cast=kvbm.Scale(1.0) (--cast 1) for planes without scales"
+        )
+    return other
 
 
 def _digests_of(stored: Stored, ids: Sequence[int]) -> Digests | None:
@@ -330,6 +358,8 @@ def save(
     ids: Sequence[int] | None = None,
     *,
     layout: _Layout | None = None,
+    cast: Cast = None,
+    dtype: str | None = None,
     digests: bool = True,
     metadata: Mapping[str, str] | None = None,
     force: bool = False,
@@ -348,8 +378,13 @@ def save(
         Blocks of the pool.  They become blocks ``0, 1, 2, …`` of the file.  Default: all.
     layout : Layout, str or Path, optional
         Layout of the file.  Default: the layout of the pool.
+    cast : {"amax"} or kvbm.Scale, optional
+        Change the format of values, as for `kvbm.Transfer`.  The file says what was cast, and keeps the scale of a `kvbm.Scale`.
+    dtype : str, optional
+        With `cast`: dtype of the file's blocks, where the layout does not say it.  Default: that of the pool.
     digests : bool
-        Store digests of the pool's blocks.  Before the file gets its name, its blocks are compared with them.
+        Store digests of the pool's blocks.  Before the file gets its name, its blocks are compared with them.  With a cast they
+        are those of the blocks that were written, and nothing is compared.
     metadata : mapping of str to str, optional
         Further metadata of the file.
     force : bool
@@ -380,19 +415,30 @@ def save(
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, digests=digests)
     names = _chosen("ids", ids, pool.num_blocks)
-    kinds = Kinds.of(pool.resolved) if digests else Kinds()
-    rows = Digests.zeros(pool.shape, len(names), kinds) if kinds.blocks else None
     layout = pool.layout if layout is None else given_layout("layout", layout)
     require(TEXTS, metadata={} if metadata is None else metadata)
-    known = {key: text for key, text in (metadata or {}).items() if key != FORMATS}
-    known |= {FORMATS: json.dumps(pool.formats)} if pool.formats else {}
-    with create(
-        path, layout, pool.shape, len(names), digests=digests if rows is None else rows, metadata=known, force=force
-    ) as made:
-        src, dst = _Side(pool, repr(pool), names), _Side(made, str(path), range(len(names)))
+    scale = one_scale(cast, "a file keeps one number")
+    shape = _other_dtype("the pool", pool.shape, dtype, scale)
+    resolved, casting = layout.resolve(shape, len(names)), Casting(None, {})
+    if scale is not None:
+        casting = Casting.of(f"{pool.layout.name} → {path}", pool.resolved.section, resolved.section, scale, {})
+    casts = casting.scale is not None
+    kinds = Kinds.of(resolved if casts else pool.resolved) if digests else Kinds()
+    rows = Digests.zeros(shape, len(names), kinds) if kinds.blocks else None
+    known = {key: text for key, text in (metadata or {}).items() if key not in KEPT}
+    known |= _kept(casting, pool.formats)
+    with made(
+        path, layout, shape, len(names), digests=digests if rows is None else rows, metadata=known, force=force
+    ) as (into, _):
+        src, dst = _Side(pool, repr(pool), names), _Side(into, str(path), range(len(names)))
         own = src.stream(stream)
-        move = _mover(pool, made, _step(pool.resolved.block_bytes, len(names)), own)
-        _copy(src, dst, move, rows=rows, verify=digests, stream=own, progress=progress)
+        move = _mover(pool, into, _step(pool.resolved.block_bytes, len(names)), own, casting.scale)
+        _copy(src, dst, move, rows=rows, verify=digests, casts=casts, stream=own, progress=progress)
+
+
+def _kept(casting: Casting, formats: Mapping[str, str]) -> dict[str, str]:
+    """Metadata of the formats of arrays, and of casts."""
+    return ({FORMATS: json.dumps(formats)} if formats else {}) | ({CAST: text_of(casting.notes)} if casting.notes else {})
 
 
 def load(
@@ -403,6 +449,8 @@ def load(
     src_layout: _Layout | None = None,
     shape: BlockShape | str | None = None,
     num_blocks: int | None = None,
+    cast: Cast = None,
+    dtype: str | None = None,
     device: str = "cpu",
     verify: bool = True,
     progress: Progress | None = None,
@@ -421,10 +469,16 @@ def load(
         Layout of the file, if the file does not name it or it is not shipped.
     shape, num_blocks : optional
         Block shape and number of blocks of the file, if the file does not contain them.
+    cast : {"amax"} or kvbm.Scale, optional
+        Change the format of values, as for `kvbm.Transfer`.  ``"amax"`` uses the scale that the file names, if it was written with
+        a `kvbm.Scale`.  Another scale than that is an error, and so is no `cast` if that scale is not 1.
+    dtype : str, optional
+        With `cast`: dtype of the pool's blocks, where the layout does not say it.  Default: for a file that was quantised, the
+        dtype before; else that of the file.
     device : str
         As for `Pool.allocate`.
     verify : bool
-        Compare the blocks with the file's digests, if it has any.
+        Compare the blocks with the file's digests, if it has any: of a cast, the blocks before it.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)``.
 
@@ -448,16 +502,33 @@ def load(
     require(FLAG, verify=verify)
     wanted = None if layout is None else given_layout("layout", layout)
     stored, reader = _open(path, src_layout, shape, num_blocks, device=device)
-    source = reader.source
+    source, told = reader.source, one_scale(cast, "a file keeps one number")
     names = _chosen(stored.path, ids, source.num_blocks)
-    pool = Pool.allocate(wanted or source.layout, source.shape, len(names), device)
+    shape = _other_dtype(str(stored.path), source.shape, _before(stored, dtype, told), told)
+    into = (wanted or source.layout).resolve(shape, len(names))
+    casting = _casting(stored, source, into, told)
+    require_told(stored.path, casting.notes, told)
+    pool = Pool.allocate(into.layout, into.shape, len(names), device)
     known = _digests_of(stored, names) if verify else None
     src = _Side(reader.pool, str(stored.path), names, known, reader, reader.reads_into(pool))
     dst = _Side(pool, repr(pool), range(len(names)))
-    move = _mover(reader.pool, pool, min(reader.step, len(names)), dst.stream())
-    _copy(src, dst, move, verify=verify, progress=progress)
+    move = _mover(reader.pool, pool, min(reader.step, len(names)), dst.stream(), casting.scale)
+    _copy(src, dst, move, verify=verify, casts=casting.scale is not None, progress=progress)
     pool.formats = stored.formats
     return pool
+
+
+def _before(stored: Stored, dtype: str | None, told: Scale | None) -> str | None:
+    """The dtype of the caller; else that before the file was quantised, if its values are cast now."""
+    before = {note.before for note in stored.casts.values() if note.dtype in QUANTISED} if told else set()
+    return before.pop() if dtype is None and len(before) == 1 else dtype
+
+
+def _casting(stored: Stored, source: Source, into: Resolved, told: Scale | None) -> Casting:
+    """The cast of a copy out of a file."""
+    if told is None:
+        return Casting(None, stored.casts)
+    return Casting.of(f"{stored.path} → {into.layout.name}", source.resolved.section, into.section, told, stored.casts)
 
 
 def convert(
@@ -469,6 +540,8 @@ def convert(
     src_layout: _Layout | None = None,
     shape: BlockShape | str | None = None,
     num_blocks: int | None = None,
+    cast: Cast = None,
+    dtype: str | None = None,
     device: str = "cpu",
     verify: bool = True,
     force: bool = False,
@@ -488,11 +561,14 @@ def convert(
         Blocks of `src`.  They become blocks ``0, 1, 2, …`` of `dst`.  Default: all.
     src_layout, shape, num_blocks : optional
         Layout, block shape and number of blocks of `src`, if the file does not contain them.
+    cast, dtype
+        As for `load`.  `dst` says what was cast, as a file of `save` does.
     device : str
         The device that converts: ``"cpu"`` or ``"cuda:N"``.
     verify : bool
         Compare digests of the written blocks with the digests stored in `src`; if it has none, with digests of the blocks read.
-        `dst` gets these digests.  False: nothing is compared, and `dst` gets digests only if `src` has them.
+        `dst` gets these digests.  False: nothing is compared, and `dst` gets digests only if `src` has them.  With a cast, the
+        blocks that were read are compared, and `dst` gets digests of what was written; with False it gets none.
     force : bool
         Replace `dst` if it exists.
     progress : callable, optional
@@ -515,28 +591,31 @@ def convert(
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
     stored, reader = _open(src, src_layout, shape, num_blocks, "src", device)
-    source, is_in_place = reader.source, stored.file.is_at(dst)
+    source, is_in_place, told = reader.source, stored.file.is_at(dst), one_scale(cast, "a file keeps one number")
     names = _chosen(stored.path, ids, source.num_blocks)
-    known = _digests_of(stored, names) if verify or stored.metadata.get("kvbm.digest") == DIGEST else None
-    kinds = Kinds.of(source.resolved)
-    rows = Digests.zeros(source.shape, len(names), kinds) if verify and known is None and kinds.blocks else None
-    has_digests = Kinds.of(layout.resolve(source.shape, len(names))).blocks
-    write = (has_digests and (known or rows)) or False
+    resolved = layout.resolve(_other_dtype(str(stored.path), source.shape, _before(stored, dtype, told), told), len(names))
+    casting = _casting(stored, source, resolved, told)
+    casts, has_digests = casting.scale is not None, Kinds.of(resolved)
+    known = _digests_of(stored, names) if verify or (stored.metadata.get("kvbm.digest") == DIGEST and not casts) else None
+    kinds = has_digests if casts else Kinds.of(source.resolved)
+    rows = Digests.zeros(resolved.shape, len(names), kinds) if verify and (casts or known is None) and kinds.blocks else None
+    write = (has_digests.blocks and (rows if casts else known or rows)) or False
     step = min(reader.step, len(names))
-    with made(dst, layout, source.shape, len(names), digests=write, metadata=stored.metadata, force=force) as (into, file):
+    metadata = {key: text for key, text in stored.metadata.items() if key not in KEPT} | _kept(casting, stored.formats)
+    with made(dst, layout, resolved.shape, len(names), digests=write, metadata=metadata, force=force) as (into, file):
         sides = _Side(reader.pool, str(stored.path), names, known, reader), _Side(into, str(dst), range(len(names)))
-        on_gpu = str(device) != "cpu"
-        move = _by_way_of(device, reader.pool, into, step) if on_gpu else _mover(reader.pool, into, step)
-        _copy(*sides, move, rows=rows, verify=verify, progress=progress)
+        far = reader.pool, into, step
+        move = _by_way_of(device, *far, casting.scale) if str(device) != "cpu" else _mover(*far, cast=casting.scale)
+        _copy(*sides, move, rows=rows, verify=verify, casts=casts, progress=progress)
         if is_in_place and not stored.file.is_at(dst):
             raise BindError(f"{dst}: another file took its place while it was converted; the new file is kept: convert it again")
     return opened(file)
 
 
-def _by_way_of(device: str, src: Pool, dst: Pool, step: int) -> _Move:
+def _by_way_of(device: str, src: Pool, dst: Pool, step: int, cast: Scale | None) -> _Move:
     """A function that copies blocks from file to file and converts them on a GPU."""
-    far = Pool.allocate(dst.layout, src.shape, step, device)
-    there, back = _mover(src, far, step, 0), _mover(far, dst, step, 0)
+    far = Pool.allocate(dst.layout, dst.shape, step, device)
+    there, back = _mover(src, far, step, 0, cast), _mover(far, dst, step, 0)
     here = list(range(step))
 
     def move(ids: Sequence[int], into: Sequence[int]) -> None:

@@ -3,9 +3,9 @@
 A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table.  Its metadata are ``kvbm.layout``
 (name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
 several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
-``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes.  Records are tensors of
-bytes; planes in separate arrays have their own dtypes.  Tensors of digests come before those of blocks.  Any safetensors reader can
-open the file; ``docs/howto/files.md`` describes the format.
+``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes, and ``kvbm.cast`` if values
+were cast (`kvbm.store.casting`).  Records are tensors of bytes; planes in separate arrays have their own dtypes.  Tensors of
+digests come before those of blocks.  Any safetensors reader can open the file; ``docs/reference/file-format.md`` describes it.
 
 The header is read and written here instead of by the ``safetensors`` package, which has no bfloat16 or fp8 for NumPy.  Blocks are
 read some at a time, and written to a mapped file, so pools larger than the memory can be converted.  A file that is read is opened
@@ -24,18 +24,20 @@ import mmap
 import os
 import re
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._arguments import quoted
+from .._arguments import flag, quoted
 from ..errors import BindError, LayoutError, printable
 from ..layout.loops import loops_of
 from ..layout.shapes import ITEMSIZE, PACKED, BlockShape
+from ..planner.cast import Cast, one_scale
 from ..system.cache import replacing
 from .arguments import FLAG, TEXTS, Kind, layout_of, num_blocks_of, path_of, require, shape_of
+from .casting import CAST, CastFrom, needs_scale, notes_of, require_told
 from .digests import DIGEST, PARTS, Digests, Kinds
 from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
 from .open_file import Opened, mapped
@@ -48,9 +50,12 @@ if TYPE_CHECKING:
     from ..layout.resolved import Allocation, Resolved
     from ..pool.pool import Pool
 
-FORMAT = "1"
-#: Metadata that a file copied from a file keeps: the formats of its arrays (`Stored.formats`).
+#: The format of files, and that of files whose codes need a scale of the metadata.
+FORMAT, SCALED = "1", "2"
+#: Metadata of the formats of arrays (`Stored.formats`).
 FORMATS = "kvbm.formats"
+#: Metadata of kvbm that a file copied from a file keeps.
+KEPT = (FORMATS, CAST)
 _ALIGN = 4096  # the first tensor starts at a page, so that the kernels can use their widest words
 _DIGESTS = Kind((*FLAG.types, Digests), "True, False, or the kvbm.store.Digests of the blocks")
 _NUMBER = re.compile("[0-9]{1,18}")
@@ -146,6 +151,23 @@ class Stored:
             ) from None
         return found
 
+    @functools.cached_property
+    def casts(self) -> dict[str, CastFrom]:
+        """Plane (empty without planes) → how its values were cast before they were written; empty if none were.
+
+        Raises
+        ------
+        BindError
+            The metadata say nothing that is possible.
+        """
+        found = notes_of(self.path, self.metadata.get(CAST, "{}"))
+        if self.metadata.get("kvbm.format") == SCALED and not needs_scale(found.values()):
+            raise BindError(
+                f"{self.path}: kvbm.format is {SCALED!r}: expected a scale in metadata {CAST!r}, got "
+                f"{quoted(self.metadata.get(CAST))}"
+            )
+        return found
+
     @property
     def num_blocks(self) -> int | None:
         """The number of blocks; None if the file does not contain it."""
@@ -201,7 +223,12 @@ class Stored:
         return Digests(**found)
 
     def pool(
-        self, layout: Layout | str | Path, shape: BlockShape | str | None = None, num_blocks: int | None = None
+        self,
+        layout: Layout | str | Path,
+        shape: BlockShape | str | None = None,
+        num_blocks: int | None = None,
+        *,
+        cast: Cast = None,
     ) -> Pool:
         """Map the file's tensors into memory, read-only, and bind them to a layout.
 
@@ -213,6 +240,8 @@ class Stored:
             Needed if the file does not contain it.  If it does, both must agree.
         num_blocks : int, optional
             Needed only if neither the file nor its size gives the number.
+        cast : kvbm.Scale, optional
+            For a file whose values were cast with a scale that is not 1: the same scale.  The pool has the codes of the file.
 
         Returns
         -------
@@ -222,7 +251,8 @@ class Stored:
         Raises
         ------
         BindError
-            The file has another layout or shape, its tensors do not fit the layout, or another program has cut it.
+            The file has another layout or shape, its tensors do not fit the layout, another program has cut it, or its codes need a
+            scale that `cast` does not name.
         NotEnoughMemoryError
             The process has no room to map the file.
 
@@ -232,16 +262,26 @@ class Stored:
         each makes a new file, and the old one stays as it was for those that have opened it.  `kvbm.store.load` reads the file
         instead, and raises an error.
         """
+        scale = one_scale(cast, "a file keeps one number")
         source, offsets = self._source(layout, shape, num_blocks)
+        require_told(self.path, self.casts, scale)
         pool = _bind(source.layout, source.shape, source.resolved, self.file.map(), offsets)
         pool.formats = self.formats
         return pool
 
     def source(
-        self, layout: Layout | str | Path, shape: BlockShape | str | None = None, num_blocks: int | None = None
+        self,
+        layout: Layout | str | Path,
+        shape: BlockShape | str | None = None,
+        num_blocks: int | None = None,
+        *,
+        is_told: bool = False,
     ) -> Source:
-        """As `pool`, to read blocks instead of mapping them."""
-        return self._source(layout, shape, num_blocks)[0]
+        """As `pool`, to read blocks instead of mapping them.  With `is_told` the caller looks at `casts` itself."""
+        found = self._source(layout, shape, num_blocks)[0]
+        if not flag("is_told", is_told):
+            require_told(self.path, self.casts, None)
+        return found
 
     def _source(
         self, layout: Layout | str | Path, shape: BlockShape | str | None, num_blocks: int | None
@@ -255,13 +295,22 @@ class Stored:
         except LayoutError as error:  # most often caused by the shape in the file
             raise BindError(f"{self.path}: {error}") from None
         offsets = self._check_tensors(layout, resolved)
+        held = {access.plane: access.dtype for access in resolved.section.accesses}
+        for plane, note in self.casts.items():
+            if held.get(plane) != note.dtype:
+                raise BindError(
+                    f"{self.path}: metadata {CAST!r}: plane {quoted(plane, 60)} of {note.dtype}: the layout has "
+                    f"{held.get(plane, 'no such plane')}"
+                )
         return Source(self.file, layout, shape, resolved, offsets), offsets
 
     def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:
         """Shape and number of blocks, from the caller or from the file; `BindError` if they disagree."""
         version = self.metadata.get("kvbm.format", FORMAT)
-        if version != FORMAT:
-            raise BindError(f"{self.path}: kvbm.format is {quoted(version, 60)}; this version of kvbm reads {FORMAT!r}")
+        if version not in (FORMAT, SCALED):
+            raise BindError(
+                f"{self.path}: kvbm.format is {quoted(version, 60)}; this version of kvbm reads {FORMAT!r} and {SCALED!r}"
+            )
         if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
             raise BindError(
                 f"{self.path}: the file is in layout {quoted(self.layout_name or '?')} "
@@ -269,7 +318,9 @@ class Stored:
                 f"not in {layout.name!r} ({layout.order_text}, fingerprint {layout.fingerprint})"
             )
         if self.shape is not None and shape is not None and not layout.same_blocks(self.shape, shape):
-            raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}")
+            is_same = replace(shape, dtype=self.shape.dtype) == self.shape
+            dtypes = "; kvbm.store.load changes the dtype, with cast= and dtype=" if is_same else ""
+            raise BindError(f"{self.path}: the file's shape is {self.shape}, not {shape}{dtypes}")
         shape = self.shape or shape
         if shape is None:
             raise BindError(f"{self.path}: the file does not contain the shape of its blocks: pass a shape (--shape; shape=)")
@@ -419,7 +470,9 @@ def create(
     >>> with store.create("blocks.safetensors", kvbm.load("universal"), pool.shape, pool.num_blocks) as out:
     ...     kvbm.convert(pool, out)  # doctest: +SKIP
     """
-    with made(path, layout, shape, num_blocks, digests=digests, metadata=metadata, force=force) as (pool, _):
+    require(TEXTS, metadata={} if metadata is None else metadata)
+    own = {key: text for key, text in (metadata or {}).items() if key != CAST}  # of another file: this one has other values
+    with made(path, layout, shape, num_blocks, digests=digests, metadata=own, force=force) as (pool, _):
         yield pool
 
 
@@ -434,7 +487,10 @@ def made(
     metadata: Mapping[str, str] | None = None,
     force: bool = False,
 ) -> Iterator[tuple[Pool, Opened]]:
-    """As `create`.  It also yields the open file, which stays the one that was written whatever gets its name afterwards."""
+    """As `create`; the metadata may say how values were cast.
+
+    It also yields the open file, which stays the one that was written whatever gets its name afterwards.
+    """
     path, num_blocks = path_of("path", path), num_blocks_of(num_blocks)
     metadata = {} if metadata is None else metadata
     layout, shape = layout_of("layout", layout), shape_of(shape)
@@ -536,8 +592,8 @@ def _header(
             one.encode()
         except (AttributeError, UnicodeEncodeError):
             raise BindError(f"metadata: expected texts by name, got {quoted(one)}") from None
-    metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.") or key == FORMATS} | {
-        "kvbm.format": FORMAT,
+    metadata = {key: text for key, text in further.items() if not key.startswith("kvbm.") or key in KEPT} | {
+        "kvbm.format": SCALED if needs_scale(notes_of("metadata", further.get(CAST, "{}")).values()) else FORMAT,
         "kvbm.layout": layout.name,
         "kvbm.order": layout.order_text,
         "kvbm.fingerprint": layout.fingerprint,

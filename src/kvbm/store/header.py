@@ -11,14 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-__all__ = ["MAX_HEADER", "MAX_METADATA", "MIN_ENTRY", "Entry", "parsed_header", "parsed_object"]
+__all__ = ["MAX_HEADER", "MAX_METADATA", "MAX_TEXT", "MIN_ENTRY", "Entry", "parsed_header", "parsed_object"]
 
 MAX_HEADER = 100_000_000  # the safetensors format's own limit
 MAX_METADATA = 16 << 20
 MIN_ENTRY = 100  # about the bytes of one tensor in the header
 _MAX_TENSORS = MAX_HEADER // MIN_ENTRY
 _MAX_DIGITS, _MAX_DIMENSIONS = 18, 64  # limits for a number and for a tensor: no real file exceeds them
-_MAX_TEXT = 4096  # characters of an object in the metadata
+MAX_TEXT = 4096  # characters of an object in the metadata
 
 _S = r"[ \t\n\r]*+"
 _TEXT = r'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
@@ -101,8 +101,8 @@ def _entry(name: str, fields: dict[str, Any], start: int) -> Entry:
 
 def parsed_object(text: str) -> dict[str, Any]:
     """Parse a small JSON object; ValueError with the reason if it is none."""
-    if len(text) > _MAX_TEXT:
-        raise ValueError(f"expected at most {_MAX_TEXT:,} characters, got {len(text):,}")
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"expected at most {MAX_TEXT:,} characters, got {len(text):,}")
     try:
         value = json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
     except RecursionError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._arguments import quoted
 from ..compile.prepare import prepare
 from ..copy.executor import require_disjoint, torch_stream
-from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError
+from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError, PlanError
 from ..layout.shapes import ITEMSIZE, PACKED
 from ..matching.match import names_of_strides
 from ..memory.array_checks import (
@@ -19,7 +21,6 @@ from ..memory.array_checks import (
     Side,
     Size,
     Sized,
-    block_shape,
     format_of,
     formats_of,
     named,
@@ -27,11 +28,13 @@ from ..memory.array_checks import (
     require_copy,
     require_device,
     require_dtype,
+    require_formats,
     require_one_format,
-    side_of,
+    sides_of,
 )
 from ..memory.array_info import Array, span
 from ..memory.liveness import has_memory
+from ..planner.cast import Scale, as_cast
 from ..planner.plan import plan
 from ..pool.pool import Pool
 
@@ -60,19 +63,30 @@ class AcceleratorError(CudaError, _RuntimeError):  # type: ignore[misc, valid-ty
 
 
 class Face:
-    """Two layouts, a block shape, dtypes and a device: everything about a call except its number of blocks."""
+    """Two layouts, block shapes, dtypes, a cast and a device: everything about a call except its number of blocks.
+
+    `dtypes` are those of the first input and of the first output; None for outputs that the operator makes.
+    """
 
     def __init__(
-        self, operator: str, names: tuple[str, str, str], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+        self,
+        operator: str,
+        names: tuple[str, str, str],
+        dtypes: tuple[torch.dtype, torch.dtype | None],
+        device: torch.device,
+        cast: str | None = None,
     ) -> None:
-        src, dst, text = names
-        self.dtypes, self.device = (dtype_name(dtypes[0]), dtype_name(dtypes[1])), device
-        self.torch_dtype = dtypes[0]
+        self.cast, self.device = cast_of(cast), device
         self.index = (device.index or 0) if device.type == "cuda" else -1
-        self.shape = block_shape(text, self.dtypes[0])
-        self.src, self.dst = side_of(src, self.shape), side_of(dst, self.shape)
-        if self.src.layout.planes or self.dst.layout.planes:  # planes have their own dtypes, which the gates compare
-            require_copy(self.src, self.dst)
+        found, into = dtype_name(dtypes[0]), None if dtypes[1] is None else dtype_name(dtypes[1])
+        self.src, self.dst = sides_of(*names, found, into, self.cast)
+        #: Dtype of new tensors, where the layout has no planes.
+        self.torch_dtype = dtypes[0] if self.cast is None else torch_dtype(self.dst.shape.dtype)
+        self.dtypes = found, into or dtype_name(self.torch_dtype)
+        self.shape = self.src.shape
+        self.has_planes = bool(self.src.layout.planes or self.dst.layout.planes)
+        if self.has_planes or self.cast is not None:  # planes have their own dtypes, which the gates compare
+            require_copy(self.src, self.dst, self.cast)
         else:
             for what, dtype in zip(("input", "output"), self.dtypes, strict=True):
                 require_dtype(f"{operator}: {what} #0", dtype, self.shape.dtype)
@@ -81,19 +95,22 @@ class Face:
         #: True if values with gradients are read as integers, which have no gradients.
         self.hides_gradients = dtypes[0].is_floating_point and self.shape.dtype not in _FLOATS
         self._batches: dict[tuple[int, int], Batch] = {}
-        self.has_planes = bool(self.src.layout.planes)
         self._alike: set[tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = set()  # dtypes of all tensors that passed
 
-    def require_one_format(self, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
-        """Raise `DTypeError` if tensors of one plane are of two formats of one byte.  Each may have a dtype of its own."""
+    def require_formats(self, operator: str, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+        """Raise `DTypeError` if tensors of one plane are of two formats of one byte, or of another one than a cast reads or writes.
+
+        Each tensor may have a dtype of its own.
+        """
         dtypes = tuple(tensor.dtype for tensor in tensors), tuple(tensor.dtype for tensor in out)
         if dtypes not in self._alike:
             found = []
             for what, side, of in zip(("inputs", "outputs"), (self.src, self.dst), dtypes, strict=True):
                 blocks = max(len(of) // side.arrays_a_block, 1) if side.arrays_a_block else 1
-                resolved = side.layout.resolve(self.shape, blocks)
-                found.append(formats_of(resolved, [dtype_name(one) for one in of], f"convert_: {what}"))
-            require_one_format("convert_", *found)
+                resolved = side.layout.resolve(side.shape, blocks)
+                held = {one.plane: one.dtype for one in resolved.section.accesses}
+                found.append((formats_of(resolved, [dtype_name(one) for one in of], f"{operator}: {what}"), held))
+            require_formats(operator, *found, casts=self.cast is not None)
             if len(self._alike) >= _MOST_SIZES:
                 self._alike.clear()
             self._alike.add(dtypes)
@@ -143,7 +160,8 @@ class Batch:
         found = self._copies.get((src_alignment, dst_alignment))
         if found is None:
             blocks = (self.src_blocks, self.dst_blocks)
-            made = plan(self.face.src.layout, self.face.dst.layout, self.face.shape, num_blocks=blocks)
+            src, dst, cast = self.face.src, self.face.dst, self.face.cast
+            made = plan(src.layout, dst.layout, (src.shape, dst.shape), num_blocks=blocks, cast=cast)
             found = tuple(prepare(made, src_alignment, dst_alignment, device=self.face.index))
             self._copies[src_alignment, dst_alignment] = found
         return found
@@ -173,7 +191,7 @@ class Batch:
     def pools(self, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Pool, Pool]:
         """Pools of both sides: the slow check of all arguments, with detailed errors."""
         src, dst = (
-            Pool.trusted(side.side.layout, self.face.shape, [_seen(tensor) for tensor in given], given)
+            Pool.trusted(side.side.layout, side.side.shape, [_seen(tensor) for tensor in given], given)
             for side, given in ((self.src, tensors), (self.dst, out))
         )
         return src, dst
@@ -202,16 +220,33 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def face_of(operator: str, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], *names: str) -> Face:
-    """The face of a call; one of its two lists has a tensor."""
-    first = tensors[0] if tensors else out[0]
-    other = out[0].dtype if out else first.dtype
-    key = (*names, first.dtype, other, first.device)
+def cast_of(text: str | None) -> Scale | None:
+    """The cast that the operators are given as a text: None, or `Scale.text`."""
+    if text is None or text == "amax":
+        return as_cast(text)
+    try:
+        given = json.loads(text)
+    except ValueError:
+        raise PlanError(f"cast: expected 'amax', or numbers as JSON, got {quoted(text)}") from None
+    return Scale(k=given.get("k"), v=given.get("v")) if isinstance(given, dict) else Scale(given)
+
+
+def face_of(
+    operator: str,
+    tensors: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor] | None,
+    *names: str,
+    cast: str | None = None,
+) -> Face:
+    """The face of a call; one of its two lists has a tensor.  Without `out` the operator makes the outputs."""
+    first = tensors[0] if tensors or not out else out[0]
+    other = out[0].dtype if out else None if cast is not None and out is None else first.dtype
+    key = (*names, cast, first.dtype, other, first.device)
     found = _faces.get(key)
     if found is None:
         if len(_faces) >= _MOST_SIZES:
             _faces.clear()
-        found = _faces[key] = Face(operator, names, (first.dtype, other), first.device)  # type: ignore[arg-type]
+        found = _faces[key] = Face(operator, names, (first.dtype, other), first.device, cast)  # type: ignore[arg-type]
     return found
 
 

@@ -19,6 +19,7 @@ from ..layout.layout import Layout
 from ..layout.shapes import BlockShape
 from ..memory.allocation import bits_of
 from ..memory.array_checks import layout_name, reads_as, shape_text
+from ..planner.cast import Cast, as_cast
 from ..pool.pool import Pool
 from .batches import KINDS, any_requires_grad, dtype_name, plain_table, raise_named, torch_dtype, wants_gradient
 from .fences import fence, keep
@@ -34,6 +35,7 @@ def convert(
     shape: str | BlockShape,
     *,
     stream: Any = None,
+    cast: Cast = None,
 ) -> list[torch.Tensor]:
     """Convert blocks from one layout into new tensors of another: the operator ``kvbm::convert``.
 
@@ -50,12 +52,15 @@ def convert(
     stream : optional
         A stream for the copy, fenced on both sides (see `fence`).  Default: torch's current stream.  Not allowed inside
         ``torch.compile``.
+    cast : {"amax"} or kvbm.Scale, optional
+        Change the format of values, as for `kvbm.Transfer`.  Then `shape` must have a dtype: that of the result where its layout
+        has no planes.
 
     Returns
     -------
     list of torch.Tensor
         One tensor per allocation of the destination's layout, with the same blocks in the same order.  The dtype is that of the
-        inputs; with several planes, that of the plane.
+        inputs, or of `shape` with a cast; with several planes, that of the plane.
 
     Raises
     ------
@@ -68,7 +73,7 @@ def convert(
 
     Notes
     -----
-    Gradients are supported, of any order, except for layouts of several planes.  Autocast does not change dtypes.
+    Gradients are supported, of any order, except for layouts of several planes and for casts.  Autocast does not change dtypes.
 
     Examples
     --------
@@ -79,10 +84,11 @@ def convert(
     (6, (4, 3, 2, 16, 8))
     """
     names = (layout_name("convert: src", src), layout_name("convert: dst", dst), shape_text("convert: shape", shape))
+    how = _cast_text("convert", cast)
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     if stream is None and _nobody_listens(tensors):
-        out = run(tensors, *names, plain_table)
+        out = run(tensors, *names, how, plain_table)
         if out is not None:
             return out
     given = _list("convert", "tensors", tensors)
@@ -90,11 +96,11 @@ def convert(
         _refuse_stream("convert", stream)
     elif stream is not None and given:
         with _named("convert"), fence(stream, *given):
-            out = convert(given, *names)
+            out = convert(given, *names, cast=cast)
         keep(out, torch.cuda.current_stream(given[0].device))
         return out
     operator = CONVERT if _autograd_looks(given) else PLAIN
-    return list(operator(given, *names))
+    return list(operator(given, *names) if how is None else operator(given, *names, how))
 
 
 def convert_(
@@ -107,6 +113,7 @@ def convert_(
     dst_ids: Any = None,
     *,
     stream: Any = None,
+    cast: Cast = None,
 ) -> None:
     """Convert blocks into existing tensors: the operator ``kvbm::convert_``.
 
@@ -121,6 +128,8 @@ def convert_(
         One axis of int32 or int64: block ``src_ids[i]`` is copied into block ``dst_ids[i]``; -1 skips a pair.  Default:
         0, 1, 2, … on that side.  Ids on the CPU are checked, and you may change them after the call.  Ids on the GPU are read when
         the kernel runs, so a graph can be replayed with other ids; see `check_ids`.
+    cast : {"amax"} or kvbm.Scale, optional
+        Change the format of values, as for `kvbm.Transfer`.  Tensors of a layout without planes have their own dtype.
 
     Raises
     ------
@@ -138,12 +147,13 @@ def convert_(
     """
     names = (layout_name("convert_: src", src), layout_name("convert_: dst", dst), shape_text("convert_: shape", shape))
     ids = (_ids("src_ids", src_ids), _ids("dst_ids", dst_ids))
+    how = _cast_text("convert_", cast)
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     if isinstance(out, torch.Tensor):
         out = [out]
     listed = [[one] for one in ids if one is not None]
-    if stream is None and _nobody_listens(tensors, out, *listed) and run_(tensors, out, *names, *ids, plain_table):
+    if stream is None and _nobody_listens(tensors, out, *listed) and run_(tensors, out, *names, *ids, how, plain_table):
         return
     given, into = _list("convert_", "tensors", tensors), _list("convert_", "out", out)
     _list("convert_", "ids", [one for one in ids if one is not None])
@@ -152,10 +162,10 @@ def convert_(
     elif stream is not None and (given or into):
         used = [*given, *into, *(one for one in ids if one is not None and one.is_cuda)]
         with _named("convert_"), fence(stream, *used):
-            convert_(given, into, *names, *ids)
+            convert_(given, into, *names, *ids, cast=cast)
         return
     operator = CONVERT_ if _autograd_looks(given, into) else PLAIN_
-    operator(given, into, *names, *ids)
+    operator(given, into, *names, *ids, *(() if how is None else (how,)))
 
 
 def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -226,6 +236,15 @@ def _list(operator: str, what: str, tensors: Any) -> list[torch.Tensor]:
                 f"{operator}: {what}: #{index} is a nested tensor; expected a dense one: pass its parts, tensor.unbind()"
             )
     return list(tensors)
+
+
+def _cast_text(operator: str, cast: Any) -> str | None:
+    """The cast as the operators take it."""
+    if cast is None:
+        return None
+    with _named(operator):
+        scale = as_cast(cast)
+    return None if scale is None else scale.text
 
 
 def _ids(what: str, ids: Any) -> torch.Tensor | None:

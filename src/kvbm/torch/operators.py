@@ -47,29 +47,31 @@ _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, _STRIDES))
 _INPUT, _OUTPUT = Caller("convert", "input"), Caller("convert", "output")
 
 for _twin in ("", "_"):
-    _LIBRARY.define(f"{_twin}convert(Tensor[] tensors, str src, str dst, str shape) -> Tensor[]", tags=_TAGS)
+    _LIBRARY.define(
+        f"{_twin}convert(Tensor[] tensors, str src, str dst, str shape, str? cast=None) -> Tensor[]", tags=_TAGS
+    )
 
 
-def _batch(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> Batch:
-    face = face_of("convert", tensors, (), src, dst, shape)
+def _batch(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, cast: str | None = None) -> Batch:
+    face = face_of("convert", tensors, None, src, dst, shape, cast=cast)
     blocks = count_blocks(_INPUT, face.src, tensors)
     return face.batch(blocks, blocks)
 
 
-def _known(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> Batch:
+def _known(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, cast: str | None) -> Batch:
     if not tensors:
-        return _batch(tensors, src, dst, shape)
+        return _batch(tensors, src, dst, shape, cast)
     first = tensors[0]
-    key = (src, dst, shape, first.dtype, first.device, first.shape, len(tensors))
-    return KNOWN.get(key) or remembered(key, _batch(tensors, src, dst, shape))
+    key = (src, dst, shape, cast, first.dtype, first.device, first.shape, len(tensors))
+    return KNOWN.get(key) or remembered(key, _batch(tensors, src, dst, shape, cast))
 
 
 def run(
-    tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, look: Look = table_of
+    tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, cast: str | None = None, look: Look = table_of
 ) -> list[torch.Tensor] | None:
     """Convert without the dispatcher.  None, and nothing is done, if `look` refuses the tensors."""
     try:
-        batch = _known(tensors, src, dst, shape)
+        batch = _known(tensors, src, dst, shape, cast)
         face = batch.face
         if batch.src_blocks == 0 and look is table_of:
             require_all(_INPUT, tensors, batch.src, face)
@@ -78,26 +80,37 @@ def run(
         if source is None:
             return None
         out = batch.outputs()
-        target = table_of(_OUTPUT, out, batch.dst, batch.dst_elements, face, face.dtypes[0])
+        if cast is not None:
+            face.require_formats("convert", tensors, out)
+        target = table_of(_OUTPUT, out, batch.dst, batch.dst_elements, face, face.dtypes[1])
         batch.run(source, target, _core.Pairs(None, None, batch.src_blocks, batch.dst_blocks))
         return out
     except KvbmError as error:
         raise_named("convert", error)
 
 
-def _fake_convert(tensors: list[torch.Tensor], src: str, dst: str, shape: str) -> list[torch.Tensor]:
+def _fake_convert(
+    tensors: list[torch.Tensor], src: str, dst: str, shape: str, cast: str | None = None
+) -> list[torch.Tensor]:
     try:
-        batch = _batch(tensors, src, dst, shape)
+        batch = _batch(tensors, src, dst, shape, cast)
         require_all(_INPUT, tensors, batch.src, batch.face)
-        return batch.outputs()
+        out = batch.outputs()
+        if cast is not None:
+            batch.face.require_formats("convert", tensors, out)
+        return out
     except KvbmError as error:
         raise_named("convert", error)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     """Save the names for the backward pass, the inverse permutation.  No tensor is kept."""
-    tensors, src, dst, shape = inputs
-    face = face_of("convert", tensors, (), src, dst, shape)
+    tensors, src, dst, shape, *rest = inputs  # torch drops an argument that is its default, and may put it back
+    cast = rest[0] if rest else None
+    face = face_of("convert", tensors, None, src, dst, shape, cast=cast)
+    if cast is not None:
+        index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
+        raise BindError(f"convert: input #{index} requires a gradient, and a cast has none; call .detach()")
     for side in (face.src, face.dst):
         if side.layout.planes:
             index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
@@ -150,23 +163,32 @@ def _adjoint(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
 for _twin in ("", "_"):
     _LIBRARY.define(
         f"{_twin}convert_(Tensor[] tensors, Tensor(a!)[] out, str src, str dst, str shape, Tensor? src_ids=None, "
-        "Tensor? dst_ids=None) -> ()",
+        "Tensor? dst_ids=None, str? cast=None) -> ()",
         tags=_TAGS,
     )
 _INPUT_, _OUTPUT_ = Caller("convert_", "input"), Caller("convert_", "output")
 
 
-def _batch_(tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> Batch:
-    face = face_of("convert_", tensors, out, src, dst, shape)
+def _batch_(
+    tensors: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    src: str,
+    dst: str,
+    shape: str,
+    cast: str | None = None,
+) -> Batch:
+    face = face_of("convert_", tensors, out, src, dst, shape, cast=cast)
     return face.batch(count_blocks(_INPUT_, face.src, tensors), count_blocks(_OUTPUT_, face.dst, out))
 
 
-def _known_(tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> Batch:
+def _known_(
+    tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], src: str, dst: str, shape: str, cast: str | None
+) -> Batch:
     if not tensors or not out:
-        return _batch_(tensors, out, src, dst, shape)
+        return _batch_(tensors, out, src, dst, shape, cast)
     first, into, sizes = tensors[0], out[0], (len(tensors), len(out))
-    key = (src, dst, shape, first.dtype, first.device, first.shape, into.dtype, into.shape, *sizes)
-    return KNOWN.get(key) or remembered(key, _batch_(tensors, out, src, dst, shape))
+    key = (src, dst, shape, cast, first.dtype, first.device, first.shape, into.dtype, into.shape, *sizes)
+    return KNOWN.get(key) or remembered(key, _batch_(tensors, out, src, dst, shape, cast))
 
 
 def _require_ids(face: Face, *ids: torch.Tensor | None) -> None:
@@ -190,11 +212,12 @@ def run_(
     shape: str,
     src_ids: torch.Tensor | None = None,
     dst_ids: torch.Tensor | None = None,
+    cast: str | None = None,
     look: Look = table_of,
 ) -> bool:
     """As `run`, into existing tensors.  False if `look` refuses the tensors."""
     try:
-        batch = _known_(tensors, out, src, dst, shape)
+        batch = _known_(tensors, out, src, dst, shape, cast)
         face = batch.face
         _require_ids(face, src_ids, dst_ids)
         if (batch.src_blocks == 0 or batch.dst_blocks == 0) and look is table_of:
@@ -206,8 +229,8 @@ def run_(
         target = source and look(_OUTPUT_, out, batch.dst, batch.dst_elements, face, face.dtypes[1])
         if source is None or target is None:
             return False
-        if face.has_planes:
-            face.require_one_format(tensors, out)
+        if face.has_planes or cast is not None:
+            face.require_formats("convert_", tensors, out)
         _fill(batch, tensors, out, source, target, src_ids, dst_ids)
         return True
     except KvbmError as error:
@@ -245,14 +268,15 @@ def _fake_convert_(
     shape: str,
     src_ids: torch.Tensor | None = None,
     dst_ids: torch.Tensor | None = None,
+    cast: str | None = None,
 ) -> None:
     try:
-        batch = _batch_(tensors, out, src, dst, shape)
+        batch = _batch_(tensors, out, src, dst, shape, cast)
         _require_ids(batch.face, src_ids, dst_ids)
         require_all(_INPUT_, tensors, batch.src, batch.face)
         require_all(_OUTPUT_, out, batch.dst, batch.face)
-        if batch.face.has_planes:
-            batch.face.require_one_format(tensors, out)
+        if batch.face.has_planes or cast is not None:
+            batch.face.require_formats("convert_", tensors, out)
         if src_ids is not None and dst_ids is not None:  # their sizes may be symbols; `_core.Pairs` checks real ids
             torch._check(
                 src_ids.shape[0] == dst_ids.shape[0],
@@ -263,7 +287,7 @@ def _fake_convert_(
 
 
 def _refuse_gradients(
-    tensors: list[torch.Tensor], out: list[torch.Tensor], src: str, dst: str, shape: str, *ids: torch.Tensor | None
+    tensors: list[torch.Tensor], out: list[torch.Tensor], src: str, dst: str, shape: str, *rest: Any
 ) -> None:
     """Called by autograd.  Raises an error if a tensor requires a gradient, as the operator has none."""
     if torch.is_grad_enabled() and any_requires_grad(tensors, out):
@@ -274,7 +298,7 @@ def _refuse_gradients(
                         f"convert_: {what} #{index} requires a gradient, and an operator that writes into tensors has none; use "
                         "kvbm.torch.convert, or torch.no_grad()"
                     )
-    PLAIN_(tensors, out, src, dst, shape, *ids)
+    PLAIN_(tensors, out, src, dst, shape, *rest)
 
 
 # ---- block ids on the GPU --------------------------------------------------------------------------------------------
