@@ -60,7 +60,9 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.numpy.convert",
         "kvbm.jax.convert",
     ),
-    ("planner/plan.py", "cast"): ("kvbm.convert", "kvbm.Transfer", "kvbm.plan"),
+    ("planner/cast.py", "cast"): ("kvbm.convert", "kvbm.Transfer", "kvbm.plan", "kvbm.reshard.plan", "kvbm.reshard.Local"),
+    ("planner/plan.py", "cast"): ("kvbm.convert", "kvbm.Transfer", "kvbm.plan", "kvbm.reshard.plan", "kvbm.reshard.Local"),
+    ("reshard/messages.py", "cast"): ("kvbm.reshard.plan",),
     ("memory/streams.py", "stream"): (
         "kvbm.convert",
         "kvbm.Transfer.copy",

@@ -10,7 +10,7 @@ import itertools
 import math
 import numbers
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,7 +18,7 @@ from .._arguments import quoted
 from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step
 from ..layout.loops import coalesce, refine
-from ..layout.scales import Group
+from ..layout.scales import QUANTISED, Group
 from .loopnest import MAX_INNER, MAX_OUTER, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
 
 __all__ = [
@@ -33,6 +33,8 @@ __all__ = [
     "Scale",
     "as_cast",
     "cast_part",
+    "paired",
+    "scaled_side",
 ]
 
 #: Formats of elements and scales → their names in kernels.
@@ -106,6 +108,9 @@ class Scale:
             raise PlanError(f"Scale: expected a number from 2**-100 to 2**100, got {quoted(given)}")
         object.__setattr__(self, "value", struct.unpack("f", struct.pack("f", self.value))[0])
 
+    def __str__(self) -> str:
+        return repr(self) if self.is_given else "'amax'"
+
 
 #: A cast in which each scale is computed from, or stored with, the elements of its group.
 AMAX = Scale(is_given=False)
@@ -128,6 +133,49 @@ def as_cast(given: object) -> Scale | None:
     if isinstance(given, str) and given == "amax":
         return AMAX
     raise PlanError(f"cast: expected 'amax' or a kvbm.Scale, got {quoted(given)}")
+
+
+def paired(planes: Sequence[Iterable[str]], scales: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+    """The planes of values of both sides that belong together: by name, or the only ones.
+
+    Parameters
+    ----------
+    planes : two iterables of str
+        The planes of the source and of the destination.
+    scales : two mappings of str to str
+        Plane of values → plane of its scales.
+    """
+    values = [[plane for plane in some if plane not in of.values()] for some, of in zip(planes, scales, strict=True)]
+    pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
+    if not pairs and len(values[0]) == len(values[1]) == 1:  # one kind of values on each side: names do not matter
+        return [(values[0][0], values[1][0])]
+    return pairs
+
+
+def scaled_side(
+    title: str, plane: str, formats: tuple[str, str], scales: tuple[str | None, str | None], cast: Scale
+) -> int | None:
+    """Which side has the scales of a cast: 0 the source, 1 the destination; None: neither.
+
+    Raises
+    ------
+    PlanError
+        There is no cast between these formats, or it needs scales that neither side has.
+    """
+    where = f"{title}: {f'plane {plane!r}: ' if plane else ''}{formats[0]} to {formats[1]}"
+    for side, dtype in enumerate(formats):
+        if dtype not in (*PLAIN, *QUANTISED):
+            raise PlanError(f"{where}: expected one of {', '.join((*PLAIN, *QUANTISED))} on each side, got {dtype}")
+        if scales[side] and dtype in PLAIN:
+            raise PlanError(f"{where}: plane {scales[side]!r} holds scales of elements that are not quantised")
+    if all(dtype in QUANTISED for dtype in formats):
+        raise PlanError(f"{where}: both are quantised; cast to bfloat16, float16 or float32 first, and from there")
+    if not any(scales) and not cast.is_given:
+        raise PlanError(
+            f"{where}: no plane of scales takes part; expected a layout that declares one (`scales:` of a plane) and a section "
+            "that has it, or cast=Scale(1.0) for one scale of the caller"
+        )
+    return 0 if scales[0] else 1 if scales[1] else None
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from ..layout.address_map import Access, Step
 from ..layout.layout import Layout
 from ..layout.loops import refine
 from ..layout.region import Section, pieces
-from ..layout.scales import QUANTISED, group_of
+from ..layout.scales import group_of
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
-from .cast import GROUP_MODES, PLAIN, Cast, CastPart, Scale, as_cast, cast_part
+from .cast import GROUP_MODES, Cast, CastPart, Scale, as_cast, cast_part, paired, scaled_side
 from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
 
-__all__ = ["Plan", "between", "between_layers", "joined", "plan", "size_text"]
+__all__ = ["Plan", "between", "between_layers", "cast_text", "joined", "plan", "size_text"]
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,8 @@ def _relative(part: CastPart) -> str:
     return f", relative to the scale {part.given:g} of the tensor" if part.formats[2] == "float8_e4m3fn" else ""
 
 
-def _cast_text(part: CastPart, form: Form) -> str:
+def cast_text(part: CastPart) -> str:
+    """What a cast does, without a full stop."""
     src, dst, scale = part.formats
     who = f"In {part.label}, values" if part.label else "Values"
     if not scale:
@@ -236,8 +237,12 @@ def _cast_text(part: CastPart, form: Form) -> str:
         how = f"each group of {part.group} with a {scale} scale from its largest value{_relative(part)}, to nearest, ties to even"
     else:
         how = f"each group of {part.group} with its {scale} scale{_relative(part)}"
+    return f"{who} change from {src} to {dst}, {how}"
+
+
+def _cast_text(part: CastPart, form: Form) -> str:
     wide = "" if form.element == 8 else ", element by element: they are not contiguous and aligned, or the formats are rare"
-    return f"{who} change from {src} to {dst}, {how}; kernel {form.name}{wide}."
+    return f"{cast_text(part)}; kernel {form.name}{wide}."
 
 
 def _narrowing(part: Part, form: Form) -> str:
@@ -447,19 +452,15 @@ def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section
     sides = [{plane: _maps_of(side, plane) for plane in _plane_names(side)} for side in (src, dst)]
     scales = [{data: scale for scale, data in side.layout.scales.items() if scale in maps and data in maps}
               for side, maps in zip((src, dst), sides, strict=True)]  # fmt: skip
-    values = [[plane for plane in maps if plane not in of.values()] for maps, of in zip(sides, scales, strict=True)]
-    pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
-    if not pairs and len(values[0]) == len(values[1]) == 1:  # one kind of values on each side: names do not matter
-        pairs = [(values[0][0], values[1][0])]
     made: list[CastPart] = []
     done: tuple[set[str], set[str]] = (set(), set())
-    for ours, theirs in pairs:
+    for ours, theirs in paired(sides, scales):
         here, there = sides[0][ours], sides[1][theirs]
         formats = here[0].dtype, there[0].dtype
         own = scales[0].get(ours), scales[1].get(theirs)
         if formats[0] == formats[1]:
             continue  # a copy
-        scaled = _direction(title, ours or theirs, formats, own, cast)
+        scaled = scaled_side(title, ours or theirs, formats, own, cast)
         done[0].update(filter(None, (ours, own[0])) if ours else [ours])
         done[1].update(filter(None, (theirs, own[1])) if theirs else [theirs])
         group = of_scales = None
@@ -489,26 +490,6 @@ def _casts(title: str, src: Section, dst: Section, cast: Scale) -> tuple[Section
             "both sides, apart from scales (`scales:` of a plane in the layout file)"
         )
     return rest[0], rest[1], made
-
-
-def _direction(
-    title: str, plane: str, formats: tuple[str, str], scales: tuple[str | None, str | None], cast: Scale
-) -> int | None:
-    """Which side has the scales of a cast: 0 the source, 1 the destination; None: neither."""
-    where = f"{title}: {f'plane {plane!r}: ' if plane else ''}{formats[0]} to {formats[1]}"
-    for side, dtype in enumerate(formats):
-        if dtype not in (*PLAIN, *QUANTISED):
-            raise PlanError(f"{where}: expected one of {', '.join((*PLAIN, *QUANTISED))} on each side, got {dtype}")
-        if scales[side] and dtype in PLAIN:
-            raise PlanError(f"{where}: plane {scales[side]!r} holds scales of elements that are not quantised")
-    if all(dtype in QUANTISED for dtype in formats):
-        raise PlanError(f"{where}: both are quantised; cast to bfloat16, float16 or float32 first, and from there")
-    if not any(scales) and not cast.is_given:
-        raise PlanError(
-            f"{where}: no plane of scales takes part; expected a layout that declares one (`scales:` of a plane) and a section "
-            "that has it, or cast=Scale(1.0) for one scale of the caller"
-        )
-    return 0 if scales[0] else 1 if scales[1] else None
 
 
 def _plane_names(section: Section) -> list[str]:

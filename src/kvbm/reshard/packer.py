@@ -233,13 +233,8 @@ class Packer:
 
     def part(self, message: Message, single: bool) -> PoolSection:
         """A message's section of the pool's units or tokens."""
-        unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
-        assert unit.meeting is not None
-        return self.pool.units(unit.src_slots if self.sends else unit.dst_slots).section(
-            l=[x for meeting in message.l for x in meeting.coordinates(name)],
-            h=[x for meeting in message.h for x in meeting.coordinates(name)],
-            t=list(unit.meeting.coordinates(name)),
-        )
+        tokens, chosen = message.part(0 if self.sends else 1, single=single)
+        return self.pool.units(tokens).section(l=chosen["l"], h=chosen["h"], t=chosen["t"])
 
     def _parts(self, message: Message, single: bool) -> tuple[Section, Section]:
         """A message's section of the pool's units or tokens, and the section of the packed slot."""
