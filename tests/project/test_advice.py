@@ -48,6 +48,7 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("kernels.py", "stream"): ("kvbm.kernels.vectorized_copy", "kvbm.kernels.memcpy_batch"),
     ("layout/shapes.py", "nl"): ("kvbm.BlockShape",),
     ("link/chunk.py", "most"): ("kvbm.reshard.chunks", "kvbm.reshard.Cut"),
+    ("link/endpoint.py", "cast"): ("kvbm.reshard.Endpoint",),
     ("link/endpoint.py", "direct"): ("kvbm.reshard.Endpoint",),
     ("matching/match.py", "no"): ("kvbm.BlockShape",),
     ("matching/match.py", "num_blocks"): ("kvbm.Pool",),

@@ -240,6 +240,7 @@ def test_no_value_changes_without_a_cast() -> None:
         ({"cast": "amax", "layouts": ("record/mxfp8_universal", "record/nvfp4_universal")}, "both are quantised"),
         ({"cast": "amax", "layouts": ("nhd", "universal"), "to": "float8_e4m3fn"}, "no plane of scales takes part"),
         ({"cast": "amax", "layouts": ("nhd", "universal"), "to": "uint8"}, "expected one of .* got uint8"),
+        ({"cast": "amax", "layouts": ("nhd", "vllm/fp8_ds_mla")}, "besides what is cast, src has the planes ''"),
     ],
 )
 def test_casts_that_are_none(options: dict[str, Any], match: str) -> None:

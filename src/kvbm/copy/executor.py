@@ -18,7 +18,7 @@ from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_po
 from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
-from ..memory.array_checks import require_one_format
+from ..memory.array_checks import require_declared, require_one_format
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, torch_stream
 from ..planner.cast import Scale
@@ -643,13 +643,8 @@ def require_formats(src: PoolSection, dst: PoolSection, cast: Scale | None) -> N
     copied = {plane for plane in ours.keys() & theirs.keys() if ours[plane] == theirs[plane]}
     require_one_format(title, src.pool.formats, dst.pool.formats, copied)
     for part, dtypes, where in ((src, ours, "source"), (dst, theirs, "destination")):
-        for plane in dtypes.keys() - copied:
-            found = part.pool.formats.get(plane)
-            if found and found != dtypes[plane]:
-                raise DTypeError(
-                    f"{title}: cast: {f'plane {plane!r} of ' if plane else ''}the {where} is declared as {dtypes[plane]}, and its "
-                    f"arrays are {found}; bind them with a layout or shape of that dtype"
-                )
+        cast_planes = {plane: dtype for plane, dtype in dtypes.items() if plane not in copied}
+        require_declared(title, where, part.pool.formats, cast_planes)
 
 
 def require_compatible(src: Pool, dst: Pool, cast: Scale | None = None) -> None:

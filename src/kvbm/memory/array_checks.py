@@ -41,6 +41,7 @@ __all__ = [
     "one_number",
     "reads_as",
     "require",
+    "require_declared",
     "require_each",
     "require_one_format",
     "side_of",
@@ -377,6 +378,17 @@ def require_one_format(title: str, src: Mapping[str, str], dst: Mapping[str, str
         if src[plane] != dst[plane] and (planes is None or not plane or plane in planes):
             raise DTypeError(
                 f"{title}: {_of_plane(plane)}the source's arrays are {src[plane]}, the destination's {dst[plane]}; {ONE_FORMAT}"
+            )
+
+
+def require_declared(title: str, side: str, formats: Mapping[str, str], declared: Mapping[str, str]) -> None:
+    """Raise `DTypeError` if arrays of planes that are cast have another format (`formats_of`) than their declared one."""
+    for plane, dtype in declared.items():
+        found = formats.get(plane, dtype)
+        if found != dtype:
+            raise DTypeError(
+                f"{title}: cast: {f'plane {plane!r} of ' if plane else ''}the {side} is declared as {dtype}, and its arrays are "
+                f"{found}; bind them with a layout or shape of that dtype"
             )
 
 

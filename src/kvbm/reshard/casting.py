@@ -77,7 +77,7 @@ def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, 
     Raises
     ------
     PlanError
-        There is no cast between two formats, or it needs scales that neither side has.
+        There is no cast between two formats, it needs scales that neither side has, or a plane has no counterpart.
     """
     formats = [formats_of(layout, place.model.dtype) for layout, place in zip(layouts, places, strict=True)]
     scales: list[Mapping[str, str]] = [{data: scale for scale, data in layout.scales.items()} for layout in layouts]
@@ -90,6 +90,16 @@ def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, 
             name = (own[scaled] or "") if scaled is not None else ""
             spans = _spans(layouts[scaled], name, planes[scaled]) if scaled is not None else ()
             found.append(PlaneCast(planes, (ours, theirs), scaled, name, spans))
+    done = [
+        {name for one in found for name in (one.planes[side], scales[side].get(one.planes[side], ""))} for side in (0, 1)
+    ]
+    copied = [{name: dtype for name, dtype in side.items() if name not in of} for side, of in zip(formats, done, strict=True)]
+    if copied[0] != copied[1]:
+        texts = [", ".join(f"{name!r} of {dtype}" for name, dtype in side.items()) or "none" for side in copied]
+        raise PlanError(
+            f"{title}: besides what is cast, {places[0].name} has the planes {texts[0]} and {places[1].name} {texts[1]}; expected "
+            "the same planes on both sides, apart from scales (`scales:` of a plane in the layout file)"
+        )
     return tuple(found)
 
 
