@@ -351,8 +351,8 @@ class Endpoint:
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
-        first.require_names(self._model, self.groups, title)
         first.require_cast(self.cast, title)
+        first.require_names(self._model, self.groups, title)
         there = {name: first.group(name, place.model) for name, (place, _) in self.groups.items()}
         _require_alike(found, title)
         outgoing: dict[str, Resharding | KvbmError] = {}
@@ -393,13 +393,13 @@ class Endpoint:
         return self._connected((stripe, gather), end, found, outgoing, incoming, gathered)
 
     def require_alike(self, card: bytes) -> None:
-        """Raise `BindError` for a card that `meet` would refuse at once: malformed, of another model, or of other groups.
+        """Raise `BindError` for a card that `meet` would refuse at once: malformed, of another cast or model, or of other groups.
 
         Raises `AuthenticationError` for a card that was made without this side's secret.
         """
         found, title = _Card(card, self.secret), f"{self.engine} rank {self.rank} ↔ "
-        found.require_names(self._model, self.groups, f"{title}{printable(found.engine)}")
         found.require_cast(self.cast, f"{title}{printable(found.engine)}")
+        found.require_names(self._model, self.groups, f"{title}{printable(found.engine)}")
 
     def _read(self, cards: Any, where: str) -> list[_Card]:
         if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
