@@ -31,8 +31,8 @@ from kvbm import (
 )
 from kvbm.layout import spec
 from kvbm.layout.grammar import write
+from kvbm.link import direct, loans, pulls
 from kvbm.link import endpoint as endpoints
-from kvbm.link import loans, pulls
 from kvbm.link.chunk import TRAILER
 from kvbm.reshard import Cut, Endpoint, Packer
 from linking import LIMIT, Linked, close_all, ended
@@ -434,12 +434,15 @@ def test_arrays_of_another_format_than_declared() -> None:
         close_all(ends)
 
 
-def test_what_an_endpoint_refuses() -> None:
+def test_what_an_endpoint_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     place, pool = Placement("tp1", model=MODEL, nt=16), Pool.allocate(NHD, MODEL, 4)
     with pytest.raises(PlanError, match="cast: expected 'amax' or a kvbm"):
         Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="fp8")
     with pytest.raises(BindError, match="max_sms: kernels that cast know no limit of multiprocessors"):
         Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="amax", max_sms=4)
+    monkeypatch.setattr(direct, "_MOST_TEXT", 8)
+    with pytest.raises(BindError, match=r"endpoint a: cast: nhd: its layout's text has .* characters"):
+        Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="amax")
 
 
 def test_what_a_packer_refuses() -> None:

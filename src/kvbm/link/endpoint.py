@@ -33,9 +33,9 @@ from ..errors import (
 from ..layout.layout import Layout
 from ..layout.shapes import ITEMSIZE, BlockShape, load_shape
 from ..memory.array_checks import require_declared, require_one_format
-from ..planner.cast import Cast, Scale, as_cast
+from ..planner.cast import Cast, Scale
 from ..pool.pool import Pool
-from ..reshard.casting import Layouts, formats_of
+from ..reshard.casting import Layouts, formats_of, one_scale
 from ..reshard.local import cuts_of, require_pool
 from ..reshard.messages import Resharding, plan
 from ..reshard.messages import gather as in_two_steps
@@ -180,9 +180,14 @@ class Endpoint:
             raise BindError(
                 f"endpoint {engine}: expected pools on one device and placements of one world, got {devices}, {worlds}"
             )
-        self.cast = as_cast(cast)
+        self.cast = one_scale(cast)
         if self.cast is not None and max_sms is not None:
             raise BindError(f"endpoint {engine}: max_sms: kernels that cast know no limit of multiprocessors; leave it out")
+        for _, mine in groups.values() if self.cast is not None else ():
+            try:
+                told(mine.layout, scales=True)
+            except BindError as error:
+                raise BindError(f"endpoint {engine}: cast: {mine.layout.name or 'its layout'}: {error}") from None
         self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
         [self._world], [device] = worlds, devices
         self._model = named(model)

@@ -10,10 +10,10 @@ from .._arguments import quoted
 from ..errors import PlanError
 from ..layout.layout import Layout
 from ..layout.spec import as_layout
-from ..planner.cast import Scale, paired, scaled_side
+from ..planner.cast import Scale, as_cast, paired, scaled_side
 from .placement import Placement
 
-__all__ = ["Layouts", "PlaneCast", "as_layouts", "casts_of", "formats_of", "meaning_of"]
+__all__ = ["Layouts", "PlaneCast", "as_layouts", "casts_of", "formats_of", "meaning_of", "one_scale"]
 
 #: The layouts of the source's and of the destination's pools.
 Layouts = tuple[Layout, Layout]
@@ -39,6 +39,21 @@ class PlaneCast(NamedTuple):
     scaled: int | None
     scale: str
     spans: tuple[str, ...]
+
+
+def one_scale(cast: object) -> Scale | None:
+    """The scale of a cast as users give it: one number, as messages have other layers than pools; None: no value changes.
+
+    Raises
+    ------
+    PlanError
+        It is neither None, ``"amax"`` nor a `Scale` of one number.
+    """
+    scale = as_cast(cast)
+    held: Any = scale
+    if scale is not None and not (isinstance(held.value, float) and getattr(held, "k", None) is None):
+        raise PlanError(f"cast: expected one scale for all layers, K and V between engines, got {scale}")
+    return scale
 
 
 def as_layouts(given: Any) -> Layouts | None:

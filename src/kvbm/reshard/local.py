@@ -17,10 +17,10 @@ from ..copy.transfer import Strategy, Transfer
 from ..errors import BindError, PlanError
 from ..layout.layout import Layout
 from ..memory.array_info import find_overlap
-from ..planner.cast import Cast, as_cast
+from ..planner.cast import Cast
 from ..pool.pool import Pool
 from ..system.locks import Lock
-from .casting import Layouts, meaning_of
+from .casting import Layouts, meaning_of, one_scale
 from .messages import Message, Resharding, common_shift, require_layers, require_made
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
@@ -104,7 +104,7 @@ class Local:
         cast: Cast = None,
     ) -> None:
         require_made(made)
-        if (scale := as_cast(cast)) is not None and scale != made.cast:
+        if (scale := one_scale(cast)) is not None and scale != made.cast:
             if made.cast is not None:
                 raise BindError(f"{made.title}: cast: expected {made.cast} as in the plan, or none, got {scale}")
             made = replace(made, cast=scale)

@@ -16,10 +16,10 @@ from .._shown import Shown
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.region import Section
 from ..layout.shapes import ITEMSIZE, BlockShape
-from ..planner.cast import Cast, CastPart, Scale, as_cast
+from ..planner.cast import Cast, CastPart, Scale
 from ..planner.plan import between
 from . import report
-from .casting import Layouts, PlaneCast, as_layouts, casts_of, meaning_of
+from .casting import Layouts, PlaneCast, as_layouts, casts_of, meaning_of, one_scale
 from .placement import Placement, Strips
 from .proof import prove
 from .strips import ONE_TOKEN, Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
@@ -229,7 +229,7 @@ class Resharding(Shown):
         """A hash.  It is equal on both sides if both have the same plan."""
         meaning: tuple[Any, ...] = self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts
         if self.cast is not None:
-            meaning += self.cast.value, self.cast.is_given, *map(meaning_of, self.layouts or ())
+            meaning += repr(self.cast), self.cast.is_given, *map(meaning_of, self.layouts or ())
         return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def explain(self) -> str:
@@ -312,7 +312,7 @@ def plan(
     5 MiB in all, for a unit of each
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
-    scale, layouts = as_cast(cast), as_layouts(layouts)
+    scale, layouts = one_scale(cast), as_layouts(layouts)
     _require_one_model(src, dst, scale)
     stripe = flag("stripe", stripe, PlanError)
     cuts = _whole_cuts(cuts)
@@ -344,7 +344,7 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
     PlanError, CoverageError
         As `plan`.
     """
-    cast, layouts = as_cast(options.pop("cast", None)), as_layouts(options.pop("layouts", None))
+    cast, layouts = one_scale(options.pop("cast", None)), as_layouts(options.pop("layouts", None))
     _require_one_model(src, dst, cast)
     stripe, prefer = options.pop("stripe", False), options.pop("prefer", None)
     cuts = _whole_cuts(options.pop("cuts", ((), ())))
