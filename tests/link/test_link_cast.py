@@ -91,8 +91,9 @@ def test_every_byte_of_many(first: int, direct: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("direct", [False, True], ids=["ring", "direct"])
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_every_byte_on_a_gpu(kind: Kind) -> None:
+def test_every_byte_on_a_gpu(kind: Kind, direct: bool) -> None:
     import torch
 
     def read(buffer: Any) -> np.ndarray:
@@ -100,7 +101,7 @@ def test_every_byte_on_a_gpu(kind: Kind) -> None:
         found: np.ndarray = buffer.cpu().numpy()
         return found
 
-    assert require_right(kind, range(1000, 1003), read, where="cuda")
+    assert require_right(kind, range(1000, 1003), read, where="cuda", direct=direct)
 
 
 # ---- one rank each ---------------------------------------------------------------------------------------------------
