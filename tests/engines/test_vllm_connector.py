@@ -18,14 +18,16 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
+import cast_oracle
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, reshard, wire
-from kvbm.integrations.vllm import connector, holding
+from kvbm.integrations.vllm import casts, connector, holding
 from kvbm.integrations.vllm.connector import _Worker
 from kvbm.integrations.vllm.holding import Hold, Push
 from kvbm.integrations.vllm.identity import inputs_of
 from kvbm.integrations.vllm.meetings import Want
 from kvbm.integrations.vllm.scheduling import Load, Scheduler, Source, StepMetadata
+from kvbm.planner.cast import AMAX
 
 LIMIT = 30.0
 MODEL = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=8, dtype="float32")
@@ -267,12 +269,12 @@ class Caches:
     rank = 0
     whole = frozenset({"0"})
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: str) -> None:
         self.layers = {f"layer.{number}": number for number in range(MODEL.nl)}
-        place = reshard.vllm(MODEL, name="e")
+        place = reshard.vllm(dataclasses.replace(MODEL, dtype=dtype), name="e")
         self.pool = Pool.allocate(kvbm.load("vllm/flash_attn_nhd"), place.shape(0), 8)
         for array in self.pool.arrays:
-            array[:] = np.random.default_rng(seed).random(array.shape)
+            array[:] = np.random.default_rng(seed).random(array.shape).astype(array.dtype)
         self.groups = {"0": (place, self.pool)}
 
     def spans(self, blocks: Any, last: int, first: int = 0, begins: Any = None) -> dict[str, Span]:  # noqa: ARG002
@@ -284,9 +286,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Worker]]:
     hub, made = wire.Hub(), []
     monkeypatch.setattr(connector.wire, "nixl", lambda name: wire.memory(name, hub))
 
-    def one(name: str, **extra: Any) -> _Worker:
+    def one(name: str, dtype: str = "float32", **extra: Any) -> _Worker:
         found = _Worker(config(name, load_seconds=LIMIT, **extra), None)
-        monkeypatch.setattr(connector, "Caches", lambda *_: Caches(len(made)))
+        monkeypatch.setattr(connector, "Caches", lambda *_: Caches(len(made), dtype))
         made.append(found)
         found.register({})
         return found
@@ -336,6 +338,75 @@ def test_what_was_held_comes(worker: Any) -> None:
     mine, theirs = (one._caches.pool.arrays[0].swapaxes(0, 1) for one in (prefill, decode))  # b o t h d
     assert np.array_equal(mine[:7], theirs[::-1][:7]) and np.array_equal(mine[7, :, :3], theirs[0, :, :3])
     assert not decode.results(set()).finished_recving and not prefill.results(set()).finished_sending
+
+
+FP8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("dtypes", [("float32", FP8), (FP8, "float32")])
+def test_engines_with_other_formats_meet_if_both_say_cast(worker: Any, dtypes: tuple[str, str]) -> None:
+    prefill, decode = (worker(name, dtype, cast=0.5) for name, dtype in zip("pd", dtypes, strict=True))
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
+    came = until(decode, "finished_recving")
+    assert came.finished_recving == {"q"} and not came.failed_recving
+    for mine, theirs in zip(prefill._caches.pool.arrays, decode._caches.pool.arrays, strict=True):
+        ours, got = mine.swapaxes(0, 1)[:7], theirs.swapaxes(0, 1)[::-1][:7]  # b o t h d
+        if dtypes[0] == FP8:
+            want = cast_oracle.dequantise(ours.view("uint8"), None, FP8, None, "float32", constant=0.5)
+            assert np.array_equal(got.view("uint32"), want)
+        else:
+            want, _, _ = cast_oracle.quantise(ours, FP8, None, constant=0.5)
+            assert np.array_equal(got.view("uint8"), want)
+
+
+@pytest.mark.parametrize(
+    ("casts", "says"),
+    [
+        ((1.0, None), "cast: none here and 1.0 on the other side|cast: 1.0 here and none on the other side"),
+        ((None, "amax"), "cast: .* expected the same: values change only if both sides say so"),
+        ((1.0, 2.0), "cast: 1.0 here and 2.0 on the other side|cast: 2.0 here and 1.0 on the other side"),
+        ((None, None), "planes: float32 here and float8_e4m3fn on|planes: float8_e4m3fn here and float32 on"),
+        (("amax", "amax"), "no plane of scales takes part"),
+    ],
+)
+def test_engines_that_do_not_say_the_same_cast_refuse_each_other(
+    worker: Any, casts: tuple[Any, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = [
+        worker(name, dtype, **({} if cast is None else {"cast": cast}))
+        for name, dtype, cast in zip("pd", ("float32", FP8), casts, strict=True)
+    ]
+    before = [array.copy() for array in made[1]._caches.pool.arrays]
+    made[0].begin(StepMetadata("1", holds={"r": hold()}))
+    with caplog.at_level("WARNING", "vllm.kvbm"):
+        made[1].begin(StepMetadata("2", loads={"q": load(made[0])}))
+        assert until(made[1], "finished_recving").failed_recving == {"q"}
+    assert re.search(says, caplog.text), caplog.text
+    assert all(map(np.array_equal, [a.view("uint8") for a in before], [a.view("uint8") for a in made[1]._caches.pool.arrays]))
+
+
+@pytest.mark.parametrize("value", ["fp8", 0, -1.0, True, float("nan"), 1e40, 10**400, [1.0], {"k": 1.0}])
+def test_casts_that_are_none(value: Any) -> None:
+    with pytest.raises(BindError, match="kv_connector_extra_config: cast: expected 'amax', or a scale from"):
+        _Worker(config("p", cast=value), None)
+
+
+def test_a_cast_has_the_scales_of_the_engine() -> None:
+    """Those of fp8 are beside the cache in vLLM; values that were cast with others would be wrong."""
+
+    def engine(**layers: Any) -> Any:
+        return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+    def layer(dtype: str = "fp8", k: float = 1.0, v: float = 1.0) -> Any:
+        return SimpleNamespace(kv_cache_dtype=dtype, _k_scale_float=k, _v_scale_float=v)
+
+    one = kvbm.Scale(0.1)
+    casts.require_scales(engine(a=layer(k=0.1, v=0.1), b=layer("auto", 3.0, 3.0), c=layer("fp8_per_token_head")), "abc", one)
+    casts.require_scales(engine(a=layer("fp8_per_token_head")), "a", AMAX)
+    for wrong, cast in ((layer(k=0.1), one), (layer(v=0.1), one), (layer("fp8_e5m2"), one), (layer(), AMAX)):
+        with pytest.raises(BindError, match=r"cast: .*: layer 'a' has the scales k .* expected one scale for K and V"):
+            casts.require_scales(engine(a=wrong), ["a"], cast)
 
 
 def test_what_nobody_asks_for_is_let_go(worker: Any) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import cast_oracle
 from conftest import Program, result
 from ports import free_ports
 
@@ -44,6 +46,7 @@ def disaggregated(
     prefill_llm: dict[str, Any] | None = None,
     *,
     again: bool = False,
+    dump: bool = False,
     decode_llm: dict[str, Any] | None = None,
     decode_extra: dict[str, Any] | None = None,
     **extra: Any,
@@ -67,7 +70,7 @@ def disaggregated(
             llm |= {"kv_transfer_config": transfer}
             cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
             llm |= (decode_llm if side else prefill_llm) or {}
-            settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0], "again": again})
+            settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0], "again": again, "dump": dump})
             programs.append(Program("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
         prefill, decode = programs
         found: list[dict[str, Any]] = result(decode.end(beside=prefill))
@@ -98,6 +101,36 @@ def are_right(found: list[dict[str, Any]]) -> list[bool]:
 def loaded(step: Step) -> int:
     """All but the prompt's last token, which is computed here."""
     return int(step["length"]) - 1
+
+
+def bits_of(folder: Path, role: str, tokens: int, held: int, dtype: str) -> np.ndarray:
+    """The elements of the first `held` tokens as an engine has them, from a file of `tokens`: position, head, layer, K or V, d."""
+    found = np.load(folder / f"{role}.{tokens}.npy").view(dtype)
+    found = found.transpose(0, 4, 1, 2, 3, 5)
+    return found.reshape(-1, *found.shape[2:])[:held]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_other_engine_has_an_fp8_cache(role: str, models: Models, tmp_path: Path) -> None:
+    """Every code of a prompt is its value as `cast_oracle` casts it; blocks of another size; tokens are generated from them."""
+    fp8 = {"kv_cache_dtype": "fp8"}
+    given = {"prefill_llm": fp8} if role == "prefill" else {"decode_llm": fp8}
+    found = disaggregated(
+        models("llama"), tmp_path, {**OURS, "kv_load_failure_policy": "fail"}, PLAIN, (32, 64), dump=True, cast=1.0, **given
+    )
+    assert [one["reason"] for one in found] == ["length"] * 3 and [one["cached"] for one in found] == [*map(loaded, PLAIN)]
+    elements = 4 * 4 * 2 * 64  # of a token, one byte each: units of 32 tokens, and the others one by one
+    assert found[0]["prefill"]["vllm:kvbm_sent_bytes"] < 1.01 * elements * sum(map(loaded, PLAIN))
+    for step in PLAIN:
+        dtypes = ("uint8", "uint32") if role == "prefill" else ("uint32", "uint8")
+        sent = bits_of(tmp_path, "prefill", step["length"], loaded(step), dtypes[0])
+        came = bits_of(tmp_path, "decode", loaded(step), loaded(step), dtypes[1])
+        if role == "prefill":
+            want = cast_oracle.dequantise(sent, None, "float8_e4m3fn", None, "float32", constant=1.0)
+        else:
+            want, _, _ = cast_oracle.quantise(sent.view(np.float32), "float8_e4m3fn", None, constant=1.0)
+        assert sent.size == elements * loaded(step) and np.array_equal(came, want)
+        assert len(np.unique(came)) > 100
 
 
 def test_blocks_of_another_size(models: Models, tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ class Linked:
         Called with a side and a rank; returns the rank's wire.  Default: wires of one hub.
     memory : two callables
         Functions that make memory of bytes, and arrays in it, as for `reshard_oracle.Run`.
+    run : CastRun, optional
+        The case with its pools, if values are cast.
     """
 
     def __init__(
@@ -57,10 +59,13 @@ class Linked:
         case: reshard_oracle.Case,
         wires: Wires | None = None,
         memory: Memory = (aligned, reshard_oracle.host_arrays),
+        run: Any = None,
         **options: Any,
     ) -> None:
         case = replace(case, prefer=None, clear_tail=False)
-        self.case, self.run = case, reshard_oracle.Run(case, *memory)
+        self.case, self.run = case, run or reshard_oracle.Run(case, *memory)
+        if run is not None:
+            options = {"cast": run.kind.cast, **options}
         self.hub = wire.Hub()
         make = wires or (lambda side, rank: wire.memory(f"{side}/{rank}", self.hub))
         self.wires = [[make(side, rank) for rank in range(len(self.run.pools[side]))] for side in (0, 1)]

@@ -115,6 +115,13 @@ def test_what_changes_neither_k_nor_v_may_differ(engine: Any, change: dict[str, 
     assert not told(engine, engine_at(Path(engine.model_config.model), **change))
 
 
+def test_with_a_cast_only_the_format_of_the_cache_may_differ(engine: Any) -> None:
+    other = engine_at(Path(engine.model_config.model))
+    set_at(other, "cache_config.cache_dtype", "fp8")
+    plain, casts = model_of(engine), model_of(other, casts=True)
+    assert plain.keys() - casts.keys() == {"kv_cache_dtype"} and casts.items() <= plain.items()
+
+
 def test_parallelism_and_lengths_may_differ(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     """So may the path, if the weights are the same, and fp8 may be spelt in two ways."""
     there = tmp_path_factory.mktemp("copy")

@@ -501,10 +501,13 @@ def _mutate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         case "no tail":
             monkeypatch.setattr(local.Local, "_cleared", lambda *_: [])
         case "layers one on":
-            of = local._layers_of
-            monkeypatch.setattr(
-                local, "_layers_of", lambda m, layers: (lambda s, d: (s, d[1:] + d[:1]))(*of(m, layers))
-            )
+            of = messages.Message.part
+
+            def one_on(self: messages.Message, side: int, **rest: Any) -> Any:
+                tokens, chosen = of(self, side, **rest)
+                return tokens, {**chosen, "l": chosen["l"][side:] + chosen["l"][:side]}
+
+            monkeypatch.setattr(messages.Message, "part", one_on)
         case "heads in the other order":
             monkeypatch.setattr(
                 local.Local, "_made",

@@ -302,7 +302,7 @@ def test_plans_of_what_is_none(number: int) -> None:
 
 
 def test_options_that_there_are_not() -> None:
-    with pytest.raises(PlanError, match="gather: expected stripe, prefer and cuts, got 'foo'"):
+    with pytest.raises(PlanError, match="gather: expected stripe, prefer, cuts, cast and layouts, got 'foo'"):
         reshard.gather(tp(1, "prefill"), tp(2, "decode"), foo=1)
 
 

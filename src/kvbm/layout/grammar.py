@@ -53,10 +53,11 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
         return reader.layout(text, name or Path(file).stem)
 
 
-def write(layout: Layout) -> str:
+def write(layout: Layout, *, scales: bool = False) -> str:
     """The text of a layout file that `parse` reads as an equal layout.
 
-    Its notes for readers are left out, and so is `scales`: only casts use it, and peers with an earlier version read the text.
+    Its notes for readers are left out, and, unless `scales` is true, so is `scales`: only casts use it, and peers with an earlier
+    version read the text.
     """
 
     def orders(given: tuple[Order, ...]) -> Any:
@@ -67,8 +68,9 @@ def write(layout: Layout) -> str:
 
     def plane(given: Plane) -> dict[str, Any]:
         offset = f"{given.offset.text} B" if given.offset else ""
-        keys = orders(given.orders), given.dtype, offset, pitch(given.pitch), " ".join(given.shared)
-        return {key: value for key, value in zip(PLANE_KEYS, keys, strict=False) if value}
+        keys: tuple[Any, ...] = orders(given.orders), given.dtype, offset, pitch(given.pitch), " ".join(given.shared)
+        keys += (given.scales,) if scales else ("",)
+        return {key: value for key, value in zip(PLANE_KEYS, keys, strict=True) if value}
 
     keys = {
         "order": orders(layout.orders), "pitch": pitch(layout.pitch), "axes": layout.axes,

@@ -215,7 +215,7 @@ def chunks(
     layers: range | None = None,
     most: int = MOST,
 ) -> tuple[Chunk, ...]:
-    """The chunks of a message, for a cache with one plane.  For several planes use a `Packer`.
+    """The chunks of a message, for a cache with one plane and no cast.  For others use a `Packer`.
 
     Parameters
     ----------
@@ -240,9 +240,11 @@ def chunks(
     Raises
     ------
     BindError
-        A unit is larger than `most`, or tokens, origins or layers are out of range.
+        A unit is larger than `most`, tokens, origins or layers are out of range, or the plan has a cast.
     """
     require_made(made)
+    if made.cast is not None:
+        raise BindError(f"{made.title}: the layouts say what chunks hold after a cast: make them with a Packer and Cut")
     given: Any = message
     if not isinstance(given, Message) or given not in made.messages:
         raise BindError(f"message: expected one of the {len(made.messages)} of {made.title}, got {quoted(message)}")

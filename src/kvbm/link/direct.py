@@ -17,23 +17,24 @@ from .._arguments import quoted
 from ..compile.prepare import digest_copies, prepare
 from ..digest.cells import alone, fused
 from ..digest.run import fused_copies
-from ..errors import BindError, CudaError
+from ..errors import BindError, CudaError, KvbmError
 from ..layout.grammar import parse, write
+from ..layout.layout import Layout
 from ..layout.shapes import BlockShape
 from ..memory.allocation import find_ranges
 from ..memory.shared import file_of, opened_arrays
 from ..planner.plan import between
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
+from ..reshard.casting import meaning_of
 from ..reshard.messages import Message
 from ..reshard.packer import Packer
 from ..reshard.sequence import Ids, Span
-from ..reshard.strips import ONE_TOKEN
 from ..system.machine import device_of
 from ..wire import Slab
 from .sums import Sums
 
-__all__ = ["Lender", "Pass", "Piece", "Reader", "Shared", "opened", "read_shared", "shared"]
+__all__ = ["Lender", "Pass", "Piece", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told"]
 
 #: Most arrays of a pool that is lent: their places are part of a card.
 _MOST_ARRAYS = 1024
@@ -72,8 +73,14 @@ class Shared(NamedTuple):
     places: tuple[tuple[int, int], ...]
 
 
-def shared(pool: Pool) -> Shared:
+def shared(pool: Pool, *, scales: bool = False) -> Shared:
     """How peers on this host open a pool.
+
+    Parameters
+    ----------
+    pool : Pool
+    scales : bool
+        Tell them which planes hold scales, for casts.
 
     Raises
     ------
@@ -84,11 +91,7 @@ def shared(pool: Pool) -> Shared:
         raise BindError(f"it has {pool.addresses.size} arrays, and at most {_MOST_ARRAYS} are lent")
     if any(step.opaque for access in pool.resolved.accesses for step in access.steps):
         raise BindError("its layout promises no order of some axes")
-    text = write(pool.layout)
-    if not _is_short(text):
-        raise BindError(
-            f"its layout's text has {len(text)} characters: at most {_MOST_TEXT}, and {_MOST_BRACKETS} brackets, are told"
-        )
+    text = told(pool.layout, scales=scales)
     if pool.device == "cpu":
         files = [file_of(int(begin), int(end)) for begin, end in pool.spans]
         pieces = {begin: (str(file), end - begin, begin) for file, begin, end in files}
@@ -105,6 +108,26 @@ def shared(pool: Pool) -> Shared:
     at = np.searchsorted(begins, pool.addresses, side="right") - 1
     places = zip(at.tolist(), (pool.addresses - begins[at]).tolist(), strict=True)
     return Shared(text, pool.num_blocks, tuple(pieces[int(begin)] for begin in begins), tuple(places))
+
+
+def told(layout: Layout, *, scales: bool) -> str:
+    """The text of a layout in a card; `BindError` if it is too long."""
+    text = write(layout, scales=scales)
+    if not _is_short(text):
+        raise BindError(
+            f"its layout's text has {len(text)} characters: at most {_MOST_TEXT}, and {_MOST_BRACKETS} brackets, are told"
+        )
+    return text
+
+
+def read_layout(text: Any, name: str) -> Layout:
+    """The layout that a card tells; `BindError` if it is none."""
+    if not isinstance(text, str) or not _is_short(text):
+        raise BindError(f"card: expected the text of a layout, got {quoted(text, 60)}")
+    try:
+        return parse(text, "a peer's card", name)
+    except KvbmError as error:
+        raise BindError(f"card: expected the text of a layout: {error}") from None
 
 
 def _is_short(layout: str) -> bool:
@@ -186,34 +209,45 @@ def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -
 
 
 class Pass:
-    """Launches under way, and the sum of their digests."""
+    """Launches under way, and the sums of their digests.
+
+    Attributes
+    ----------
+    total : int
+        The digest of what was read.
+    cast : int
+        The digest of what was written, if it was quantised.
+    """
 
     def __init__(self) -> None:
-        self._begun: list[tuple[_core.Done | None, Sums]] = []
-        self.total = 0
+        self._begun: list[tuple[_core.Done | None, Sums | None, bool]] = []
+        self.total = self.cast = 0
 
-    def add(self, done: _core.Done | None, digests: Sums) -> None:
+    def add(self, done: _core.Done | None, digests: Sums | None, *, is_cast: bool = False) -> None:
         """Launches of which `done` is the end; None on the CPU, where they have ended.  All are enqueued."""
-        digests.is_enqueued = True
-        self._begun.append((done, digests))
+        if digests is not None:
+            digests.is_enqueued = True
+        self._begun.append((done, digests, is_cast))
 
     def query(self) -> bool:
         """True if all is done."""
         while self._begun and (self._begun[0][0] is None or self._begun[0][0].query()):
-            _, digests = self._begun.pop(0)
-            self.total = (self.total + int(digests.memory.sum(dtype=np.uint64))) % (1 << 64)
+            _, digests, is_cast = self._begun.pop(0)
+            found = 0 if digests is None else int(digests.memory.sum(dtype=np.uint64))
+            self.total = (self.total + (0 if is_cast else found)) % (1 << 64)
+            self.cast = (self.cast + (found if is_cast else 0)) % (1 << 64)
         return not self._begun
 
     def synchronize(self) -> None:
-        for done, _ in self._begun:
+        for done, *_ in self._begun:
             if done is not None:
                 done.synchronize()
 
 
-def _digest_copies(section: PoolSection, packer: Packer, message: Message, single: bool) -> list[_core.Copy]:
-    """The launches that digest a section of a pool as the cells of a message."""
+def _digest_copies(section: PoolSection, packer: Packer, message: Message, single: bool, side: int) -> list[_core.Copy]:
+    """The launches that digest a section of a pool as the cells of a message.  `side`: whose format the pool has."""
     pool = section.pool
-    _, keys = packer.keys(message, single)
+    _, keys = packer.keys(message, single, side)
     cells = alone(section.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=packer.device >= 0)
     return _warmed(digest_copies(cells, keys.lanes, pool.steps), packer)
 
@@ -225,25 +259,28 @@ def _warmed(copies: list[_core.Copy], packer: Packer) -> list[_core.Copy]:
     return copies
 
 
-def _digesting(section: PoolSection, table: _core.Table, packer: Packer, message: Message, single: bool) -> _core.Route:
+def _digesting(
+    section: PoolSection, table: _core.Table, packer: Packer, message: Message, single: bool, side: int
+) -> _core.Route:
     """The route of `_digest_copies`."""
-    copies = _digest_copies(section, packer, message, single)
+    copies = _digest_copies(section, packer, message, single, side)
     return _core.Route(packer.device, table, table, section.num_ids, _MOST_IDS, direct=(), limits=(), digests=(copies, ()))
 
 
 def _digest(
-    route: _core.Route, packer: Packer, num_ids: int, ids: Ids, at: Ids, into: Pass, order: Mapping[str, Any], keep: Any
-) -> None:
+    route: _core.Route, packer: Packer, num_ids: int, ids: Ids, at: Ids, into: Pass, order: Mapping[str, Any], keep: Any,
+    *, is_cast: bool = False,
+) -> None:  # fmt: skip
     """Enqueue a pass over blocks or units that only digests them."""
     found = Sums(ids.size, packer.device >= 0)
     pairs = _core.Pairs(ids, None, num_ids, _MOST_IDS, False, packer.device)
     positions = _core.Positions(at, at.size, packer.device)
     if packer.device < 0:
         route.digest(pairs, positions, found.address)
-        into.add(None, found)
+        into.add(None, found, is_cast=is_cast)
         return
     keep = keep, found
-    into.add(route.digest(pairs, positions, found.address, True, order["stream"], order["wait"], keep), found)
+    into.add(route.digest(pairs, positions, found.address, True, order["stream"], order["wait"], keep), found, is_cast=is_cast)
 
 
 # ---- the owner -----------------------------------------------------------------------------------------------------
@@ -273,7 +310,7 @@ class Lender:
 
     def _made(self, message: Message, single: bool) -> tuple[_core.Route, int, int]:
         packer, section = self._packer, self._packer.part(message, single)
-        made = _digesting(section, packer.table, packer, message, single), section.num_ids, packer.keys(message, single)[0]
+        made = _digesting(section, packer.table, packer, message, single, 0), section.num_ids, packer.keys(message, single)[0]
         self._routes[message, single] = made
         return made
 
@@ -282,10 +319,21 @@ class Lender:
 
 
 class _Launches(NamedTuple):
-    """Launches between a section of the peer's pool and one of this rank's."""
+    """Launches between a section of the peer's pool and one of this rank's.
+
+    Attributes
+    ----------
+    copies : Route
+        Copies with digests; of a cast, only copies.
+    digests : Route
+        Digests of the peer's pool.
+    written : Route, optional
+        Digests of this rank's pool, if copies quantise.
+    """
 
     copies: _core.Route
     digests: _core.Route
+    written: _core.Route | None
     far_ids: int
     own_ids: int
     nbytes: int
@@ -310,6 +358,9 @@ class Piece(NamedTuple):
 class Reader:
     """Copies of what a rank receives from one peer's pool.
 
+    A cast takes place in these copies, in one pass over the bytes of the peer's format.  If the peer cast before, it would take a
+    pass more, and memory.  The peer's digest is that of its blocks: this rank digests them, too, after it has read them.
+
     Parameters
     ----------
     packer : Packer
@@ -321,6 +372,9 @@ class Reader:
     """
 
     def __init__(self, packer: Packer, peer: int, far: Pool) -> None:
+        made = packer.made
+        if made.casts and made.layouts and meaning_of(far.layout) != meaning_of(made.layouts[0]):
+            raise BindError(f"{made.title}: its card tells of two layouts of its pool")
         self._packer, self._peer, self.far = packer, peer, far
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
         self._launches: dict[tuple[Message, bool], _Launches] = {}
@@ -357,6 +411,12 @@ class Reader:
                     found.append(Piece(launches, is_copied, peer_ids[part], own[part], at[part] + launches.first))
         return found
 
+    @property
+    def quantises(self) -> bool:
+        """True if this rank's pool has the smaller format."""
+        made = self._packer.made
+        return bool(made.casts) and made.coded == self._packer.side
+
     def written(self) -> None:
         """Copies into this rank's pool have ended."""
         self._packer.pool.written()
@@ -369,12 +429,27 @@ class Reader:
         if not (copies and piece.is_copied):
             _digest(launches.digests, packer, launches.far_ids, piece.far, piece.at, into, order, keep)
             return
+        if packer.made.casts:
+            self._begin_cast(piece, into, order, keep)
+            return
         found = Sums(piece.far.size, packer.device >= 0)
         pairs = _core.Pairs(piece.far, piece.own, launches.far_ids, launches.own_ids, False, packer.device)
         positions = _core.Positions(piece.at, piece.at.size, packer.device)
         on_gpu, streams = packer.device >= 0, (order.get("stream"), order.get("wait"))
         done = launches.copies.copy_digested(pairs, positions, found.address, on_gpu, (0, 0), *streams, (*keep, found))
         into.add(done if on_gpu else None, found)
+
+    def _begin_cast(self, piece: Piece, into: Pass, order: Mapping[str, Any], keep: Any) -> None:
+        """Enqueue a copy that casts.  The peer's blocks are digested after it: a change before is found."""
+        packer, launches, on_gpu = self._packer, piece.launches, self._packer.device >= 0
+        pairs = _core.Pairs(piece.far, piece.own, launches.far_ids, launches.own_ids, False, packer.device)
+        positions = _core.Positions(piece.at, piece.at.size, packer.device)
+        streams = order.get("stream"), order.get("wait")
+        done = launches.copies.copy_digested(pairs, positions, 0, on_gpu, (0, 0), *streams, keep)
+        into.add(done if on_gpu else None, None)
+        _digest(launches.digests, packer, launches.far_ids, piece.far, piece.at, into, order, keep)
+        if launches.written is not None:
+            _digest(launches.written, packer, launches.own_ids, piece.own, piece.at, into, order, keep, is_cast=True)
 
     def _launches_of(self, message: Message, single: bool) -> _Launches:
         found = self._launches.get((message, single))
@@ -383,29 +458,25 @@ class Reader:
         return found
 
     def _made(self, message: Message, single: bool) -> _Launches:
-        packer, far = self._packer, self.far
-        unit, own = ONE_TOKEN if single else message.t, packer.part(message, single)
-        assert unit.meeting is not None
-        peer_section = far.units(unit.src_slots).section(
-            l=[x for meeting in message.l for x in meeting.coordinates("src")],
-            h=[x for meeting in message.h for x in meeting.coordinates("src")],
-            t=list(unit.meeting.coordinates("src")),
-        )
+        packer, far, casts = self._packer, self.far, bool(self._packer.made.casts)
+        own, (slots, chosen) = packer.part(message, single), message.part(0, single=single)
+        peer_section = far.units(slots).section(l=chosen["l"], h=chosen["h"], t=chosen["t"])
         title = f"{far.layout.name} → {own.pool.layout.name}, direct"
+        digests = _digesting(peer_section, self._table, packer, message, single, 0 if casts else 1)
         first, keys = packer.keys(message, single)
         sections, sides = (peer_section.of, own.of), (far, own.pool)
         alignments, steps = [side.alignment for side in sides], [side.steps for side in sides]
-        made = None if packer.max_sms else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
+        made = None if packer.max_sms or casts else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
         copies = sums if isinstance(sums, list) else prepare(
-            between(*sections, title), *alignments, sm_limited=packer.max_sms > 0, device=packer.device, src_steps=steps[0],
-            dst_steps=steps[1],
+            between(*sections, title, cast=packer.made.cast if casts else None), *alignments, sm_limited=packer.max_sms > 0,
+            device=packer.device, src_steps=steps[0], dst_steps=steps[1],
         )  # fmt: skip
         route = _core.Route(
             packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=_warmed(copies, packer),
             sum_direct=copies if isinstance(sums, list) else (), max_sms=packer.max_sms,
             # Of what was written: the peer's memory may change between two passes.
-            digests=((), _digest_copies(own, packer, message, single)), digests_dst=True,
+            digests=((), [] if casts else _digest_copies(own, packer, message, single, 1)), digests_dst=True,
         )  # fmt: skip
-        digests = _digesting(peer_section, self._table, packer, message, single)
-        return _Launches(route, digests, peer_section.num_ids, own.num_ids, own.of.block_bytes, first)
+        written = _digesting(own, packer.table, packer, message, single, 1) if self.quantises else None
+        return _Launches(route, digests, written, peer_section.num_ids, own.num_ids, peer_section.of.block_bytes, first)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import queue
 import re
@@ -23,14 +24,18 @@ from ..errors import (
     AuthenticationError,
     BindError,
     KvbmError,
+    MissingKernelError,
     PlanError,
     TransferError,
     TransferTimeoutError,
     printable,
 )
+from ..layout.layout import Layout
 from ..layout.shapes import ITEMSIZE, BlockShape, load_shape
-from ..memory.array_checks import require_one_format
+from ..memory.array_checks import require_declared, require_one_format
+from ..planner.cast import Cast, Scale, one_scale
 from ..pool.pool import Pool
+from ..reshard.casting import ENGINES, Layouts, formats_of
 from ..reshard.local import cuts_of, require_pool
 from ..reshard.messages import Resharding, plan
 from ..reshard.messages import gather as in_two_steps
@@ -39,7 +44,7 @@ from ..system.machine import sleep_exactly
 from ..wire import Wire
 from ..wire.protocol import require_wire
 from .chunk import MOST, TRAILER
-from .direct import Shared, read_shared, shared
+from .direct import Shared, read_layout, read_shared, shared, told
 from .link import Link
 from .model import differences, named
 from .model import read as read_model
@@ -49,7 +54,8 @@ from .secret import SIGNATURE, Notes, Secret
 
 __all__ = ["Endpoint"]
 
-_VERSION = 3
+#: Version of cards, and of those of endpoints that cast: earlier versions refuse these.
+_VERSION, _CASTING = 3, 4
 
 #: Most bytes of a card, and most values in it.
 _MOST_CARD, _MOST_VALUES = 80 << 10, 1 << 13
@@ -111,6 +117,10 @@ class Endpoint:
     direct : bool
         Let peers on this host copy out of the pools, and copy out of theirs, if the wire is `wire.mapped` and the memory can be
         shared: GPU memory with a CUDA IPC handle, or ``Pool.allocate(…, device="shared")``.  `Link.paths` says what came of it.
+    cast : {"amax"} or kvbm.Scale, optional
+        Values may change their format on the way, as for `kvbm.Transfer`, to an engine that says the same.  Chunks have the smaller
+        format: the sender quantises, or the receiver dequantises.  A direct copy casts as it reads.  Digests are of the quantised
+        bits.  Default: both engines have the same formats.
     secret_file : path, optional
         A file with a secret that all engines share.  Then only cards that were made with this secret are accepted, and every note
         has a code of it.  The data of chunks have none.
@@ -143,6 +153,7 @@ class Endpoint:
         slots: int | None = None,
         max_sms: int | None = None,
         direct: bool = True,
+        cast: Cast = None,
         secret_file: str | os.PathLike[str] | Secret | None = None,
     ) -> None:
         require_wire("endpoint: wire", wire)
@@ -169,6 +180,14 @@ class Endpoint:
             raise BindError(
                 f"endpoint {engine}: expected pools on one device and placements of one world, got {devices}, {worlds}"
             )
+        self.cast = one_scale(cast, ENGINES)
+        if self.cast is not None and max_sms is not None:
+            raise BindError(f"endpoint {engine}: max_sms: kernels that cast know no limit of multiprocessors; leave it out")
+        for _, mine in groups.values() if self.cast is not None else ():
+            try:
+                told(mine.layout, scales=True)
+            except BindError as error:
+                raise BindError(f"endpoint {engine}: cast: {mine.layout.name or 'its layout'}: {error}") from None
         self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
         [self._world], [device] = worlds, devices
         self._model = named(model)
@@ -220,7 +239,7 @@ class Endpoint:
         found: dict[str, Shared | str] = {}
         for name, (_, pool) in self.groups.items():
             try:
-                found[name] = shared(pool)
+                found[name] = shared(pool, scales=self.cast is not None)
             except KvbmError as error:
                 found[name] = str(error)
         return found
@@ -233,15 +252,19 @@ class Endpoint:
                 "planes": _planes(pool),
                 "formats": pool.formats,
                 "cuts": cuts_of([pool]),
+                **({} if self.cast is None else {"layout": told(pool.layout, scales=True)}),
             }
             for name, (place, pool) in self.groups.items()
         }
         held = {
-            "kvbm-link": _VERSION, "engine": self.engine, "incarnation": self.incarnation, "rank": self.rank, "world": self._world,
+            "kvbm-link": _VERSION if self.cast is None else _CASTING,
+            "engine": self.engine, "incarnation": self.incarnation, "rank": self.rank, "world": self._world,
             "model": self._model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
             "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
             "nonce": self._nonce.hex(),
         }  # fmt: skip
+        if self.cast is not None:
+            held["cast"] = self.cast.value if self.cast.is_given else "amax"
         if not self._shared:
             return self._signed(json.dumps(held).encode())
         pools: dict[str, Any] = {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()}
@@ -320,10 +343,11 @@ class Endpoint:
         Raises
         ------
         BindError
-            A card is not valid or of another version, a rank is missing or given twice, or incarnation, model, planes or groups
-            differ.
+            A card is not valid or of another version, a rank is missing or given twice, or incarnation, model, planes, groups or
+            cast differ.
         PlanError
-            The two engines hold different models.
+            The two engines hold different models, there is no cast between their formats, or it would cut a group of elements with
+            one scale.
         TransferTimeoutError
             The endpoint's thread did not answer in time.  It may be called again with the same cards.
         """
@@ -332,6 +356,7 @@ class Endpoint:
         found = self._read(cards, f"{self.engine}: meet")
         first = found[0]
         title = f"{self.engine} rank {self.rank} ↔ {printable(first.engine)}"
+        first.require_cast(self.cast, title)
         first.require_names(self._model, self.groups, title)
         there = {name: first.group(name, place.model) for name, (place, _) in self.groups.items()}
         _require_alike(found, title)
@@ -339,37 +364,47 @@ class Endpoint:
         incoming: dict[str, Resharding | KvbmError] = {}
         gathered: set[str] = set()
         for name, (mine, pool) in self.groups.items():
-            peer_place, planes, peer_cuts, formats = there[name]
+            peer_place, planes, peer_cuts, formats, layout = there[name]
             own_cuts = cuts_of([pool])
-            if planes != _planes(pool):
+            cast = self.cast if planes != _planes(pool) else None
+            if planes != _planes(pool) and cast is None:
                 raise BindError(
-                    f"{title}: planes: {_planes(pool)} here and {printable(planes)} on the other side; expected the same"
+                    f"{title}: planes: {_planes(pool)} here and {printable(planes)} on the other side; expected the same, or cast= "
+                    "on both sides, to change values on the way"
                 )
-            require_one_format(f"{title}: group {name!r}: {self.engine} as the source", pool.formats, formats)
-            for plans, ends, where in (
-                (outgoing, (mine, peer_place), (own_cuts, peer_cuts)),
-                (incoming, (peer_place, mine), (peer_cuts, own_cuts)),
+            layouts = None if cast is None or layout is None else (pool.layout, layout)
+            where = f"{title}: group {name!r}"
+            if layouts is None:
+                require_one_format(f"{where}: {self.engine} as the source", pool.formats, formats)
+            else:
+                _require_formats(where, layouts, (mine, peer_place), (pool.formats, formats))
+            for plans, ends, cuts, given in (
+                (outgoing, (mine, peer_place), (own_cuts, peer_cuts), layouts),
+                (incoming, (peer_place, mine), (peer_cuts, own_cuts), layouts and layouts[::-1]),
             ):
                 try:
                     if gather:
-                        plans[name], rest = in_two_steps(*ends, stripe=stripe, cuts=where)
+                        made, rest = in_two_steps(*ends, stripe=stripe, cuts=cuts, cast=cast, layouts=given)
                         if plans is incoming and rest.messages:
                             gathered.add(name)
                     else:
-                        plans[name] = plan(*ends, stripe=stripe, cuts=where)
-                except PlanError as error:
+                        made = plan(*ends, stripe=stripe, cuts=cuts, cast=cast, layouts=given)
+                    plans[name] = made
+                    _ = made.cast_parts  # raises an error if there is no such cast
+                except (PlanError, MissingKernelError) as error:
                     plans[name] = error
             if isinstance(outgoing[name], KvbmError) and isinstance(incoming[name], KvbmError):
                 raise outgoing[name]  # type: ignore[misc]
         return self._connected((stripe, gather), end, found, outgoing, incoming, gathered)
 
     def require_alike(self, card: bytes) -> None:
-        """Raise `BindError` for a card that `meet` would refuse at once: malformed, of another model, or of other groups.
+        """Raise `BindError` for a card that `meet` would refuse at once: malformed, of another cast or model, or of other groups.
 
         Raises `AuthenticationError` for a card that was made without this side's secret.
         """
-        found = _Card(card, self.secret)
-        found.require_names(self._model, self.groups, f"{self.engine} rank {self.rank} ↔ {printable(found.engine)}")
+        found, title = _Card(card, self.secret), f"{self.engine} rank {self.rank} ↔ "
+        found.require_cast(self.cast, f"{title}{printable(found.engine)}")
+        found.require_names(self._model, self.groups, f"{title}{printable(found.engine)}")
 
     def _read(self, cards: Any, where: str) -> list[_Card]:
         if isinstance(cards, bytes | str) or not isinstance(cards, Iterable):
@@ -678,8 +713,14 @@ class _Card:
             held = json.loads(card.decode())
         except (ValueError, RecursionError):
             _refuse("JSON", repr(card[:40]))
-        if not isinstance(held, dict) or held.get("kvbm-link") != _VERSION:
+        version = held.get("kvbm-link") if isinstance(held, dict) else None
+        if not isinstance(held, dict) or version not in (_VERSION, _CASTING):
             _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
+        self.cast = held.get("cast")
+        if (version == _CASTING) != (self.cast is not None) or not (
+            self.cast in (None, "amax") or (type(self.cast) is float and 0 < self.cast < math.inf)
+        ):
+            _refuse("'cast' of 'amax' or a number", repr(self.cast)[:60])
         kinds = {
             "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,
             "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str,
@@ -725,13 +766,27 @@ class _Card:
                 "expected the same"
             )
 
+    def require_cast(self, cast: Scale | None, title: str) -> None:
+        """Raise `BindError` unless the card says the same cast."""
+        own: Any = None if cast is None else cast.value if cast.is_given else "amax"
+        if own != self.cast:
+            raise BindError(
+                f"{title}: cast: {_cast_text(own)} here and {_cast_text(self.cast)} on the other side; expected the same: values "
+                "change only if both sides say so"
+            )
+
     def shared(self, name: str) -> Shared | str:
         """How the pool of a group is opened; or why it cannot be."""
         given = self._shared.get(name, "it shares no pool: its wire is not wire.mapped, or direct=False")
         return printable(given, 300) if isinstance(given, str) else read_shared(given)
 
-    def group(self, name: str, own: BlockShape) -> tuple[Placement, str, tuple[int, ...], dict[str, str]]:
-        """Placement, planes, cuts and formats of a group.  Raises `PlanError` for a larger model than this side's own."""
+    def group(
+        self, name: str, own: BlockShape
+    ) -> tuple[Placement, str, tuple[int, ...], dict[str, str], Layout | None]:
+        """Placement, planes, cuts, formats and, for casts, layout of a group.
+
+        Raises `PlanError` for a larger model than this side's own.
+        """
         group = self._groups[name]
         texts: list[Any] = (
             [group.get(key) for key in ("placement", "model", "planes")] if isinstance(group, dict) else [None]
@@ -764,7 +819,10 @@ class _Card:
             or not all(isinstance(text, str) and text in ITEMSIZE for text in formats.values())
         ):
             _refuse(f"group {quoted(name, 60)} with formats, a dtype for each plane", repr(formats)[:60])
-        return place, texts[2], tuple(cuts), formats
+        layout = None if self.cast is None else read_layout(group.get("layout"), printable(self.engine))
+        if layout is not None and texts[2] != _planes_of(layout, model.dtype):
+            _refuse(f"group {quoted(name, 60)} with the planes of its layout", repr(texts[2])[:200])
+        return place, texts[2], tuple(cuts), formats, layout
 
 
 def _values(card: bytes) -> int:
@@ -781,7 +839,7 @@ def _require_alike(cards: list[_Card], title: str) -> None:
     """Raise `BindError` unless the cards are of one engine, one per rank."""
     first = cards[0]
     for one in cards:
-        for name in ("engine", "incarnation", "world", "model", "groups_text", "chunk_bytes"):
+        for name in ("engine", "incarnation", "world", "model", "cast", "groups_text", "chunk_bytes"):
             if getattr(one, name) != getattr(first, name):
                 raise BindError(
                     f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {quoted(getattr(first, name))} and "
@@ -830,5 +888,23 @@ def _refuse(expected: str, got: str) -> NoReturn:
 
 def _planes(pool: Pool) -> str:
     """The planes that a pool holds, independent of its layout."""
-    own = pool.shape.dtype
-    return ", ".join(sorted({f"{plane.name} {plane.dtype or own}" for plane in pool.layout.planes})) or own
+    return _planes_of(pool.layout, pool.shape.dtype)
+
+
+def _planes_of(layout: Layout, dtype: str) -> str:
+    return ", ".join(sorted({f"{plane.name} {plane.dtype or dtype}" for plane in layout.planes})) or dtype
+
+
+def _cast_text(cast: str | float | None) -> str:
+    return "none" if cast is None else repr(cast)
+
+
+def _require_formats(
+    title: str, layouts: Layouts, places: tuple[Placement, Placement], formats: tuple[Mapping[str, str], Mapping[str, str]]
+) -> None:
+    """Raise `DTypeError` if the arrays of a side have other formats than its layout says, or copied planes differ in them."""
+    declared = [formats_of(layout, place.model.dtype) for layout, place in zip(layouts, places, strict=True)]
+    copied = {plane for plane in declared[0].keys() & declared[1].keys() if declared[0][plane] == declared[1][plane]}
+    require_one_format(title, *formats, copied)
+    for side, own, some in zip(("pool here", "pool on the other side"), declared, formats, strict=True):
+        require_declared(title, side, some, {plane: dtype for plane, dtype in own.items() if plane not in copied})

@@ -488,6 +488,11 @@ class Incoming(abc.ABC):
             self.arrival.fail(kind(f"{self.link.title}: {self.peer} has stopped sending {self.arrival.key!r}: {note.why}"))
 
     @property
+    def digest(self) -> int:
+        """The digest of what has arrived; of a cast, of the quantised bits."""
+        return sum(self.digests.values()) % (1 << 64)
+
+    @property
     def answer(self) -> Done | None:
         """The answer to the sender after the flow has ended."""
         total = sum(self.digests.values()) % (1 << 64)

@@ -133,7 +133,7 @@ class Arrival(Handle):
     Attributes
     ----------
     digest : int
-        kvbm-digest-1 of what arrived, after it is done.
+        kvbm-digest-1 of what arrived, after it is done; of a cast, of the quantised bits.
     zero : callable or None
         Writes zeros into the tokens of the arrival; set when the first chunk is written.
     """
@@ -188,7 +188,7 @@ class Arrival(Handle):
 
     def ended(self, flow: Incoming) -> None:
         self.missing[flow.rank] -= set(flow.offer.layers)
-        self.digest = (self.digest + sum(flow.digests.values())) % (1 << 64)
+        self.digest = (self.digest + flow.digest) % (1 << 64)
         if not any(self.missing.values()):
             self.settle()
 

@@ -35,6 +35,7 @@ class Pull(Incoming):
         self._is_complete = False  # the peer's blocks may be read
         self._peer_digest: int | None = None  # the peer's digest of them
         self._own_digest: int | None = None  # the digest of what was read, until the peer's has come
+        self._cast_digest = 0  # the digest of what was written, if that was quantised
         self._pieces: list[Piece] | None = None  # what is to copy, after the table is known
         self._todo: deque[Piece] = deque()
         self._pass: Pass | None = None  # what is under way
@@ -92,6 +93,10 @@ class Pull(Incoming):
             super()._answer(note)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> int:
+        return self._cast_digest if self._reader.quantises else super().digest
 
     @property
     def is_untouched(self) -> bool:
@@ -174,7 +179,7 @@ class Pull(Incoming):
         assert self._pass is not None
         if not self._pass.query():
             return False
-        self._own_digest, self._pass = self._pass.total, None
+        self._own_digest, self._cast_digest, self._pass = self._pass.total, self._pass.cast, None
         if self._copies:
             self._reader.written()
         if self._peer_digest is not None:

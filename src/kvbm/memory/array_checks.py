@@ -43,6 +43,7 @@ __all__ = [
     "one_number",
     "reads_as",
     "require",
+    "require_declared",
     "require_each",
     "require_formats",
     "require_one_format",
@@ -384,6 +385,17 @@ def require_one_format(title: str, src: Mapping[str, str], dst: Mapping[str, str
             )
 
 
+def require_declared(title: str, side: str, formats: Mapping[str, str], declared: Mapping[str, str]) -> None:
+    """Raise `DTypeError` if arrays of planes that are cast have another format (`formats_of`) than their declared one."""
+    for plane, dtype in declared.items():
+        found = formats.get(plane, dtype)
+        if found != dtype:
+            raise DTypeError(
+                f"{title}: cast: {f'plane {plane!r} of ' if plane else ''}the {side} is declared as {dtype}, and its arrays are "
+                f"{found}; bind them with a layout or shape of that dtype"
+            )
+
+
 #: The formats of arrays (`formats_of`), and the dtype of every plane.
 Formats = tuple[Mapping[str, str], Mapping[str, str]]
 
@@ -397,13 +409,7 @@ def require_formats(title: str, src: Formats, dst: Formats, *, casts: bool) -> N
     copied = {plane for plane in here.keys() & there.keys() if here[plane] == there[plane]}
     require_one_format(title, ours, theirs, copied)
     for formats, dtypes, where in ((ours, here, "source"), (theirs, there, "destination")):
-        for plane in dtypes.keys() - copied:
-            found = formats.get(plane)
-            if found and found != dtypes[plane]:
-                raise DTypeError(
-                    f"{title}: cast: {f'plane {plane!r} of ' if plane else ''}the {where} is declared as {dtypes[plane]}, and its "
-                    f"arrays are {found}; bind them with a layout or shape of that dtype"
-                )
+        require_declared(title, where, formats, {plane: dtype for plane, dtype in dtypes.items() if plane not in copied})
 
 
 def _of_plane(plane: str) -> str:

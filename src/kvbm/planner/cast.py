@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from .._arguments import is_real, quoted
 from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step
 from ..layout.loops import coalesce, refine
-from ..layout.scales import Group
+from ..layout.scales import QUANTISED, Group
 from .loopnest import MAX_INNER, MAX_OUTER, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
 
 __all__ = [
@@ -38,6 +38,8 @@ __all__ = [
     "layers_of",
     "of_layers",
     "one_scale",
+    "paired",
+    "scaled_side",
     "table_of",
 ]
 
@@ -154,6 +156,9 @@ class Scale:
             return f"Scale(k={quoted(self.k)}, v={quoted(self.v)})"
         return f"Scale({quoted(self.value)})" if self.is_given else "Scale(is_given=False)"
 
+    def __str__(self) -> str:
+        return repr(self) if self.is_given else "'amax'"
+
 
 def is_one(scale: Scale) -> bool:
     """True if every number is 1."""
@@ -229,7 +234,7 @@ def as_cast(given: object) -> Scale | None:
 
 
 def one_scale(given: object, what: str) -> Scale | None:
-    """The scale of a cast as users give it, where all layers, K and V have the same.
+    """The scale of a cast as users give it, where there must be one number.
 
     Raises
     ------
@@ -240,6 +245,49 @@ def one_scale(given: object, what: str) -> Scale | None:
     if scale is not None and not all(isinstance(of, float) and of == scale.value for of in scale.halves):
         raise PlanError(f"cast: {what}; expected a scale of one number, got {scale}")
     return scale
+
+
+def paired(planes: Sequence[Iterable[str]], scales: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+    """The planes of values of both sides that belong together: by name, or the only ones.
+
+    Parameters
+    ----------
+    planes : two iterables of str
+        The planes of the source and of the destination.
+    scales : two mappings of str to str
+        Plane of values → plane of its scales.
+    """
+    values = [[plane for plane in some if plane not in of.values()] for some, of in zip(planes, scales, strict=True)]
+    pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
+    if not pairs and len(values[0]) == len(values[1]) == 1:  # one kind of values on each side: names do not matter
+        return [(values[0][0], values[1][0])]
+    return pairs
+
+
+def scaled_side(
+    title: str, plane: str, formats: tuple[str, str], scales: tuple[str | None, str | None], cast: Scale
+) -> int | None:
+    """Which side has the scales of a cast: 0 the source, 1 the destination; None: neither.
+
+    Raises
+    ------
+    PlanError
+        There is no cast between these formats, or it needs scales that neither side has.
+    """
+    where = f"{title}: {f'plane {plane!r}: ' if plane else ''}{formats[0]} to {formats[1]}"
+    for side, dtype in enumerate(formats):
+        if dtype not in (*PLAIN, *QUANTISED):
+            raise PlanError(f"{where}: expected one of {', '.join((*PLAIN, *QUANTISED))} on each side, got {dtype}")
+        if scales[side] and dtype in PLAIN:
+            raise PlanError(f"{where}: plane {scales[side]!r} holds scales of elements that are not quantised")
+    if all(dtype in QUANTISED for dtype in formats):
+        raise PlanError(f"{where}: both are quantised; cast to bfloat16, float16 or float32 first, and from there")
+    if not any(scales) and not cast.is_given:
+        raise PlanError(
+            f"{where}: no plane of scales takes part; expected a layout that declares one (`scales:` of a plane) and a section "
+            "that has it, or cast=Scale(1.0) for one scale of the caller"
+        )
+    return 0 if scales[0] else 1 if scales[1] else None
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,29 @@ from ..layout.address_map import Access, Step
 from ..layout.layout import Layout
 from ..layout.loops import refine
 from ..layout.region import Section, pieces
-from ..layout.scales import QUANTISED, group_of
+from ..layout.scales import group_of
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.spec import as_layout
-from .cast import GROUP_MODES, PLAIN, Cast, CastPart, Scale, as_cast, cast_part, is_one, layers_of, of_layers, table_of
+from .cast import (
+    GROUP_MODES,
+    PLAIN,
+    Cast,
+    CastPart,
+    Scale,
+    as_cast,
+    cast_part,
+    is_one,
+    layers_of,
+    of_layers,
+    paired,
+    scaled_side,
+    table_of,
+)
 from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
 
-__all__ = ["Plan", "between", "between_layers", "joined", "plan", "scales_of", "size_text", "value_pairs"]
+__all__ = ["Plan", "between", "between_layers", "cast_text", "joined", "plan", "scales_of", "size_text", "value_pairs"]
 
 
 @dataclass(frozen=True)
@@ -234,7 +248,8 @@ def _relative(part: CastPart) -> str:
     return f", relative to {_given(part, 'tensor')}" if part.formats[2] == "float8_e4m3fn" else ""
 
 
-def _cast_text(part: CastPart, form: Form) -> str:
+def cast_text(part: CastPart) -> str:
+    """What a cast does, without a full stop."""
     src, dst, scale = part.formats
     who = f"In {part.label}, values" if part.label else "Values"
     if not scale:
@@ -243,8 +258,12 @@ def _cast_text(part: CastPart, form: Form) -> str:
         how = f"each group of {part.group} with a {scale} scale from its largest value{_relative(part)}, to nearest, ties to even"
     else:
         how = f"each group of {part.group} with its {scale} scale{_relative(part)}"
+    return f"{who} change from {src} to {dst}, {how}"
+
+
+def _cast_text(part: CastPart, form: Form) -> str:
     wide = "" if form.element == 8 else ", element by element: they are not contiguous and aligned, or the formats are rare"
-    return f"{who} change from {src} to {dst}, {how}; kernel {form.name}{wide}."
+    return f"{cast_text(part)}; kernel {form.name}{wide}."
 
 
 def _narrowing(part: Part, form: Form) -> str:
@@ -468,7 +487,7 @@ def _casts(
         own = scales[0].get(ours), scales[1].get(theirs)
         if formats[0] == formats[1]:
             continue  # a copy
-        scaled = _direction(title, ours or theirs, formats, own, cast)
+        scaled = scaled_side(title, ours or theirs, formats, own, cast)
         done[0].update(filter(None, (ours, own[0])) if ours else [ours])
         done[1].update(filter(None, (theirs, own[1])) if theirs else [theirs])
         group = of_scales = None
@@ -512,12 +531,8 @@ def scales_of(section: Section) -> dict[str, str]:
 
 
 def value_pairs(src: Section, dst: Section) -> list[tuple[str, str]]:
-    """The planes of values that a cast copies into each other: those of one name, or the only one of each side."""
-    ours, theirs = ([plane for plane in _plane_names(side) if plane not in scales_of(side).values()] for side in (src, dst))
-    pairs = [(plane, plane) for plane in ours if plane in theirs]
-    if not pairs and len(ours) == len(theirs) == 1:  # one kind of values on each side: names do not matter
-        pairs = [(ours[0], theirs[0])]
-    return pairs
+    """The planes of values that a cast copies into each other."""
+    return paired([_plane_names(side) for side in (src, dst)], [scales_of(side) for side in (src, dst)])
 
 
 def _numbered(title: str, src: Section, dst: Section, cast: Scale) -> int:
@@ -543,26 +558,6 @@ def _require_scales(title: str, src: Section, dst: Section, cast: Scale) -> None
         raise PlanError(
             f"{title}: {cast}: the {name} has {what}; expected Scale(x), where x is a number, or one for each layer"
         )
-
-
-def _direction(
-    title: str, plane: str, formats: tuple[str, str], scales: tuple[str | None, str | None], cast: Scale
-) -> int | None:
-    """Which side has the scales of a cast: 0 the source, 1 the destination; None: neither."""
-    where = f"{title}: {f'plane {plane!r}: ' if plane else ''}{formats[0]} to {formats[1]}"
-    for side, dtype in enumerate(formats):
-        if dtype not in (*PLAIN, *QUANTISED):
-            raise PlanError(f"{where}: expected one of {', '.join((*PLAIN, *QUANTISED))} on each side, got {dtype}")
-        if scales[side] and dtype in PLAIN:
-            raise PlanError(f"{where}: plane {scales[side]!r} holds scales of elements that are not quantised")
-    if all(dtype in QUANTISED for dtype in formats):
-        raise PlanError(f"{where}: both are quantised; cast to bfloat16, float16 or float32 first, and from there")
-    if not any(scales) and not cast.is_given:
-        raise PlanError(
-            f"{where}: no plane of scales takes part; expected a layout that declares one (`scales:` of a plane) and a section "
-            "that has it, or cast=Scale(1.0) for one scale of the caller"
-        )
-    return 0 if scales[0] else 1 if scales[1] else None
 
 
 def _plane_names(section: Section) -> list[str]:

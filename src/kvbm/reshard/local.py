@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ from .._arguments import quoted
 from ..copy.executor import current_stream, require_disjoint
 from ..copy.transfer import Strategy, Transfer
 from ..errors import BindError, PlanError
+from ..layout.layout import Layout
 from ..memory.array_info import find_overlap
+from ..planner.cast import Cast, one_scale
 from ..pool.pool import Pool
 from ..system.locks import Lock
+from .casting import ENGINES, Layouts, meaning_of
 from .messages import Message, Resharding, common_shift, require_layers, require_made
 from .placement import Placement
 from .sequence import Ids, Rank, Span, pair_up
@@ -67,14 +71,20 @@ class Local:
         destination must not share memory.
     strategy, max_sms, chunk_bytes
         As for `Transfer`.
+    cast : {"amax"} or kvbm.Scale, optional
+        Values change their format on the way, as for `Transfer`.  Default: that of the plan.
 
     Raises
     ------
     BindError
         A pool does not fit its placement.
+    DTypeError
+        The formats of both sides differ, and there is no `cast`.
     PlanError
         The layouts cannot be copied in these messages: a message would cut an opaque group, or units of a block would share a
         plane.
+    CoverageError
+        A message would have a part of the elements that share a scale; the message says which sizes fit.
 
     Examples
     --------
@@ -91,14 +101,20 @@ class Local:
         strategy: Strategy = "auto",
         max_sms: int | None = None,
         chunk_bytes: int | None = None,
+        cast: Cast = None,
     ) -> None:
         require_made(made)
+        if (scale := one_scale(cast, ENGINES)) is not None and scale != made.cast:
+            if made.cast is not None:
+                raise BindError(f"{made.title}: cast: expected {made.cast} as in the plan, or none, got {scale}")
+            made = replace(made, cast=scale)
         _require_pools(made.src, src_pools, "source")
         _require_pools(made.dst, dst_pools, "destination")
         self._pools = tuple(src_pools), tuple(dst_pools)
         _require_own_memory(made, dst_pools)
-        self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes}
-        self.made = made.refit((cuts_of(src_pools), cuts_of(dst_pools)))
+        self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes, "cast": made.cast}
+        layouts = None if made.cast is None else _one_layout_each(made, (src_pools, dst_pools))
+        self.made = made.refit((cuts_of(src_pools), cuts_of(dst_pools)), layouts=layouts)
         kinds = dict.fromkeys((made.sends[m.src].t, made.takes[m.dst].t) for m in made.messages)
         of_kind = {kind: index for index, kind in enumerate(kinds)}
         self._kinds = [of_kind[made.sends[m.src].t, made.takes[m.dst].t] for m in made.messages]
@@ -251,7 +267,7 @@ class Local:
 
     def _listed(self, src: list[list[Span]], dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
         """For every message: a transfer, and the ids that it copies."""
-        chosen = [(i, m) for i, m in enumerate(self.made.messages) if layers is None or _layers_of(m, layers)[0]]
+        chosen = [(i, m) for i, m in enumerate(self.made.messages) if layers is None or m.of_layers(layers) is not None]
         shifts = {
             a.origin - b.origin for _, m in chosen for a, b in zip(src[m.src], dst[m.dst], strict=True) if len(a.tokens)
         }
@@ -307,17 +323,15 @@ class Local:
         return found
 
     def _made(self, message: Message, layers: range | None) -> Transfer:
-        own = _layers_of(message, layers)
-        assert message.t.meeting is not None
+        some = message if layers is None else message.of_layers(layers)
+        assert some is not None
         ends = []
-        for side, (name, slots) in enumerate((("src", message.t.src_slots), ("dst", message.t.dst_slots))):
+        for side in (0, 1):
             pool = self._pool(side, (message.src, message.dst)[side])
-            heads = [x for meeting in message.h for x in meeting.coordinates(name)]
-            tokens = list(message.t.meeting.coordinates(name))
+            slots, chosen = some.part(side)
             where = f"{self._ranks[side][(message.src, message.dst)[side]].name} ({pool.layout.name})"
             try:
-                part = pool.units(slots)
-                ends.append(part.section(l=own[side], h=heads, t=tokens))
+                ends.append(pool.units(slots).section(l=chosen["l"], h=chosen["h"], t=chosen["t"]))
             except PlanError as error:
                 raise PlanError(f"{where}: {error}" + (_WHOLE_BLOCKS if slots == 1 < pool.shape.nt else "")) from None
         return Transfer(ends[0], ends[1], **self._options)
@@ -396,14 +410,6 @@ _NONE: Ids = np.zeros(0, np.int64)
 _WHOLE_BLOCKS = "; a range that begins or ends inside a unit is copied token by token there: expected ranges of whole units"
 
 
-def _layers_of(message: Message, layers: range | None) -> tuple[list[int], list[int]]:
-    """The message's local layers on each side, limited to `layers` of the model."""
-    some = message if layers is None else message.of_layers(layers)
-    meetings = some.l if some else ()
-    src, dst = ([x for meeting in meetings for x in meeting.coordinates(name)] for name in ("src", "dst"))
-    return src, dst
-
-
 def cuts_of(pools: Sequence[Pool | None]) -> tuple[int, ...]:
     """The tokens at which the layouts of the pools split a block."""
     found = set()
@@ -435,6 +441,18 @@ def _require_pools(place: Placement, pools: Any, what: str) -> None:
                 )
             continue
         require_pool(place, rank, pool)
+
+
+def _one_layout_each(made: Resharding, pools: tuple[Sequence[Pool | None], Sequence[Pool | None]]) -> Layouts:
+    """The layout of each side's pools; `BindError` if a side has several: then a cast would not be the same on all ranks."""
+    found: list[Layout] = []
+    for place, some in zip((made.src, made.dst), pools, strict=True):
+        by_meaning = {meaning_of(pool.layout): pool.layout for pool in some if pool is not None}
+        if len(by_meaning) > 1:
+            names = ", ".join(layout.name for layout in by_meaning.values())
+            raise BindError(f"{made.title}: cast: expected one layout for all ranks of {place.name}, got {names}")
+        found.extend(by_meaning.values())
+    return found[0], found[1]
 
 
 def _require_own_memory(made: Resharding, pools: Sequence[Pool | None]) -> None:

@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 from .._arguments import flag, number, quoted, require_a, whole
 from .._shown import Shown
-from ..errors import BindError, PlanError
-from ..layout.shapes import ITEMSIZE
+from ..errors import BindError, LayoutError, PlanError
+from ..layout.region import Section
+from ..layout.shapes import ITEMSIZE, BlockShape
+from ..planner.cast import Cast, CastPart, Scale, one_scale
+from ..planner.plan import between
 from . import report
+from .casting import ENGINES, Layouts, PlaneCast, as_layouts, casts_of, meaning_of
 from .placement import Placement, Strips
 from .proof import prove
-from .strips import Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
+from .strips import ONE_TOKEN, Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
 
 __all__ = ["Message", "Prefer", "Resharding", "common_shift", "gather", "plan", "require_layers", "require_made"]
 
@@ -66,6 +70,25 @@ class Message(NamedTuple):
         found = tuple(part for meeting in self.l if (part := meeting.within(layers)) is not None)
         return self._replace(l=found) if found else None
 
+    def part(self, side: int, *, single: bool = False) -> tuple[int, dict[str, list[int]]]:
+        """What is selected of a rank's blocks: tokens of their units, and coordinates on each axis.
+
+        Parameters
+        ----------
+        side : int
+            0: of the source; 1: of the destination.
+        single : bool
+            Of a single token, not of a unit.
+        """
+        unit, name = ONE_TOKEN if single else self.t, ("src", "dst")[side]
+        assert unit.meeting is not None
+        chosen = {
+            "l": [x for meeting in self.l for x in meeting.coordinates(name)],
+            "h": [x for meeting in self.h for x in meeting.coordinates(name)],
+            "t": list(unit.meeting.coordinates(name)),
+        }
+        return (unit.src_slots, unit.dst_slots)[side], chosen
+
 
 @dataclass(frozen=True)
 class Resharding(Shown):
@@ -81,11 +104,18 @@ class Resharding(Shown):
         The messages, sorted by destination rank.
     cuts : two sequences of int
         The tokens at which each side's layout splits a block.
+    cast : Scale, optional
+        Values change their format on the way.
+    layouts : (Layout, Layout), optional
+        The layouts of both sides, which say what a cast changes.
 
     Raises
     ------
     CoverageError
-        A coordinate of a destination rank would be missing, written twice, or come from the wrong place.
+        A coordinate of a destination rank would be missing, written twice, or come from the wrong place; or a message would have a
+        part of a group of elements that share a scale.
+    PlanError
+        There is no cast between the formats of both sides.
     """
 
     src: Placement
@@ -94,9 +124,11 @@ class Resharding(Shown):
     takes: tuple[Strips, ...]
     messages: tuple[Message, ...]
     cuts: Cuts = ((), ())
+    cast: Scale | None = None
+    layouts: Layouts | None = None
 
     def __post_init__(self) -> None:
-        _require_one_model(self.src, self.dst)
+        _require_one_model(self.src, self.dst, self.cast)
         object.__setattr__(self, "cuts", _whole_cuts(self.cuts))
         prove(self)
 
@@ -104,7 +136,49 @@ class Resharding(Shown):
     def title(self) -> str:
         return f"{self.src.name} → {self.dst.name}"
 
-    def refit(self, cuts: Cuts, shift: int = 0) -> Resharding:
+    @cached_property
+    def casts(self) -> tuple[PlaneCast, ...]:
+        """The planes whose values change.  None if the layouts are not known."""
+        if self.cast is None or self.layouts is None:
+            return ()
+        return casts_of(self.title, (self.src, self.dst), self.layouts, self.cast)
+
+    def section(self, message: Message, side: int, *, single: bool = False) -> Section:
+        """A message's part of the blocks of its source (0) or destination (1), in the layout of that side.
+
+        Raises
+        ------
+        PlanError
+            The layout does not fit the blocks of the rank, or the message would cut what is one element in it.
+        """
+        assert self.layouts is not None
+        place, layout = (self.src, self.dst)[side], self.layouts[side]
+        tokens, chosen = message.part(side, single=single)
+        try:
+            found = layout.resolve(place.shape((message.src, message.dst)[side]), 1).section.cut(tokens)
+            for axis, coordinates in chosen.items():
+                found = found.select(axis, tuple(coordinates))
+        except LayoutError as error:
+            raise PlanError(f"{self.title}: {place.name}: {error}") from None
+        return found
+
+    @cached_property
+    def cast_parts(self) -> tuple[CastPart, ...]:
+        """The loop nests of the casts of one message."""
+        if not self.casts or not self.messages:
+            return ()
+        sides = [self.section(self.messages[0], side) for side in (0, 1)]
+        return between(sides[0], sides[1], self.title, cast=self.cast).casts
+
+    @cached_property
+    def coded(self) -> int:
+        """The side whose format takes fewer bytes (0 the source, 1 the destination): processes send that one."""
+        if not self.casts or not self.messages:
+            return 0
+        src, dst = (self.section(self.messages[0], side).block_bytes for side in (0, 1))
+        return int(dst < src)
+
+    def refit(self, cuts: Cuts, shift: int = 0, layouts: Layouts | None = None) -> Resharding:
         """The same messages in other units.
 
         Parameters
@@ -113,16 +187,18 @@ class Resharding(Shown):
             The tokens at which each side's layout splits a block.
         shift : int
             Distance (tokens) of the positions at which both sides' block tables begin.  The units also divide it.
+        layouts : (Layout, Layout), optional
+            Layouts of both sides, instead of those of this plan.
         """
-        cuts = _whole_cuts(cuts)
-        if cuts == self.cuts and all(shift % m.t.tokens == 0 for m in self.messages):
+        cuts, layouts = _whole_cuts(cuts), layouts or self.layouts
+        if cuts == self.cuts and layouts is self.layouts and all(shift % m.t.tokens == 0 for m in self.messages):
             return self
         sizes = self.src.nt, self.dst.nt
         messages = [
             m._replace(t=meet_in_unit(self.sends[m.src].t, self.takes[m.dst].t, sizes, cuts, shift))
             for m in self.messages
         ]
-        return replace(self, messages=tuple(messages), cuts=cuts)
+        return replace(self, messages=tuple(messages), cuts=cuts, layouts=layouts)
 
     @property
     def unit(self) -> int:
@@ -130,7 +206,7 @@ class Resharding(Shown):
         return min((message.t.tokens for message in self.messages), default=1)
 
     def nbytes(self, message: Message, tokens: int | None = None) -> int:
-        """Bytes of a message, for layouts in which all elements have the model's dtype.
+        """Bytes of a message, for layouts in which all elements have the model's dtype.  Of two dtypes, those of the smaller one.
 
         Parameters
         ----------
@@ -143,7 +219,7 @@ class Resharding(Shown):
         if not 0 <= message.src < len(self.sends) or not 0 <= message.dst < len(self.takes):
             raise BindError(f"message: expected one of {self.title}, got one from rank {message.src} to {message.dst}")
         tokens = None if tokens is None else number("tokens", tokens, 0, 1 << 48)
-        model = self.src.model
+        model = min(self.src.model, self.dst.model, key=_element_bits)
         src_turns, dst_turns = self.sends[message.src].t, self.takes[message.dst].t
         count = message.tokens if tokens is None else count_common(src_turns, dst_turns, tokens)
         return message.layers * message.heads * model.no * model.hd * count * ITEMSIZE[model.dtype] // model.pack
@@ -151,7 +227,9 @@ class Resharding(Shown):
     @cached_property
     def fingerprint(self) -> str:
         """A hash.  It is equal on both sides if both have the same plan."""
-        meaning = (self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts)
+        meaning: tuple[Any, ...] = self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts
+        if self.cast is not None:
+            meaning += repr(self.cast), self.cast.is_given, *map(meaning_of, self.layouts or ())
         return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def explain(self) -> str:
@@ -176,7 +254,14 @@ def common_shift(made: Resharding, shift: int) -> int:
 
 
 def plan(
-    src: Placement, dst: Placement, *, stripe: bool = False, prefer: Prefer | None = None, cuts: Cuts = ((), ())
+    src: Placement,
+    dst: Placement,
+    *,
+    stripe: bool = False,
+    prefer: Prefer | None = None,
+    cuts: Cuts = ((), ()),
+    cast: Cast = None,
+    layouts: Any = None,
 ) -> Resharding:
     """Plan the copy of a cache from one engine to another, and prove it.
 
@@ -192,6 +277,11 @@ def plan(
         with the least to send so far; of several, the nearest one.  The function must give the same result on all ranks.
     cuts : two sequences of int
         The tokens at which each side's layout splits a block.  `Local` computes them from its pools.
+    cast : {"amax"} or kvbm.Scale, optional
+        Values change their format on the way, as for `kvbm.Transfer`.  The models may then differ in their dtype.
+    layouts : (layout, layout), optional
+        The layouts of both sides: of a cast they say what changes, and which elements share a scale.  `Local` takes those of its
+        pools.
 
     Returns
     -------
@@ -201,10 +291,10 @@ def plan(
     Raises
     ------
     PlanError
-        The placements have different models, `src` or `dst` is not a placement, `cuts` has a wrong form, or `prefer` returns
-        another rank.
+        The placements have different models, `src` or `dst` is not a placement, `cuts`, `cast` or `layouts` has a wrong form,
+        `prefer` returns another rank, or there is no cast between the formats of the layouts.
     CoverageError
-        No source rank holds some part of the destination.
+        No source rank holds some part of the destination, or elements that share a scale would be in several messages.
 
     Examples
     --------
@@ -222,12 +312,14 @@ def plan(
     5 MiB in all, for a unit of each
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
-    _require_one_model(src, dst)
+    scale, layouts = one_scale(cast, ENGINES), as_layouts(layouts)
+    _require_one_model(src, dst, scale)
     stripe = flag("stripe", stripe, PlanError)
     cuts = _whole_cuts(cuts)
     sends = tuple(map(src.strips, range(src.world)))
     takes = tuple(map(dst.strips, range(dst.world)))
-    return Resharding(src, dst, sends, takes, _messages(src, dst, sends, takes, stripe, prefer, cuts), cuts)
+    messages = _messages(src, dst, sends, takes, stripe, prefer, cuts)
+    return Resharding(src, dst, sends, takes, messages, cuts, scale, layouts)
 
 
 def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, Resharding]:
@@ -244,18 +336,20 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
     -------
     tuple of Resharding
         The first step copies from the source to the destination; equal ranks get a share of the layers each, so every byte is sent
-        once.  In the second step every destination rank sends its share to the others, from and into the same pools.
+        once.  In the second step every destination rank sends its share to the others, from and into the same pools.  A cast
+        takes place in the first step.
 
     Raises
     ------
     PlanError, CoverageError
         As `plan`.
     """
-    _require_one_model(src, dst)
+    cast, layouts = one_scale(options.pop("cast", None), ENGINES), as_layouts(options.pop("layouts", None))
+    _require_one_model(src, dst, cast)
     stripe, prefer = options.pop("stripe", False), options.pop("prefer", None)
     cuts = _whole_cuts(options.pop("cuts", ((), ())))
     if options:
-        raise PlanError(f"gather: expected stripe, prefer and cuts, got {quoted(next(iter(options)))}")
+        raise PlanError(f"gather: expected stripe, prefer, cuts, cast and layouts, got {quoted(next(iter(options)))}")
     everything = tuple(map(dst.strips, range(dst.world)))
     groups: dict[Strips, list[int]] = {}
     for rank, strips in enumerate(everything):
@@ -265,9 +359,8 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
         for index, rank in enumerate(ranks):
             shares[rank] = strips._replace(l=strips.l.share(index, len(ranks)))
     sends = tuple(map(src.strips, range(src.world)))
-    first = Resharding(
-        src, dst, sends, tuple(shares), _messages(src, dst, sends, tuple(shares), stripe, prefer, cuts), cuts
-    )
+    messages = _messages(src, dst, sends, tuple(shares), stripe, prefer, cuts)
+    first = Resharding(src, dst, sends, tuple(shares), messages, cuts, cast, layouts)
     others = tuple(strips._replace(l=strips.l.without(share.l)) for strips, share in zip(everything, shares, strict=True))
     among = (cuts[1], cuts[1])
     second = Resharding(
@@ -290,7 +383,11 @@ def require_layers(layers: Any, most: int) -> range:
     return found
 
 
-def _require_one_model(src: Placement, dst: Placement) -> None:
+def _element_bits(model: BlockShape) -> int:
+    return 8 * ITEMSIZE[model.dtype] // model.pack
+
+
+def _require_one_model(src: Placement, dst: Placement, cast: Scale | None) -> None:
     for what, place in (("src", src), ("dst", dst)):
         given: object = place
         if not isinstance(given, Placement):
@@ -301,14 +398,14 @@ def _require_one_model(src: Placement, dst: Placement) -> None:
         ("no", "of K and V"),
         ("nh", "KV heads"),
         ("hd", "elements per head"),
-        ("dtype", ""),
+        *([] if cast else [("dtype", "")]),
     ):
         a, b = getattr(src_model, axis), getattr(dst_model, axis)
         # A model of records says uint8, or the dtype of its values: the planes say what is held, and the pools' are compared.
         if a != b and not (axis == "dtype" and {a, b} & {"uint8", "int8"}):
             raise PlanError(
                 f"{src.name} → {dst.name}: {axis}: {a}{what and f' {what}'} in one model, {b} in the other; expected two "
-                "placements of one model"
+                f"placements of one model{'' if axis != 'dtype' else ', or cast= to change values on the way'}"
             )
 
 

@@ -25,6 +25,7 @@ from ..planner.plan import Plan, between
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from ..system.machine import device_of
+from .casting import meaning_of
 from .local import require_pool
 from .messages import Message, Resharding, common_shift, require_made
 from .sequence import Ids, Parts, Rank, Span, split
@@ -86,7 +87,8 @@ class Packer:
     """The launches that pack what a rank sends into slots, or unpack what it receives; `Cut` makes them.
 
     A slot holds whole units one after the other, then single tokens.  Each has its planes by name, and each plane is ``l o h t d``,
-    dense, padded to 16 bytes.  The contents do not depend on the layout of either side.
+    dense, padded to 16 bytes.  The contents do not depend on the layout of either side.  Of a plan with a cast, slots have the
+    format of the side with fewer bytes: the other side casts when it packs or unpacks, and digests are of what is in the slots.
 
     Parameters
     ----------
@@ -105,13 +107,17 @@ class Packer:
     ----------
     peers : tuple of int
         Ranks of the other side with which the rank exchanges messages.
+    side : int
+        0: the rank sends; 1: it receives.
+    casts : bool
+        True if this rank casts between its pool and slots.
 
     Raises
     ------
     BindError
-        The pool does not fit the placement.
+        The pool does not fit the placement, or the plan has a cast and not this pool's layout.
     PlanError
-        A message would cut an opaque group of the layout.
+        A message would cut an opaque group of the layout, or there is no cast between the formats.
     """
 
     def __init__(
@@ -129,7 +135,8 @@ class Packer:
         self.pool, self.max_sms = pool, 0 if pool.device == "cpu" else max_sms or 0
         self.device = device_of(pool.device)
         self.table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
-        self.made, self.rank = made, rank
+        self.made, self.rank, self.side = made, rank, 0 if self.sends else 1
+        self.casts = self._require_cast(made)
         mine = self._messages(made)
         self.peers = tuple(map(self.peer, mine))
         self._ranks = {
@@ -143,7 +150,9 @@ class Packer:
         self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
         self._fitting = {0: mine}
         for message in mine:
-            self._parts(message, single=False)  # raises an error if the message would cut an opaque group
+            parts = self._parts(message, single=False)  # raises an error if the message would cut an opaque group
+            if self.casts:
+                self._between(parts)
         self._lanes: dict[tuple[Message, bool], Lane] = {}
         self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
         self._fits: Span | None = None  # the last span that was checked
@@ -204,6 +213,26 @@ class Packer:
 
     # ---- planning --------------------------------------------------------------------------------------------------
 
+    def _require_cast(self, made: Resharding) -> bool:
+        """True if this rank casts.  `BindError` if the plan does not say what is cast."""
+        if made.cast is None:
+            return False
+        if made.layouts is None:
+            raise BindError(f"{made.title}: cast: expected a plan with the layouts of both sides, made with layouts=")
+        if meaning_of(self.pool.layout) != meaning_of(made.layouts[self.side]):
+            raise BindError(
+                f"{made.title}: cast: expected a pool of the plan's layout {made.layouts[self.side].order_text}, got "
+                f"{self.pool.layout.order_text}"
+            )
+        if made.casts and self.max_sms:
+            raise BindError("max_sms: kernels that cast know no limit of multiprocessors; leave it out")
+        return bool(made.casts) and made.coded != self.side
+
+    def _between(self, parts: tuple[Section, Section]) -> Plan:
+        """The copy between a section of the pool and one of a slot."""
+        ends = self.in_order(*parts)
+        return between(ends[0], ends[1], self._title, cast=self.made.cast if self.casts else None)
+
     def _messages(self, made: Resharding) -> tuple[Message, ...]:
         return tuple(m for m in made.messages if (m.src if self.sends else m.dst) == self.rank)
 
@@ -233,18 +262,13 @@ class Packer:
 
     def part(self, message: Message, single: bool) -> PoolSection:
         """A message's section of the pool's units or tokens."""
-        unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
-        assert unit.meeting is not None
-        return self.pool.units(unit.src_slots if self.sends else unit.dst_slots).section(
-            l=[x for meeting in message.l for x in meeting.coordinates(name)],
-            h=[x for meeting in message.h for x in meeting.coordinates(name)],
-            t=list(unit.meeting.coordinates(name)),
-        )
+        tokens, chosen = message.part(0 if self.sends else 1, single=single)
+        return self.pool.units(tokens).section(l=chosen["l"], h=chosen["h"], t=chosen["t"])
 
     def _parts(self, message: Message, single: bool) -> tuple[Section, Section]:
         """A message's section of the pool's units or tokens, and the section of the packed slot."""
-        part = self.part(message, single)
-        return part.of, self._wire(part.of)
+        part = self.part(message, single).of
+        return part, self._wire(self.made.section(message, 1 - self.side, single=single) if self.casts else part)
 
     def lane(self, message: Message, *, single: bool) -> Lane:
         """The launches that copy and digest one message's units, or its single tokens; cached."""
@@ -284,26 +308,36 @@ class Packer:
 
     def _lane(self, message: Message, single: bool) -> Lane:
         part, slot = self._parts(message, single)
-        first, keys = self.keys(message, single)
+        first, keys = self.keys(message, single, 1 - self.side if self.casts else self.side)
         nbytes = slot.accesses[0].block[0]
         slot = replace(slot, accesses=tuple(replace(access, block=(_ALIGNMENT, 0)) for access in slot.accesses))
         ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
         made = (
-            None if self.max_sms else fused(*ends, keys, alignments, self._title)
-        )  # kernels with a limit of multiprocessors do not digest
+            None if self.max_sms or self.casts else fused(*ends, keys, alignments, self._title)
+        )  # kernels with a limit of multiprocessors do not digest, nor those that cast
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
         is_fused = isinstance(sums, list)
-        copies = sums if isinstance(sums, list) else self._prepared(between(*ends, self._title))
+        copies = sums if isinstance(sums, list) else self._prepared(self._between((part, slot)))
         digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
         for kernel in dict.fromkeys(copy.kernel for copy in (*copies, *digests)) if self.device >= 0 else ():
             _core.warm(kernel, self.device)
         return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
 
-    def keys(self, message: Message, single: bool) -> tuple[int, Keys]:
-        """The keys of a unit's cells, at the model's coordinates, and the position in a unit from which they count."""
-        unit, name = ONE_TOKEN if single else message.t, "src" if self.sends else "dst"
+    def keys(self, message: Message, single: bool, side: int | None = None) -> tuple[int, Keys]:
+        """The keys of a unit's cells, at the model's coordinates, and the position in a unit from which they count.
+
+        `side`: in whose format the cells are; default: in this rank's.
+        """
+        side = self.side if side is None else side
+        unit, name = ONE_TOKEN if single else message.t, ("src", "dst")[side]
         assert unit.meeting is not None
-        section, layout = self.pool.resolved.section, self.pool.layout
+        section, layout, model = self.pool.resolved.section, self.pool.layout, self._model
+        if side != self.side:
+            assert self.made.layouts is not None
+            place, rank = (self.made.src, self.made.dst)[side], (message.src, message.dst)[side]
+            layout = self.made.layouts[side]
+            section = layout.resolve(place.shape(rank), 1).section
+            model = _without(place.part(rank), layout.present)
         choices: list[tuple[str, tuple[int, ...]]] = [
             (axis, tuple(x for meeting in meetings for x in meeting.coordinates(name)))
             for axis, meetings in (("l", message.l), ("h", message.h))
@@ -317,7 +351,7 @@ class Packer:
                 for access in section.accesses
             ]
             section = replace(section, accesses=tuple(accesses))
-        return first, keys_of(section, self._model, choices)
+        return first, keys_of(section, model, choices)
 
     def _wire(self, section: Section) -> Section:
         try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .._arguments import require_like
 from ..errors import CoverageError
+from .casting import PlaneCast
 from .strips import Meeting, Runs, Turns, Unit
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def prove(made: Resharding) -> None:
     2. What a destination rank receives is a product over axes.  For each turn of the source that overlaps its own, the layers and
        heads of its messages are a partition of what it receives; the turns partition the tokens.
     3. A unit is a whole part of a block on both sides, and holds exactly the tokens that both ranks hold.
+    4. Of a cast, each message has whole groups of the elements that share a scale.  So each scale is written once, as each of its
+       elements is, and is that of all of them.  A scale that is computed is that of elements that one rank holds in any partition.
 
     Raises
     ------
@@ -48,6 +51,10 @@ def prove(made: Resharding) -> None:
         for message in messages:
             _require_right(made, message, f"{where} from {made.src.name} rank {message.src}")
         _require_partition(made, rank, messages, rules, where)
+    for one in made.casts:
+        if one.spans:
+            for message in made.messages:
+                _require_whole_groups(made, message, one)
 
 
 # ---- one message ---------------------------------------------------------------------------------------------------
@@ -132,6 +139,38 @@ def _common(turns: Sequence[Turns]) -> int:
     # Residues in [0, rest) and in [ahead, ahead + other_rest) modulo.
     overlap = max(0, min(rest, ahead + other_rest) - ahead) + max(0, min(rest, ahead + other_rest - modulus))
     return modulus * wholes * other_wholes + wholes * other_rest + other_wholes * rest + overlap
+
+
+def _require_whole_groups(made: Resharding, message: Message, one: PlaneCast) -> None:
+    """Check that a message has all elements of each scale of a plane that is cast."""
+    assert one.scaled is not None
+    place, rank = (made.src, made.dst)[one.scaled], (message.src, message.dst)[one.scaled]
+    other = (made.dst, made.src)[one.scaled]
+    strips, model = place.strips(rank), place.model
+    slots = (message.t.src_slots, message.t.dst_slots)[one.scaled]
+    sent = {"l": message.layers, "h": message.heads, "t": message.tokens if slots == place.nt else slots}
+    held = {"l": strips.l.size, "h": strips.h.size, "t": place.nt}
+    whole = {"l": place.layers.size, "h": model.nh, "t": place.nt * strips.t.over}
+    where = f"{made.title}: plane {one.scale!r} of {place.name}"
+    for axis in one.spans:
+        what = _SPANNED[axis]
+        each = f"or a layout with a scale for each {what.removesuffix('s').removeprefix('KV ')}"
+        if one.scaled == 1 and held[axis] != whole[axis]:
+            raise CoverageError(
+                f"{where}: one scale for the {what} that a rank holds, {held[axis]} of {whole[axis]}: its bits would depend on the "
+                f"partition; expected all {whole[axis]} on every rank of {place.name}, {each}"
+            )
+        if sent[axis] != held[axis]:
+            sizes = f"all {held[axis]} {what} of the rank on one rank of {other.name}"
+            if axis == "t":
+                sizes = f"blocks of {other.name} of a multiple of {place.nt} tokens, and tables that begin at such a distance"
+            raise CoverageError(
+                f"{where}: one scale for {held[axis]} {what}, and rank {message.src} sends {sent[axis]} of them to rank "
+                f"{message.dst}: a group cannot be cut; expected {sizes}, {each}"
+            )
+
+
+_SPANNED = {"l": "layers", "h": "KV heads", "t": "tokens"}
 
 
 # ---- all messages of a rank ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..layout.shapes import ITEMSIZE
-from ..planner.plan import size_text
+from ..planner.plan import cast_text, size_text
 from .placement import Placement, Strips
 from .strips import Meeting, Runs, meet_in_unit
 
@@ -56,6 +56,7 @@ def table(made: Resharding, tokens: int | None = None) -> str:
         lines.append(
             f"{size_text(total)} in all, for {'a unit of each' if tokens is None else _plural(tokens, 'token')}"
         )
+    lines += [f"cast {made.cast}: {_changes(made)}"] if made.cast is not None else []
     lines.append(sentence(made))
     if tokens is not None:
         left = tokens % made.unit
@@ -103,9 +104,10 @@ def sentence(made: Resharding) -> str:
     counts = [sum(m.src == rank for m in made.messages) for rank in range(made.src.world)]
     sending = sorted(count for count in counts if count)
     low, high = (sending[0], sending[-1]) if sending else (0, 0)
+    whole = ", and every scale from a message that has all of its elements" if any(one.scale for one in made.casts) else ""
     each = _plural(high, "message") if low == high else f"{low} to {high} messages"
     return (
-        f"proven: every coordinate of {made.dst.name} once, from a rank that holds it; "
+        f"proven: every coordinate of {made.dst.name} once, from a rank that holds it{whole}; "
         f"{len(sending)} of {_plural(made.src.world, 'source rank')} send{'s' if len(sending) == 1 else ''} {each}"
         + (" each" if len(sending) > 1 else "")
     )
@@ -137,7 +139,7 @@ def _plural(count: int, what: str) -> str:
 
 def explain(made: Resharding) -> str:
     """One paragraph each: overlaps on each axis, the unit and its limit, tokens that are copied one by one, the senders."""
-    return "\n".join([*_meetings(made), _why_the_unit(made), _one_by_one(made), *_senders(made)])
+    return "\n".join([*_meetings(made), _why_the_unit(made), _one_by_one(made), *_senders(made), *_casts(made)])
 
 
 def _meetings(made: Resharding) -> Iterator[str]:
@@ -159,6 +161,37 @@ def _meetings(made: Resharding) -> Iterator[str]:
         met = f", and a rank of {made.dst.name} gets its own from up to {most} of them" if most > 1 else ""
         yield f"{what}: {', '.join(parts)}{met}."
     yield f"Tokens: {'; '.join(f'{place.name}: {_turns(strips)}' for place, strips in sides)}."
+
+
+def _changes(made: Resharding) -> str:
+    """What a cast changes, in a few words."""
+    if made.layouts is None:
+        return "the layouts of both sides say what changes (layouts=, or the pools of Local)"
+    if not made.casts:
+        return "nothing changes, as both sides have the same formats"
+    named = [(one.planes[0] or one.planes[1], " → ".join(one.formats)) for one in made.casts]
+    return ", ".join(f"{name}{name and ': '}{formats}" for name, formats in named)
+
+
+def _casts(made: Resharding) -> Iterator[str]:
+    if made.cast is None:
+        return
+    if made.layouts is None or not made.casts:
+        yield f"Cast {made.cast}: {_changes(made)}."
+        return
+    for part in dict.fromkeys(map(cast_text, made.cast_parts)):
+        yield f"Cast: {part[0].lower()}{part[1:]}."
+    copied = set(made.layouts[0].planes) and [
+        plane.name for plane in made.layouts[0].planes
+        if plane.name not in {one.planes[0] for one in made.casts} | {one.scale for one in made.casts if one.scaled == 0}
+    ]  # fmt: skip
+    if copied:
+        yield f"Copied bit by bit: {', '.join(copied)}."
+    sender, receiver = made.src.name, made.dst.name
+    yield (
+        f"Between processes, chunks have the format of {(sender, receiver)[made.coded]}, the smaller one: "
+        + (f"{sender} casts before it sends." if made.coded else f"{receiver} casts what it receives.")
+    )
 
 
 def _span(sizes: Sequence[int]) -> str:
@@ -259,6 +292,7 @@ def as_json(made: Resharding, tokens: int | None = None) -> dict[str, Any]:
         "source": _placement(made.src),
         "destination": _placement(made.dst),
         "fingerprint": made.fingerprint,
+        **({} if made.cast is None else {"cast": _cast(made)}),
         "messages": [
             {
                 "from": m.src,
@@ -271,6 +305,19 @@ def as_json(made: Resharding, tokens: int | None = None) -> dict[str, Any]:
                 "bytes": made.nbytes(m, tokens),
             }
             for m in made.messages
+        ],
+    }
+
+
+def _cast(made: Resharding) -> dict[str, Any]:
+    assert made.cast is not None
+    return {
+        "scale": made.cast.value if made.cast.is_given else "amax",
+        "planes": [
+            {"from": dict(zip(("plane", "dtype"), ours, strict=True)), "to": dict(zip(("plane", "dtype"), theirs, strict=True))}
+            | ({"scales": one.scale} if one.scale else {})
+            for one in made.casts
+            for ours, theirs in [zip(one.planes, one.formats, strict=True)]
         ],
     }
 

@@ -2,7 +2,8 @@
 
 Settings are JSON: ``llm`` (arguments of `vllm.LLM`) and ``steps``, each a prompt that one prefills and the other decodes, which it
 does again by itself at the end, for comparison (``again``: twice, the second time from its prefix cache); ``port`` and ``tp`` are
-those of the engine that prefills; ``counts`` are those of kvbm at vLLM's Prometheus endpoint before that:
+those of the engine that prefills; ``counts`` are those of kvbm at vLLM's Prometheus endpoint before that; ``dump``: the blocks of
+each sequence are written to the folder, by who sends and who receives:
 
 - ``length`` and ``seed`` of the prompt (those of one seed begin alike);
 - ``again``: the prefix cache of the engine that decodes is kept;
@@ -65,8 +66,45 @@ def dies(_: Any) -> None:
     holds.saved = save
 
 
+def dumps(role: str, folder: Path) -> None:
+    """Write the bits of what is sent, and of what has come, to files with the number of tokens in their name: b h l o t d."""
+    import numpy as np
+
+    import kvbm
+    from kvbm.link.handle import Arrival
+    from kvbm.reshard import Link
+
+    def dump(link: Link, group: str, span: kvbm.Span) -> None:
+        pool = link.endpoint.groups[group][1]
+        blocks = [int(block) for block in span.table[: -(-span.tokens.stop // pool.shape.nt)]]
+        copy = kvbm.Pool.allocate("universal", pool.shape, len(blocks))
+        kvbm.convert(pool, copy, blocks, range(len(blocks)))
+        np.save(folder / f"{role}.{span.tokens.stop}.npy", np.stack([np.asarray(array).view("uint8") for array in copy.arrays]))
+
+    if role == "prefill":
+        send = Link.send
+
+        def sent(self: Link, key: str, span: kvbm.Span, *, group: str = "", **rest: Any) -> Any:
+            dump(self, group, span)
+            return send(self, key, span, group=group, **rest)
+
+        Link.send = sent
+        return
+    settle = Arrival.settle
+
+    def came(self: Arrival) -> None:
+        if not self.has_failed and len(self.span.tokens):
+            dump(self.link, sorted(self.link.endpoint.groups)[self.identity[0]], self.span)
+        settle(self)
+
+    Arrival.settle = came
+
+
 def main(role: str, settings: dict[str, Any], folder: Path) -> None:
     from vllm import LLM, SamplingParams
+
+    if settings.get("dump"):
+        dumps(role, folder)
 
     usual = {
         "skip_tokenizer_init": True, "max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "dtype": "float32",

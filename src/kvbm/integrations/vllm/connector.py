@@ -22,9 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ... import wire
 from ...errors import KvbmError, printable
+from ...planner.cast import as_cast
 from ...reshard import Endpoint, Link, Span
 from ..settings import flag_of, require_known
 from .caches import Caches
+from .casts import cast_of, pool_formats, require_scales
 from .holding import Holds
 from .identity import model_of
 from .log import logger
@@ -40,7 +42,7 @@ _PUSH_TOKENS, _TURNS = 2048, 4
 
 #: Names in ``kv_connector_extra_config``.
 _SETTINGS = (
-    "chunk_bytes", "hold_seconds", "host", "insecure", "load_seconds", "max_sms", "model", "push_layers", "push_tokens",
+    "cast", "chunk_bytes", "hold_seconds", "host", "insecure", "load_seconds", "max_sms", "model", "push_layers", "push_tokens",
     "ring_bytes", "secret_file", WITHOUT_PREFIX_CACHING,
 )  # fmt: skip
 
@@ -63,7 +65,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     how long blocks are held for the decode engine; ``load_seconds`` (30), time limit of a load; ``model``, a name of the weights,
     the same on both sides (default: a hash of their files); ``secret_file``, a file with a secret that all engines share;
     ``insecure`` (false), listen at a public address without a secret; ``push_layers`` (a quarter of all), layers that are sent at
-    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``without_prefix_caching`` (false), true
+    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``cast`` (none), ``"amax"`` or the scale
+    of an fp8 cache, the same on both sides: engines with other ``--kv-cache-dtype`` meet, and values change on the way;
+    ``without_prefix_caching`` (false), true
     to load caches into an engine that has switched prefix caching off itself; ``chunk_bytes``, ``ring_bytes``, ``max_sms`` as for
     `Endpoint`.
 
@@ -189,6 +193,7 @@ class _Worker:
         self._hold_seconds = seconds_of(self._transfer, "hold_seconds", HOLD_SECONDS)
         self._push_tokens = count_of(self._transfer, "push_tokens", _PUSH_TOKENS)
         self._push_layers = count_of(self._transfer, "push_layers", 0)
+        self._cast = cast_of(self._transfer.kv_connector_extra_config)
         self._is_insecure = flag_of(self._transfer.kv_connector_extra_config, "insecure", False)
         self._lock = threading.RLock()
         self._arrivals: dict[str, _Arriving] = {}
@@ -208,11 +213,18 @@ class _Worker:
         rank = self._caches.rank
         given = {name: self._extra(name, None) for name in ("chunk_bytes", "ring_bytes", "max_sms")}
         options = {name: value for name, value in given.items() if value is not None}
+        scale = as_cast(self._cast)
+        if scale is not None:
+            require_scales(self._config, self._caches.layers, scale)
         self._endpoint = Endpoint(
             str(self._transfer.engine_id), self._caches.groups, rank,
             wire=wire.mapped(wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}")),  # a new name after a restart
-            model=model_of(self._config, self._extra("model", None)), secret_file=self._extra("secret_file", None), **options,
+            model=model_of(self._config, self._extra("model", None), casts=scale is not None), cast=self._cast,
+            secret_file=self._extra("secret_file", None), **options,
         )  # fmt: skip
+        if scale is not None:
+            formats = sorted({text for _, pool in self._caches.groups.values() for text in pool_formats(pool)})
+            logger.warning("kvbm: cast %s: KV caches of %s are cast to and from those of other engines", scale, ", ".join(formats))
         self._links = Links(self._endpoint)
         count = max(place.model.nl for place, _ in self._caches.groups.values())
         each = self._push_layers or -(-count // _TURNS)

@@ -22,7 +22,7 @@ logger = escaping(logging.getLogger("vllm.kvbm"))
 _NO_DRAFT = ("ngram", "suffix")
 
 
-def model_of(vllm_config: Any, given: Any = None, *, must: bool = False) -> dict[str, Any]:
+def model_of(vllm_config: Any, given: Any = None, *, must: bool = False, casts: bool = False) -> dict[str, Any]:
     """The fields of an engine, for `Endpoint(model=)` and for stores.
 
     Parameters
@@ -33,6 +33,8 @@ def model_of(vllm_config: Any, given: Any = None, *, must: bool = False) -> dict
         The operator's name of the weights: they are not read.  The configuration is compared all the same.
     must : bool
         True to raise an error, and not only to log a warning, if the weights are not known.
+    casts : bool
+        True if the format of the cache may be another one.
 
     Raises
     ------
@@ -42,11 +44,11 @@ def model_of(vllm_config: Any, given: Any = None, *, must: bool = False) -> dict
     if given is not None and not (isinstance(given, str) and given):
         raise BindError(f"kv_connector_extra_config: model: expected a name of the weights, got {given!r:.100}")
     model, load = vllm_config.model_config, get(vllm_config, "load_config")
-    cache = str(get(get(vllm_config, "cache_config"), "cache_dtype"))
-    found: dict[str, Any] = {
-        **_fields(model, load, given, must),
-        "kv_cache_dtype": {"auto": str(get(model, "dtype")).removeprefix("torch."), "fp8": "fp8_e4m3"}.get(cache, cache),
-    }
+    found = _fields(model, load, given, must)
+    if not casts:
+        cache = str(get(get(vllm_config, "cache_config"), "cache_dtype"))
+        named = {"auto": str(get(model, "dtype")).removeprefix("torch."), "fp8": "fp8_e4m3"}
+        found["kv_cache_dtype"] = named.get(cache, cache)
     pictures = getattr(model, "multimodal_config", None)
     if pictures is not None:
         of_files = getattr(pictures, "mm_processor_kwargs", None) or {}

@@ -1,0 +1,111 @@
+"""Casts of a resharding: which planes change their format, and along which axes of the model a scale spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._arguments import quoted
+from ..errors import PlanError
+from ..layout.layout import Layout
+from ..layout.spec import as_layout
+from ..planner.cast import Scale, paired, scaled_side
+from .placement import Placement
+
+__all__ = ["ENGINES", "Layouts", "PlaneCast", "as_layouts", "casts_of", "formats_of", "meaning_of"]
+
+#: Why a cast between engines has one scale: their pools number layers otherwise than messages do.
+ENGINES = "between engines all layers, K and V have one scale"
+
+#: The layouts of the source's and of the destination's pools.
+Layouts = tuple[Layout, Layout]
+
+
+class PlaneCast(NamedTuple):
+    """How the values of one plane change on their way.
+
+    Attributes
+    ----------
+    planes, formats : (str, str)
+        Plane and dtype on each side.
+    scaled : int, optional
+        The side that has the scales: 0 the source, 1 the destination.  None: no scales are stored.
+    scale : str
+        The plane of scales on that side; empty if there is none.
+    spans : tuple of str
+        Axes among l, h and t along which all of a block's coordinates share a scale.
+    """
+
+    planes: tuple[str, str]
+    formats: tuple[str, str]
+    scaled: int | None
+    scale: str
+    spans: tuple[str, ...]
+
+
+def as_layouts(given: Any) -> Layouts | None:
+    """Two layouts as users give them, or None.
+
+    Raises
+    ------
+    PlanError
+        It is something else.
+    SpecError
+        There is no layout of that name.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
+        raise PlanError(f"layouts: expected those of the source and of the destination, got {quoted(given)}")
+    for one in given:
+        if not isinstance(one, Layout | str | Path):
+            raise PlanError(f"layouts: expected two of kvbm.Layout, or their names, got {quoted(one)}")
+    return as_layout(given[0]), as_layout(given[1])
+
+
+def meaning_of(layout: Layout) -> str:
+    """All that a layout says, and which planes are scales: layouts that differ only in that are equal."""
+    return f"{layout.meaning}\nscales {sorted(layout.scales.items())}"
+
+
+def formats_of(layout: Layout, dtype: str) -> dict[str, str]:
+    """The dtype of each plane of a layout, for a model of `dtype`.  A layout without planes has one plane without a name."""
+    return {plane.name: plane.dtype or dtype for plane in layout.planes} or {"": dtype}
+
+
+def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, cast: Scale) -> tuple[PlaneCast, ...]:
+    """The planes whose values change between two engines.
+
+    Raises
+    ------
+    PlanError
+        There is no cast between two formats, it needs scales that neither side has, or a plane has no counterpart.
+    """
+    formats = [formats_of(layout, place.model.dtype) for layout, place in zip(layouts, places, strict=True)]
+    scales: list[Mapping[str, str]] = [{data: scale for scale, data in layout.scales.items()} for layout in layouts]
+    found = []
+    for planes in paired(formats, scales):
+        ours, theirs = (side[plane] for side, plane in zip(formats, planes, strict=True))
+        if ours != theirs:
+            own = scales[0].get(planes[0]), scales[1].get(planes[1])
+            scaled = scaled_side(title, planes[0] or planes[1], (ours, theirs), own, cast)
+            name = (own[scaled] or "") if scaled is not None else ""
+            spans = _spans(layouts[scaled], name, planes[scaled]) if scaled is not None else ()
+            found.append(PlaneCast(planes, (ours, theirs), scaled, name, spans))
+    done = [
+        {name for one in found for name in (one.planes[side], scales[side].get(one.planes[side], ""))} for side in (0, 1)
+    ]
+    copied = [{name: dtype for name, dtype in side.items() if name not in of} for side, of in zip(formats, done, strict=True)]
+    if copied[0] != copied[1]:
+        texts = [", ".join(f"{name!r} of {dtype}" for name, dtype in side.items()) or "none" for side in copied]
+        raise PlanError(
+            f"{title}: besides what is cast, {places[0].name} has the planes {texts[0]} and {places[1].name} {texts[1]}; expected "
+            "the same planes on both sides, apart from scales (`scales:` of a plane in the layout file)"
+        )
+    return tuple(found)
+
+
+def _spans(layout: Layout, scale: str, data: str) -> tuple[str, ...]:
+    shared = {plane.name: set(plane.shared) for plane in layout.planes}
+    return tuple(axis for axis in "lht" if axis in shared[scale] - shared[data])
