@@ -44,7 +44,7 @@ def pages(shape: BlockShape, device: str, blocks: int = 12) -> tuple[Any, Pages]
     rows = cache.view(shape.nl, blocks, -1, shape.hd)
     rows[0, 1, 0] = 0
     rows[0, 1, 1, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    rows[0, 1, 2] *= 1e-6
+    rows[0, 1, -1] *= 1e-6
     cache = cache.to(device)
     if shape.no == 2:
         return cache, Pages(Pool(LBHNC, shape, list(cache)))
