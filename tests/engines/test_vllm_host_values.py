@@ -26,9 +26,9 @@ from vllm.v1.kv_cache_interface import (
 
 from conftest import result, run
 from kvbm import BindError
+from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import offload
 from kvbm.integrations.vllm.block_shapes import host_bytes
-from kvbm.integrations.vllm.host_values import HostValues
 
 Models = Callable[[str], Path]
 

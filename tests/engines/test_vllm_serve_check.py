@@ -15,10 +15,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvbm.engines.vllm import ORDERS
+from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import models as config_json
 from kvbm.integrations.vllm import serving
 from kvbm.integrations.vllm.block_shapes import host_bytes
-from kvbm.integrations.vllm.host_values import HostValues
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
 

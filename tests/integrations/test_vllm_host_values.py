@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 import cast_oracle  # noqa: E402
 from kvbm import BindError, BlockShape, Pool, Transfer, load, store  # noqa: E402
+from kvbm.integrations.host_values import FORMATS, HostValues, latent_and_rope  # noqa: E402
 from kvbm.integrations.vllm.copier import Copier, HostMemory  # noqa: E402
-from kvbm.integrations.vllm.host_values import FORMATS, HostValues, latent_and_rope  # noqa: E402
+from kvbm.integrations.vllm.host_layout import row_bytes  # noqa: E402
 from kvbm.integrations.vllm.pages import Pages  # noqa: E402
 from kvbm.integrations.vllm.shelf import Shelf, Shelved  # noqa: E402
 from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier  # noqa: E402
@@ -174,7 +175,7 @@ def test_groups_share_rows_of_quantised_blocks(copiers: list[Copier], device: st
     other = replace(KV, nl=3, nh=1, hd=32)
     (one, wide), (two, narrow) = pages(KV, device), pages(other, device)
     values = HostValues("mxfp8")
-    row = values.row_bytes([[KV], [KV, other]])
+    row = row_bytes(values.layout, [[KV], [KV, other]])
     assert row == 2 * 2 * 4 * 8 * 66 + 3 * 2 * 8 * 33 + (256 - 48)  # of the second one; the rest up to a multiple of 256
     copiers.append(copier := Copier(host(values, [[wide], [wide, narrow]], device), 1))
     moved(copier, 1, [2, 3], [1, 6], [1, 1], is_load=False)
@@ -196,7 +197,7 @@ def test_ranks_that_share_a_latent(copiers: list[Copier]) -> None:
     values, ranks = HostValues("fp8", ROPE), [pages(LATENT, "cpu") for _ in range(2)]
     ranks[1][0].zero_()
     nbytes = HostMemory.shared_bytes(values.layout, [[ranks[0][1]]], 8)
-    assert nbytes == 8 * (values.row_bytes([[LATENT]]) + 9)
+    assert nbytes == 8 * (row_bytes(values.layout, [[LATENT]]) + 9)
     shared = np.zeros(nbytes, np.uint8)
     one, other = (Copier(host(values, [[engine]], "cpu", shared=shared), 1) for _, engine in ranks)
     copiers += [one, other]

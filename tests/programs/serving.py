@@ -7,8 +7,8 @@ from pathlib import Path
 
 import kvbm
 from kvbm.copy import cost_model, tables
+from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import models, serving
-from kvbm.integrations.vllm.host_values import HostValues
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
 BLOCKS = 8

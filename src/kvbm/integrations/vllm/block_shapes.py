@@ -9,7 +9,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 
 from ...errors import BindError
 from ...layout.shapes import BlockShape
-from .host_values import HostValues
+from ..host_values import HostValues
+from .host_layout import row_bytes
 
 __all__ = ["block_of", "cached_groups", "host_bytes"]
 
@@ -73,4 +74,4 @@ def host_bytes(kv_cache_config: Any, values: HostValues) -> int:
         values.require(shape, f"layer {group.layer_names[0]!r}")
         parts = [tensor.layers for tensor in kv_cache_config.kv_cache_tensors if tensor.layers[0] in group.layer_names]
         found.append([replace(shape, nl=len(layers)) for layers in parts])  # a pool each
-    return values.row_bytes(found)
+    return row_bytes(values.layout, found)

@@ -26,7 +26,7 @@ from ...memory.array_info import array_on
 from ...planner.cast import Cast
 from ...pool.pool import Pool
 from ..host_store import Copying, HostStore, Ids
-from .host_layout import offsets, one_array, row_bytes
+from .host_layout import offsets, one_array, row_bytes, sizes_of
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory", "shared_memory"]
@@ -168,20 +168,19 @@ class HostMemory:
 Place = tuple[Pages, int]
 
 
+def _shapes(group: Sequence[Pages]) -> list[BlockShape]:
+    return [pages.pool.shape for pages in group]
+
+
 def _placed(layout: Layout, group: Sequence[Pages]) -> list[Place]:
     """A group's pages, with their offsets in a block (bytes)."""
-    return [*zip(group, offsets(_sizes(layout, group)), strict=True)]
-
-
-def _sizes(layout: Layout, group: Sequence[Pages]) -> list[int]:
-    """Bytes of a block in host memory, of each kind of layers."""
-    return [layout.resolve(pages.pool.shape, 1).nbytes for pages in group]
+    return [*zip(group, offsets(sizes_of(layout, _shapes(group))), strict=True)]
 
 
 def _places(layout: Layout, groups: Sequence[Sequence[Pages]]) -> tuple[list[Place], int]:
     """The pages of all groups, each once, with their offsets; and the bytes of a block."""
     places = dict.fromkeys(place for group in groups for place in _placed(layout, group))
-    return list(places), row_bytes([_sizes(layout, group) for group in groups])
+    return list(places), row_bytes(layout, [*map(_shapes, groups)])
 
 
 def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uint8]], offset: int) -> Pool:

@@ -12,7 +12,7 @@ from ...layout.layout import Layout
 from ...layout.resolved import Resolved
 from ...layout.shapes import BlockShape, round_up
 
-__all__ = ["PAGES", "offsets", "one_array", "row_bytes"]
+__all__ = ["PAGES", "offsets", "one_array", "row_bytes", "sizes_of"]
 
 #: Value instead of a layout: host memory holds the engine's pages, byte by byte.
 PAGES = "pages"
@@ -30,9 +30,15 @@ def offsets(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def row_bytes(groups: Sequence[Sequence[int]]) -> int:
-    """Bytes of a row, which holds a block of any group; each group has the bytes per block of its kinds of layers."""
-    return round_up(max(offsets(sizes)[-1] + sizes[-1] for sizes in groups if sizes), _ALIGN)
+def sizes_of(layout: Layout, group: Sequence[BlockShape]) -> list[int]:
+    """Bytes of a block in host memory of each kind of layers of a group."""
+    return [layout.resolve(shape, 1).nbytes for shape in group]
+
+
+def row_bytes(layout: Layout, groups: Sequence[Sequence[BlockShape]]) -> int:
+    """Bytes of a row, which holds a block of any group; each group has the shapes of its kinds of layers."""
+    found = [sizes_of(layout, group) for group in groups if group]
+    return round_up(max(offsets(sizes)[-1] + sizes[-1] for sizes in found), _ALIGN)
 
 
 def one_array(layout: Layout, shape: BlockShape) -> Resolved:

@@ -28,12 +28,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ...errors import BindError, DigestError
 from ...layout import spec as layouts
 from ...planner.cast import Cast
+from ..host_values import HostValues
 from ..settings import flag_of, require_known
 from .block_shapes import host_bytes
 from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads
-from .host_layout import PAGES
-from .host_values import HostValues
+from .host_layout import PAGES, row_bytes
 from .log import logger
 from .pages import Pages, pages_of
 from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
@@ -420,7 +420,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def _log_values(self, values: HostValues, groups: list[list[Pages]], units: int) -> None:
         shapes = [[pages.pool.shape for pages in group] for group in groups]
-        held, expected = values.row_bytes(shapes), self.config.worker_kv_bytes_per_block
+        held, expected = row_bytes(values.layout, shapes), self.config.worker_kv_bytes_per_block
         if held != expected:  # else host memory would be larger than it may be
             raise BindError(f"host_values: blocks of {held} bytes, and {expected} from vLLM's specs: a defect of kvbm")
         logger.info(

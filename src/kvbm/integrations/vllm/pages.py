@@ -13,7 +13,7 @@ from ...errors import BindError
 from ...layout import spec as layouts
 from ...layout.shapes import BlockShape
 from ...pool.pool import Pool
-from .host_values import HostValues, latent_and_rope
+from ..host_values import HostValues, latent_and_rope
 
 __all__ = ["Pages", "as_bytes", "pages_of", "require_whole"]
 

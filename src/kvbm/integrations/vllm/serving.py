@@ -27,8 +27,8 @@ from ...planner.plan import Plan, plan
 from ...reshard import presets, report
 from ...reshard.placement import Placement
 from ...system import machine
-from .host_layout import PAGES, one_array
-from .host_values import HostValues, latent_and_rope
+from ..host_values import HostValues, latent_and_rope
+from .host_layout import PAGES, one_array, row_bytes
 from .models import Model
 
 __all__ = ["PAGES", "Engine", "as_json", "notes"]
@@ -184,7 +184,7 @@ def _host(engine: Engine, host_bytes: int, host_layout: str, values: HostValues 
     if values is None:
         sizes = [engine.block_bytes(stage) for stage in range(engine.pp)]
     else:
-        sizes = [values.row_bytes([[group.shape] for group in engine.groups(stage)]) for stage in range(engine.pp)]
+        sizes = [row_bytes(values.layout, [[group.shape] for group in engine.groups(stage)]) for stage in range(engine.pp)]
     chunk = round_up(max(sizes) * copies, _ROUND)
     blocks = host_bytes // chunk
     if not blocks:

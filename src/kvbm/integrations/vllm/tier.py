@@ -32,8 +32,8 @@ from ...store import Digests, Stored
 from ...store.file import framed, opened
 from ...store.open_file import Opened
 from ...system.cache import replacing
+from ..host_values import HostValues
 from ..identity import describe, neighbours
-from .host_values import HostValues
 
 __all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "touch"]
 

@@ -21,10 +21,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from ...engines.vllm import groups, number_of_layer
 from ...errors import BindError
 from ...reshard.presets import of_vllm
+from ..host_values import HostValues
 from ..identity import key_of
 from .block_shapes import block_of, cached_groups
 from .copier import Copier
-from .host_values import HostValues
 from .identity import model_of
 from .log import logger
 from .shelf import Shelf, Shelved

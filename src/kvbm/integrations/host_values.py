@@ -1,18 +1,17 @@
-"""The setting ``host_values``: blocks are quantised on the way to host memory.  Neither vLLM nor torch is imported."""
+"""The setting ``host_values`` of engines: blocks are quantised on the way to host memory.  No engine is imported."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...errors import BindError, LayoutError
-from ...layout import spec
-from ...layout.layout import Layout
-from ...layout.shapes import BlockShape
-from ...planner.cast import PLAIN
-from .host_layout import row_bytes
+from ..errors import BindError, LayoutError
+from ..layout import spec
+from ..layout.layout import Layout
+from ..layout.shapes import BlockShape
+from ..planner.cast import PLAIN
 
 __all__ = ["FORMATS", "HostValues", "latent_and_rope"]
 
@@ -69,26 +68,26 @@ class HostValues:
     rope: int = 0
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any], rope: int = 0) -> HostValues | None:
-        """The setting in ``kv_connector_extra_config``; None if it is not there.
+    def of(cls, given: Mapping[str, Any], rope: int = 0, where: str = "kv_connector_extra_config") -> HostValues | None:
+        """The setting among those of an engine, whose name for messages is `where`; None if it is not there.
 
         Raises
         ------
         BindError
             Its value is unknown, or a layout is given beside it.
         """
-        name = extra.get(_SETTING)
+        name = given.get(_SETTING)
         if name is None:
             return None
         if not isinstance(name, str) or name not in FORMATS:
             raise BindError(
-                f"kv_connector_extra_config: {_SETTING}: expected one of {', '.join(FORMATS)}, got {name!r:.100}; leave it out to "
+                f"{where}: {_SETTING}: expected one of {', '.join(FORMATS)}, got {name!r:.100}; leave it out to "
                 "keep the engine's values"
             )
-        if extra.get("host_layout") is not None:
+        if given.get("host_layout") is not None:
             raise BindError(
-                f"kv_connector_extra_config: host_layout: expected none beside {_SETTING}, which has its own, got "
-                f"{extra['host_layout']!r:.100}; leave one of the two out"
+                f"{where}: host_layout: expected none beside {_SETTING}, which has its own, got "
+                f"{given['host_layout']!r:.100}; leave one of the two out"
             )
         return cls(name, rope)
 
@@ -144,10 +143,6 @@ class HostValues:
             return self.layout.resolve(shape, 1).nbytes
         except LayoutError as error:
             raise BindError(f"{_SETTING}: {error}; leave {_SETTING} out") from None
-
-    def row_bytes(self, groups: Sequence[Sequence[BlockShape]]) -> int:
-        """Bytes of host memory for a block of any group; each group has the shapes of its kinds of layers."""
-        return row_bytes([[self.block_bytes(shape) for shape in group] for group in groups])
 
 
 @functools.cache
