@@ -397,7 +397,7 @@ def _bound(cache: Any, page_size: int, values: HostValues | None) -> Pool:
         return pool
     if pool.shape.hd != cache.kv_lora_rank + values.rope:
         raise BindError(
-            f"host_values {values.name}: {type(cache).__name__}: expected latents of {cache.kv_lora_rank} and {values.rope} elements, "
-            f"got {pool.shape.hd}; leave host_values out"
+            f"host_values {values.name}: {type(cache).__name__}: expected latents of {cache.kv_lora_rank} and {values.rope} "
+            f"elements, got {pool.shape.hd}; leave host_values out"
         )
     return Pool(latent_and_rope(values.rope), pool.shape, [array.view(torch.uint8) for array in pool.arrays])
