@@ -172,6 +172,38 @@ def test_copies_are_those_of_a_transfer(
     fake_gpu("serving.strategies", name, order, tp, host_layout, is_measured)
 
 
+@pytest.mark.parametrize(
+    ("name", "order", "tp", "host_values"),
+    [("llama-3.1-8b", "LBHNC", 4, "fp8"), ("gemma-3-4b", "LBNHC", 1, "mxfp8"), ("deepseek-v3", "LBHNC", 2, "nvfp4")],
+)
+def test_copies_that_quantise_are_those_of_a_transfer(
+    fake_gpu: FakeDriver, name: str, order: str, tp: int, host_values: str
+) -> None:
+    fake_gpu("serving.strategies", name, order, tp, "pages", True, host_values)
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "values", "chunk", "copied"),
+    [
+        # 32 layers, 2, 8 heads, 16 tokens: 128 bytes and a scale of 4; 128 and 4 of 1; 64 and 8 of 1
+        (LLAMA, ("fp8",), "fp8 e4m3, one float32 per token and head, from bfloat16", 8192 * 132, 8192 * 132),
+        (LLAMA, ("mxfp8",), "fp8 e4m3, one e8m0 per 32 elements, from bfloat16", 8192 * 132, 8192 * 132),
+        (LLAMA, ("nvfp4",), "fp4 e2m1, one e4m3 per 16 elements, from bfloat16", 8192 * 72, 8192 * 72),
+        # 61 layers, 16 tokens: 512 bytes, 4 scales of 4, and 64 elements of 2 that are kept: 640,256 = 156.3 × 4,096
+        (DEEPSEEK, ("fp8", "--tp", "8"), "fp8 e4m3, one float32 per 128 elements, from bfloat16; the last 64", 643_072, 640_256),
+    ],
+)  # fmt: skip
+def test_quantised_values_in_host_memory(path: str, words: tuple[str, ...], values: str, chunk: int, copied: int) -> None:
+    """How many blocks fit, and what a copy moves, from the sizes alone."""
+    found = told(path, "--host-gib", "1", "--host-values", *words)["offloading"]
+    host = found["host"]
+    assert host["values"].startswith(values)
+    assert (host["bytes_a_block"], host["blocks"]) == (chunk, (1 << 30) // chunk)
+    assert [one["bytes"] for one in found["copies"]] == [64 * copied] * 2
+    assert found["kv_transfer_config"]["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1 << 30, "host_values": words[0]}
+    assert values in " ".join(run(path, "--host-values", *words).output.split())
+
+
 def test_stages_that_lack_a_group(tmp_path: Path) -> None:
     """A rank knows only the layers of its own stage: sending to another engine is a named error, not a traceback."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -267,6 +299,9 @@ def test_a_model_in_the_cache_of_hugging_face(tmp_path: Path, monkeypatch: pytes
         # told beside the rest
         (("--host-gib", "0.001"), 14, "refused: KvbmOffloadingConnector: host-gib: expected at least 2097152 bytes"),
         (("--layout", "LHBNC"), 14, "refused: KvbmOffloadingConnector: .*heads of a page lie apart"),
+        (("--host-values", "fp9"), 14, "refused: KvbmOffloadingConnector: .*host_values: expected one of fp8, .* got 'fp9'"),
+        (("--host-values", "fp8", "--host-layout", "nhd"), 14, "host_layout: expected none beside host_values, .* got 'nhd'"),
+        (("--host-values", "fp8", "--kv-cache-dtype", "fp8"), 14, "expected a cache of bfloat16, .* got float8_e4m3fn"),
         (("--backend", "CPU_ATTN"), 14, "refused: Pool.from_vllm: .*CPU_ATTN, LBHNC: .*pass layout="),
         (("--backend", "ROCM_ATTN"), 14, "refused: Pool.from_vllm: .*kvbm does not know"),
         (("--tp", "16", "--dcp", "2", "--to", "tp=1,dcp=1"), 14, "refused: KvbmConnector: prefill: dcp: expected 1, got 2"),

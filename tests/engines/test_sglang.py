@@ -24,6 +24,7 @@ if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 sys.path.insert(0, str(HERE / "programs"))
 warnings.simplefilter("ignore")  # while this is collected: SGLang says what it lacks on a CPU
+import numpy as np  # noqa: E402
 import standins  # noqa: E402, F401  (before SGLang)
 import torch  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer  # noqa: E402
@@ -35,6 +36,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker  # noqa: E402
 
+import cast_oracle  # noqa: E402
 import kvbm  # noqa: E402
 from kvbm.integrations import sglang as integration  # noqa: E402
 
@@ -254,6 +256,65 @@ def test_pages_move(make: Callable[[], Any], layout: str) -> None:
     assert load(linker, transfer("ab", [7, 9]))
     expect(pool, before, {5: 7, 2: 9})
     linker.close()
+
+
+def quantised(page: Any, group: int, fmt: str, scale: str, kept: int = 0) -> Any:
+    """What comes back of a page ``(tokens, heads, elements)``, by the oracle of casts; the last elements are kept."""
+    x = page.numpy()
+    values = x[..., : x.shape[-1] - kept]
+    codes, scales, _ = cast_oracle.quantise(values.reshape(*values.shape[:-1], -1, group), fmt, scale)
+    back = cast_oracle.dequantise(codes, scales, fmt, scale, "float32").view("f4").reshape(values.shape)
+    return torch.from_numpy(np.concatenate([back, x[..., x.shape[-1] - kept :]], -1))
+
+
+def wide(kind: Any, **sizes: int) -> Any:
+    """A pool of random elements whose groups are whole."""
+    made = kind(
+        size=SLOTS, page_size=PAGE, dtype=torch.float32, layer_num=5, device="cpu", enable_memory_saver=False, **sizes
+    )
+    for index, buffer in enumerate(buffers(made)):
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(index)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("values", "fmt", "scale", "groups"),
+    [("fp8", "float8_e4m3fn", "float32", (64, 128)), ("mxfp8", "float8_e4m3fn", "float8_e8m0fnu", (32, 32)),
+     ("nvfp4", "float4_e2m1fn", "float8_e4m3fn", (16, 16))],
+)  # fmt: skip
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_quantised_pages(values: str, fmt: str, scale: str, groups: tuple[int, int], is_latent: bool) -> None:
+    """Pages come back by parts of the layers with the values of the oracle; as many fit as quantised bytes say."""
+    kept = 32 if is_latent else 0
+    sizes = {"kv_lora_rank": 256, "qk_rope_head_dim": kept} if is_latent else {"head_num": 2, "head_dim": 64}
+    pool = wide(MLATokenToKVPool if is_latent else MHATokenToKVPool, **sizes)
+    group, count = groups[is_latent], 256 if is_latent else 2 * 2 * 64
+    token = count // 2 + count // 16 if values == "nvfp4" else count + count // group * (4 if values == "fp8" else 1)
+    linker, before = linked(pool, host_values=values, host_bytes=3 * 5 * PAGE * (token + 4 * kept)), snapshot(pool)
+    assert linker.pools[PoolName.KV].host.num_blocks == 3
+    assert offload(linker, transfer("ab", [5, 2])) and linker.lookup("r", [transfer("ab")]) == [1, 2]
+    assert load(linker, transfer("ab", [7, 3]))
+    for found, was in zip(buffers(pool), before, strict=True):
+        for source, target in ((5, 7), (2, 3)):
+            page = was[source * PAGE : (source + 1) * PAGE]
+            assert torch.equal(found[target * PAGE : (target + 1) * PAGE], quantised(page, group, fmt, scale, kept))
+            assert torch.equal(found[source * PAGE : (source + 1) * PAGE], page)
+    spoil(linker, "b")
+    assert linker.lookup("s", [transfer("ab")]) == [1]
+    linker.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"host_values": "fp9"}, r"linker_extra_config: host_values: expected one of fp8, mxfp8, nvfp4, got 'fp9'"),
+        ({"host_values": "fp8", "host_layout": "universal"}, r"linker_extra_config: host_layout: expected none beside host_values"),
+        ({"host_values": "nvfp4"}, r"host_values nvfp4: MHATokenToKVPool: expected a multiple of 16 elements .* got 8"),
+    ],
+)  # fmt: skip
+def test_values_that_are_refused(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(kvbm.BindError, match=says):
+        linked(mha(), **extra)
 
 
 def test_sliding_window() -> None:

@@ -15,8 +15,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvbm.engines.vllm import ORDERS
+from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import models as config_json
 from kvbm.integrations.vllm import serving
+from kvbm.integrations.vllm.block_shapes import host_bytes
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
 
@@ -78,16 +80,19 @@ def test_groups_and_strides(name: str, tp: int, order: str) -> None:
     assert engine.block_bytes(0) == config.kv_cache_tensors[0].size // config.num_blocks
 
 
+@pytest.mark.parametrize("host_values", [None, "fp8", "nvfp4"])
 @pytest.mark.parametrize(("name", "tp"), [("llama-3.1-8b", 2), ("deepseek-v3", 4), ("gemma-3-4b", 4)])
-def test_chunks_of_host_memory(name: str, tp: int) -> None:
+def test_chunks_of_host_memory(name: str, tp: int, host_values: str | None) -> None:
     engine = serving.Engine(config_json.read(str(MODELS / f"{name}.json")), tp=tp)
+    values = HostValues(host_values, engine.model.rope) if host_values else None
+    nbytes = engine.block_bytes(0) if values is None else host_bytes(made_by_vllm(engine)[1], values)
     spec = CPUOffloadingSpec.__new__(CPUOffloadingSpec)
     spec._uses_shared_region = lambda: True
     config = SimpleNamespace(
-        extra_config={"cpu_bytes_to_use": 3 << 30}, worker_kv_bytes_per_block=engine.block_bytes(0),
+        extra_config={"cpu_bytes_to_use": 3 << 30}, worker_kv_bytes_per_block=nbytes,
         parallel=SimpleNamespace(world_size=tp), replicated_layout=engine.is_shared, enable_kv_cache_events=False,
         groups=[SimpleNamespace(tokens_per_block=16)], cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
     )  # fmt: skip
     spec.__init__(config)
-    host = serving._host(engine, 3 << 30, serving.PAGES)
+    host = serving._host(engine, 3 << 30, serving.PAGES, values)
     assert (host["bytes_a_block"], host["blocks"]) == (spec.kv_bytes_per_chunk, spec.num_chunks)

@@ -422,7 +422,7 @@ def worker(folder: Path) -> tuple[TierWorker, Tiered]:
     copier = SimpleNamespace(memory=SimpleNamespace(stores=[[store]], verify=True), blocks_per_chunk=1)
     found = TierWorker.__new__(TierWorker)
     found._copier, found._unit_contents, found._tiers, found._count = copier, (replace(content, model=""),), [], lambda *_: None
-    found._shelves = [Shelf(content.shape, host, range(4), threads=1)]
+    found._shelves = [Shelf(content, host, range(4), threads=1)]
     found._threads, found._reads, found._writes, found._stores = ThreadPoolExecutor(1), {}, {}, {}
     found._late = []
     return found, Tiered(made._settings, made._contents, (Units(0, 1, 0, Chain(16, range(32)).names(0, 32)),))

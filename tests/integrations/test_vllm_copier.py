@@ -210,7 +210,7 @@ def test_blocks_that_follow_a_failed_load_are_not_cleared(copiers: list[Copier],
 def test_memory_of_all_ranks() -> None:
     """One rank stores, another loads: blocks, digests, and their flags, in shared memory."""
     engines = [pages(LATENT, "cpu") for _ in range(2)]
-    nbytes = HostMemory.shared_bytes([[engines[0]]], 6)
+    nbytes = HostMemory.shared_bytes(load("universal"), [[engines[0]]], 6)
     shared = np.zeros(nbytes, np.uint8)
     first, second = (Copier(HostMemory(load("universal"), [[one]], 6, "cpu", shared), 1) for one in engines)
     moved(first, 1, [4, 5], [0, 3], is_load=False)

@@ -55,7 +55,7 @@ def blocks(tp: int = 1, rank: int = 0, nt: int = 4, layout: str = "universal", *
 
 def shelf(pool: Pool, tp: int = 1, rank: int = 0, **options: Any) -> Shelf:
     heads = 4 // tp
-    return Shelf(UNIT, pool, range(rank * heads, (rank + 1) * heads), **options)
+    return Shelf(CONTENT, pool, range(rank * heads, (rank + 1) * heads), **options)
 
 
 def moved(of: Shelf, pool: Pool, tier: KvbmTier, what: str, some: slice = slice(None)) -> Shelved:
@@ -540,7 +540,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
 )
 def test_blocks_that_are_refused(pool: BlockShape, heads: range, says: str) -> None:
     with pytest.raises(BindError, match=says):
-        Shelf(UNIT, Pool.allocate(load("universal"), pool, 2), heads)
+        Shelf(CONTENT, Pool.allocate(load("universal"), pool, 2), heads)
 
 
 def test_cover() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import kvbm
 from kvbm.copy import cost_model, tables
+from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import models, serving
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
@@ -31,7 +32,7 @@ def table() -> cost_model.Table:
     return cost_model.Table("a GPU", "1", "2026-01-01", "0", tuple(rows))
 
 
-def strategies(name: str, order: str, tp: int, host_layout: str, is_measured: bool) -> None:
+def strategies(name: str, order: str, tp: int, host_layout: str, is_measured: bool, host_values: str = "") -> None:
     """The strategy, launches and bytes are those of a transfer between pools of these sizes."""
     os.environ["KVBM_TUNE"] = "0"
     measured = table() if is_measured else None
@@ -39,17 +40,18 @@ def strategies(name: str, order: str, tp: int, host_layout: str, is_measured: bo
         tables._find = lambda *_: (measured, "")
     serving._table, serving._NUM_BLOCKS = lambda _: measured, BLOCKS
     engine = serving.Engine(models.read(str(MODELS / f"{name}.json")), tp=tp, order=order)
-    said = {count: serving._copies(engine, host_layout, count, 0) for count in (1, 2, 4, 8)}
-    for number, (_, source, _, dest) in enumerate(serving._pairs(engine, 0, host_layout)):
+    values = HostValues(host_values, engine.model.rope) if host_values else None
+    said = {count: serving._copies(engine, host_layout, count, 0, values) for count in (1, 2, 4, 8)}
+    for number, (_, source, _, dest) in enumerate(serving._pairs(engine, 0, host_layout, values)):
         with (
             kvbm.Pool.allocate(source.layout, source.shape, BLOCKS, "cuda:0") as src,
             kvbm.Pool.allocate(dest.layout, dest.shape, BLOCKS, "pinned") as dst,
         ):
             for way, pair in (("store", (src, dst)), ("load", (dst, src))):
-                with kvbm.Transfer(*pair) as made:
+                with kvbm.Transfer(*pair, cast="amax" if values else None) as made:
                     for count, copies in said.items():
                         one = copies[2 * number + (way == "load")]
-                        assert one["way"] == way and (one["gbps"] is not None) == is_measured
+                        assert one["way"] == way and (one["gbps"] is not None) == (is_measured and values is None)
                         before = made.stats()
                         made.copy(range(count), range(count), stream=5).synchronize()
                         stats = {key: value - before[key] for key, value in made.stats().items()}

@@ -53,6 +53,10 @@ _KEYS = {
     help="Layout of blocks in host memory; pages: as the engine has them.",
 )
 @click.option(
+    "--host-values", metavar="VALUES",
+    help="Quantise blocks on the way to host memory: fp8, mxfp8 or nvfp4.",
+)
+@click.option(
     "--num-blocks", "blocks", default=64, show_default=True, type=_COUNT, metavar="N",
     help="Blocks of the store and the load that are planned.",
 )
@@ -68,7 +72,8 @@ _KEYS = {
 @json_option()
 def serve_check(
     given: str, tp: int, pp: int, dcp: int, nt: int, cache_dtype: str, dtype: str | None, order: str, backend: str,
-    host_gib: float, host_layout: str, blocks: int, to_text: str | None, tokens: int, device: int, as_json: bool,
+    host_gib: float, host_layout: str, host_values: str | None, blocks: int, to_text: str | None, tokens: int, device: int,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Show what kvbm would do in a vLLM engine, without starting it.
 
@@ -81,7 +86,7 @@ def serve_check(
     engine = serving.Engine(models.read(given, cache_dtype, dtype), tp, pp, dcp, nt, order, cache_dtype, backend)
     to = _other(engine, to_text, given, dtype) if to_text is not None else None
     found = serving.as_json(
-        engine, int(host_gib * (1 << 30)), host_layout, blocks=blocks, device=device, to=to, tokens=tokens
+        engine, int(host_gib * (1 << 30)), host_layout, blocks=blocks, device=device, to=to, tokens=tokens, host_values=host_values
     )
     if as_json:
         print_json(found)
@@ -149,6 +154,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             f"Host memory: {size_text(host['bytes'])} as {host['layout']}: {host['blocks']:,} blocks of "
             f"{size_text(host['bytes_a_block'])} for {who}, {host['tokens']:,} tokens"
         )
+        if host["values"]:
+            yield f"  {host['values']}"
         for note in host["notes"]:
             yield f"  {note}"
         for one in offloading["copies"]:

@@ -13,6 +13,7 @@ import torch
 from ..copy.transfer import Strategy, Transfer
 from ..copy.zeros import Zeros
 from ..errors import BindError
+from ..planner.cast import Cast
 from ..pool.pool import Pool
 
 __all__ = ["Copying", "HostStore", "Ids"]
@@ -76,6 +77,8 @@ class HostStore:
         Memory for the digest of each unit when it was stored.
     known : numpy.ndarray of bool, optional
         Memory for a flag per unit: True for units that were stored.
+    cast : optional
+        As for `Transfer`: `host` has quantised values.  Digests are those of the quantised units.
 
     Attributes
     ----------
@@ -100,18 +103,17 @@ class HostStore:
         strategy: Strategy = "auto",
         digests: npt.NDArray[np.uint64] | None = None,
         known: npt.NDArray[np.bool_] | None = None,
+        cast: Cast = None,
     ) -> None:
         self.engine, self.host, self.verify = engine, host, verify
-        self.out, self.back = Transfer(engine, host, strategy), Transfer(host, engine, strategy)
+        self.out = Transfer(engine, host, strategy, cast=cast)
+        self.back = Transfer(host, engine, strategy, cast=cast)
         self.zeros = Zeros(engine)
         self.digests = np.zeros(host.num_blocks, np.uint64) if digests is None else digests
         self.known = np.zeros(host.num_blocks, np.bool_) if known is None else known
         self.on_gpu = engine.device != "cpu"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes per block."""
-        return self.host.shape.nbytes
+        #: Bytes of a unit, without padding.
+        self.nbytes = host.resolved.block_bytes
 
     def store(self, ids: Sequence[int] | Ids, units: Sequence[int] | Ids, stream: Any = None) -> Copying:
         """Begin to copy blocks of the engine to units.  Call `stored` when the copy is done.

@@ -551,9 +551,9 @@ def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests,
     """
     resolved = layout.resolve(shape, num_blocks)
     digests.require(shape, num_blocks)
-    if resolved.table_size != 1 or resolved.nbytes != num_blocks * shape.nbytes:
+    if resolved.table_size != 1 or resolved.nbytes != num_blocks * resolved.block_bytes:
         raise BindError(
-            f"{layout.name}: expected one allocation of {num_blocks * shape.nbytes:,} bytes, without padding, got "
+            f"{layout.name}: expected one allocation of {num_blocks * resolved.block_bytes:,} bytes, without padding, got "
             f"{resolved.table_size:,} of {resolved.nbytes:,} bytes"
         )
     start, _ = _header(layout, shape, resolved, digests.kinds, metadata)

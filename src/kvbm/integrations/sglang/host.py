@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...layout.layout import Layout
+from ...planner.cast import Cast
 from ...pool.pool import Pool
 from ..host_store import Copying, HostStore
 
@@ -30,6 +31,8 @@ class HostPages:
     layout : Layout
         Layout of the pages in host memory.
     num_pages : int
+    cast : optional
+        As for `HostStore`: pages in host memory have quantised values.
 
     Attributes
     ----------
@@ -39,10 +42,10 @@ class HostPages:
         Number of pages whose contents differed from what was stored.
     """
 
-    def __init__(self, engine: Pool, layout: Layout, num_pages: int) -> None:
+    def __init__(self, engine: Pool, layout: Layout, num_pages: int, cast: Cast = None) -> None:
         self.engine = engine
         self.host = Pool.allocate(layout, engine.shape, num_pages, "cpu" if engine.device == "cpu" else "pinned")
-        self._copies = HostStore(engine, self.host)
+        self._copies = HostStore(engine, self.host, cast=cast)
         self._pages: OrderedDict[str, int] = OrderedDict()  # key → block of the host
         self._arriving: set[str] = set()
         self._protected: set[str] = set()

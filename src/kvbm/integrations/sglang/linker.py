@@ -17,7 +17,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from ...errors import BindError, escaping
 from ...layout import spec as layouts
+from ...planner.cast import Cast
 from ...pool.pool import Pool
+from ..host_values import HostValues, latent_and_rope
 from ..settings import require_known
 from .host import HostPages, PagesCopying
 
@@ -85,6 +87,8 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         Bytes of host memory per rank.
     host_layout : str
         Layout of the pages in host memory: a name of the catalogue, or a file.  Default: ``universal``.
+    host_values : {"fp8", "mxfp8", "nvfp4"}
+        Quantise pages on the way to host memory.  Default: no value changes.
     check_at_lookup : bool
         Verify the digests of pages in host memory at every lookup.  Default: True.
 
@@ -113,13 +117,17 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         self.page_size = params.page_size
         self.check_at_lookup = settings.check_at_lookup
         caches = _caches(params, components)
-        bound = {name: (_bound(cache, self.page_size), layers) for name, (cache, layers) in caches.items()}
-        page_bytes = sum(pool.shape.nbytes for pool, _ in bound.values())
+        values = HostValues.of(extra_config or {}, _rope(caches[PoolName.KV][0]), "linker_extra_config")
+        layout = layouts.load(settings.host_layout) if values is None else values.layout
+        cast: Cast = None if values is None else "amax"
+        bound = {name: (_bound(cache, self.page_size, values), layers) for name, (cache, layers) in caches.items()}
+        page_bytes = sum(layout.resolve(pool.shape, 1).nbytes for pool, _ in bound.values())
         num_pages = settings.host_bytes // page_bytes
         if num_pages < 1:
             raise BindError(f"host_bytes: expected at least {page_bytes} bytes, a page, got {settings.host_bytes}")
-        layout = layouts.load(settings.host_layout)
-        self.kinds = {name: _Kind(HostPages(pool, layout, num_pages), layers) for name, (pool, layers) in bound.items()}
+        self.kinds = {
+            name: _Kind(HostPages(pool, layout, num_pages, cast), layers) for name, (pool, layers) in bound.items()
+        }
         self.pools = {name: kind.pages for name, kind in self.kinds.items()}
         num_layers = 1 + max(kind.layers[-1] for kind in self.kinds.values())
         each = -(-num_layers // _PARTS)
@@ -135,6 +143,9 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
         self._offloads: deque[list[tuple[HostPages, PagesCopying]] | None] = deque()
         for name, kind in self.kinds.items():
             logger.info("kvbm: %d pages of %s in host memory, %s", num_pages, name, kind.pages.host)
+        if values is not None:
+            dtype = self.pools[PoolName.KV].engine.shape.dtype
+            logger.info("kvbm: host_values %s: %s; pages of %d bytes", values.name, values.text(dtype), page_bytes)
 
     # ---- to the device -------------------------------------------------------------------------------------------------
 
@@ -325,17 +336,19 @@ class KvbmLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is not typ
 class _Settings(NamedTuple):
     host_bytes: int
     host_layout: str
+    host_values: str | None
     check_at_lookup: bool
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> _Settings:
         require_known(given, cls._fields, "linker_extra_config")
-        found = {"host_bytes": None, "host_layout": "universal", "check_at_lookup": True, **given}
+        usual = {"host_layout": "universal", "host_values": None, "check_at_lookup": True}
+        found = {"host_bytes": None, **usual, **given}
         for name, kind in (("host_bytes", int), ("host_layout", str), ("check_at_lookup", bool)):
             value = found.pop(name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise BindError(f"linker_extra_config: {name}: expected {kind.__name__}, got {value!r:.100}")
-        return cls(**{"host_layout": "universal", "check_at_lookup": True, **given})
+        return cls(**{**usual, **given})
 
 
 def _caches(params: Any, components: set[Any]) -> dict[PoolName, tuple[Any, tuple[int, ...]]]:
@@ -365,10 +378,26 @@ def _caches(params: Any, components: set[Any]) -> dict[PoolName, tuple[Any, tupl
     )
 
 
-def _bound(cache: Any, page_size: int) -> Pool:
+def _rope(cache: Any) -> int:
+    """Elements of a latent (MLA) that hold positions; 0 for K and V."""
+    return int(cache.qk_rope_head_dim) if type(cache) is MLATokenToKVPool else 0
+
+
+def _bound(cache: Any, page_size: int, values: HostValues | None) -> Pool:
     if cache.page_size != page_size or getattr(cache, "layer_shard_enabled", False):
         raise BindError(
             f"SGLang: {type(cache).__name__}: expected pages of {page_size} tokens and all layers of the rank, got pages of "
             f"{cache.page_size} tokens{' and layers spread over ranks' if cache.page_size == page_size else ''}"
         )
-    return Pool.from_sglang(cache)
+    pool = Pool.from_sglang(cache)
+    if values is None:
+        return pool
+    values.require(pool.shape, type(cache).__name__)
+    if not values.rope:
+        return pool
+    if pool.shape.hd != cache.kv_lora_rank + values.rope:
+        raise BindError(
+            f"host_values {values.name}: {type(cache).__name__}: expected latents of {cache.kv_lora_rank} and {values.rope} "
+            f"elements, got {pool.shape.hd}; leave host_values out"
+        )
+    return Pool(latent_and_rope(values.rope), pool.shape, [array.view(torch.uint8) for array in pool.arrays])

@@ -21,11 +21,12 @@ from ...copy.transfer import Strategy
 from ...errors import BindError
 from ...layout import spec as layouts
 from ...layout.layout import Layout
-from ...layout.shapes import BlockShape, round_up
+from ...layout.shapes import BlockShape
 from ...memory.array_info import array_on
+from ...planner.cast import Cast
 from ...pool.pool import Pool
 from ..host_store import Copying, HostStore, Ids
-from .host_layout import one_array
+from .host_layout import offsets, one_array, row_bytes, sizes_of
 from .pages import Pages
 
 __all__ = ["Copier", "Finished", "HostMemory", "shared_memory"]
@@ -89,7 +90,7 @@ class HostMemory:
     device : {"cpu", "pinned"}
     shared : numpy.ndarray, optional
         Bytes of memory that the ranks of this machine share; `shared_bytes` gives their number.
-    verify : bool
+    verify, cast
         As for `HostStore`.
 
     Attributes
@@ -107,8 +108,9 @@ class HostMemory:
         device: str,
         shared: npt.NDArray[np.uint8] | None = None,
         verify: bool = True,
+        cast: Cast = None,
     ) -> None:
-        places, row = _places(groups)
+        places, row = _places(layout, groups)
         self.is_shared, self.verify = shared is not None, verify
         self._pools: list[Pool] = []
         marks = units * len(places)
@@ -128,14 +130,14 @@ class HostMemory:
             part = slice(index * units, (index + 1) * units)
             strategy: Strategy = "auto" if device == "cpu" else "aside"  # the model runs at the same time
             found[place] = HostStore(
-                place[0].pool, host, verify=verify, strategy=strategy, digests=digests[part], known=known[part]
+                place[0].pool, host, verify=verify, strategy=strategy, digests=digests[part], known=known[part], cast=cast
             )
-        self.stores = [[found[place] for place in _placed(group)] for group in groups]
+        self.stores = [[found[place] for place in _placed(layout, group)] for group in groups]
 
     @staticmethod
-    def shared_bytes(groups: Sequence[Sequence[Pages]], units: int) -> int:
+    def shared_bytes(layout: Layout, groups: Sequence[Sequence[Pages]], units: int) -> int:
         """Bytes that ranks share: blocks, their digests, and the flags of stored blocks."""
-        places, row = _places(groups)
+        places, row = _places(layout, groups)
         return units * (row + 9 * len(places))
 
     def _own(self, pool: Pool) -> Pool:
@@ -166,20 +168,19 @@ class HostMemory:
 Place = tuple[Pages, int]
 
 
-def _placed(group: Sequence[Pages]) -> list[Place]:
+def _shapes(group: Sequence[Pages]) -> list[BlockShape]:
+    return [pages.pool.shape for pages in group]
+
+
+def _placed(layout: Layout, group: Sequence[Pages]) -> list[Place]:
     """A group's pages, with their offsets in a block (bytes)."""
-    found, offset = [], 0
-    for pages in group:
-        found.append((pages, offset))
-        offset = round_up(offset + pages.pool.shape.nbytes, 256)
-    return found
+    return [*zip(group, offsets(sizes_of(layout, _shapes(group))), strict=True)]
 
 
-def _places(groups: Sequence[Sequence[Pages]]) -> tuple[list[Place], int]:
+def _places(layout: Layout, groups: Sequence[Sequence[Pages]]) -> tuple[list[Place], int]:
     """The pages of all groups, each once, with their offsets; and the bytes of a block."""
-    placed = [_placed(group) for group in groups]
-    ends = [offset + pages.pool.shape.nbytes for group in placed for pages, offset in group]
-    return list(dict.fromkeys(place for group in placed for place in group)), round_up(max(ends), 256)
+    places = dict.fromkeys(place for group in groups for place in _placed(layout, group))
+    return list(places), row_bytes(layout, [*map(_shapes, groups)])
 
 
 def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uint8]], offset: int) -> Pool:

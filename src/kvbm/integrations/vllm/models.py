@@ -86,6 +86,8 @@ class Model:
         Number of query heads, which tensor parallelism divides.
     groups : tuple of Layers
         The groups that vLLM makes.
+    rope : int
+        Elements of a latent that hold positions; 0 for K and V.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Model:
     shape: BlockShape
     attention_heads: int
     groups: tuple[Layers, ...]
+    rope: int = 0
 
     @property
     def is_latent(self) -> bool:
@@ -173,9 +176,10 @@ class _Reader:
 
     def model(self, name: str, cache_dtype: str, dtype: str | None) -> Model:
         heads, layers = self.number("num_attention_heads"), self.number("num_hidden_layers", most=_MOST_LAYERS)
-        nl, no, nh = layers, 2, self.number("num_key_value_heads", heads)
+        nl, no, nh, rope = layers, 2, self.number("num_key_value_heads", heads), 0
         if self.config.get("kv_lora_rank") is not None:
-            no, nh, hd = 1, 1, self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
+            rope = self.number("qk_rope_head_dim")
+            no, nh, hd = 1, 1, self.number("kv_lora_rank") + rope
         elif self.kind in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
             raise SpecError(f"{self.path}: kv_lora_rank: expected the size of the latent of {self.kind}, got none")
         elif self.config.get("head_dim") is not None:
@@ -187,7 +191,7 @@ class _Reader:
         else:
             hd = self.number("hidden_size") // heads
         shape = BlockShape(nl, no, nh, 1, hd, self._dtype(cache_dtype, dtype))
-        return Model(name, str(self.kind), shape, heads, self._groups(layers))
+        return Model(name, str(self.kind), shape, heads, self._groups(layers), rope)
 
     def _dtype(self, cache_dtype: str, dtype: str | None) -> str:
         if cache_dtype not in CACHE_DTYPES:

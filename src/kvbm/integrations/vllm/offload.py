@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
@@ -26,12 +27,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import BindError, DigestError
 from ...layout import spec as layouts
+from ...planner.cast import Cast
+from ..host_values import HostValues
 from ..settings import flag_of, require_known
+from .block_shapes import host_bytes
 from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads
-from .host_layout import PAGES
+from .host_layout import PAGES, row_bytes
 from .log import logger
-from .pages import pages_of
+from .pages import Pages, pages_of
 from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
 from .tiered import LOST, READ, WRITTEN, Settings, TierIndex, TierWorker
 
@@ -47,12 +51,23 @@ FAILED = "vllm:kvbm_offload_failed_blocks"
 _SETTINGS = (
     "block_size", "blocks_per_chunk", "cache_policy_module_path", "canonical_layout", "cpu_bytes_to_use", "eviction_policy",
     "max_tracker_size", "offload_prompt_only", "self_describing_kv_events", "spec_module_path", "spec_name", "store_threshold",
-    "folder", "folder_bytes", "host_layout", "model_key", "unit_tokens", "verify", WITHOUT_PREFIX_CACHING,
+    "folder", "folder_bytes", "host_layout", "host_values", "model_key", "unit_tokens", "verify", WITHOUT_PREFIX_CACHING,
 )  # fmt: skip
 
 
 #: vLLM's settings that are numbers, and their least values.
 _NUMBERS = {"cpu_bytes_to_use": 1, "blocks_per_chunk": 1, "block_size": 1, "store_threshold": 0, "max_tracker_size": 1}
+
+
+class _Quantised(NamedTuple):
+    """Quantised values, and the bytes of host memory of a rank's block."""
+
+    values: HostValues
+    block_bytes: int
+
+
+#: Set while a `KvbmOffloadingConnector` makes its spec.  vLLM makes it from a config that has no sizes of heads.
+_quantised: ContextVar[_Quantised | None] = ContextVar("quantised", default=None)
 
 
 @dataclass
@@ -278,6 +293,8 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     host_layout : str
         Layout of the blocks in host memory: a name of the catalogue, or a file.  Default: ``pages``, the engine's bytes.
+    host_values : {"fp8", "mxfp8", "nvfp4"}
+        Quantise blocks on the way to host memory.  Default: no value changes.  It needs `KvbmOffloadingConnector`.
     verify : bool
         Compare digests on load.  Default: true.
     without_prefix_caching : bool
@@ -289,6 +306,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     ------
     BindError
         This version of vLLM is not supported, the memory is smaller than a chunk, or the order of the pages is unknown.
+        With `host_values`: the cache of a group of layers cannot be quantised.
     """
 
     _manager: Any
@@ -311,12 +329,25 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         require_known(config.extra_config, _SETTINGS, "kv_connector_extra_config")
+        found = _quantised.get()
+        if found is None and config.extra_config.get("host_values") is not None:
+            raise BindError(
+                'host_values: expected kv_connector "KvbmOffloadingConnector" with kv_connector_module_path '
+                '"kvbm.integrations.vllm", which knows the sizes of blocks'
+            )
+        self.values = None if found is None else found.values
+        self.page_bytes = int(config.worker_kv_bytes_per_block)
+        if found is not None:
+            config = replace(config, worker_kv_bytes_per_block=found.block_bytes)
         super().__init__(config)
         # Other processes read the files, but not the host memory.
         usual = PAGES if self.extra_config.get("folder") is None else "universal"
         name = str(self.extra_config.get("host_layout", usual))
-        self.is_declared = name != PAGES
-        self.host_layout = layouts.load(name if self.is_declared else "universal")
+        self.is_declared = self.values is not None or name != PAGES
+        if self.values is not None:
+            self.host_layout = self.values.layout
+        else:
+            self.host_layout = layouts.load(name if self.is_declared else "universal")
         self.verify = flag_of(self.extra_config, "verify", True)
         self.tier_settings = Settings.of(self.extra_config)
         if self.tier_settings is not None and not self.is_declared:
@@ -357,16 +388,22 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         tensors = getattr(connector, "kv_caches", None) or {name: layers[name].kv_cache for name in names}
         require_reuse(worker.vllm_config, self.extra_config)
         groups = pages_of(
-            tensors, kv_caches, self.config, worker.vllm_config, worker.kv_cache_config, declared=self.is_declared
-        )
+            tensors, kv_caches, self.config, worker.vllm_config, worker.kv_cache_config,
+            declared=self.is_declared, values=self.values,
+        )  # fmt: skip
         for why in {pages.unknown for group in groups for pages in group if pages.unknown}:
             logger.warning("kvbm copies blocks as bytes: %s", why)
         units = self.num_chunks * self.blocks_per_chunk
         shared = None
         if self.replicated_layout:
-            shared = shared_memory(self.config.engine_id, HostMemory.shared_bytes(groups, units), _all_workers_barrier)
-        on_gpu = kv_caches.tensors[0].tensor.device.type != "cpu"
-        memory = HostMemory(self.host_layout, groups, units, "pinned" if on_gpu else "cpu", shared, self.verify)
+            nbytes = HostMemory.shared_bytes(self.host_layout, groups, units)
+            shared = shared_memory(self.config.engine_id, nbytes, _all_workers_barrier)
+        device = "cpu" if kv_caches.tensors[0].tensor.device.type == "cpu" else "pinned"
+        cast: Cast = None
+        if self.values is not None:
+            cast = "amax"
+            self._log_values(self.values, groups, units)
+        memory = HostMemory(self.host_layout, groups, units, device, shared, self.verify, cast)
         for stores in memory.stores:
             for store in stores:
                 logger.info("kvbm: %d blocks, %s", units, store.out)
@@ -376,8 +413,20 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
             if not isinstance(connector, KvbmOffloadingConnector):
                 raise BindError('folder: expected kv_connector "KvbmOffloadingConnector", which knows the tokens of requests')
             ids = [group.group_id for group in self.config.groups]
-            made.tier = TierWorker(worker.vllm_config, worker.kv_cache_config, self.tier_settings, copier, ids, made.count)
+            made.tier = TierWorker(
+                worker.vllm_config, worker.kv_cache_config, self.tier_settings, copier, ids, made.count, self.values
+            )
         return made
+
+    def _log_values(self, values: HostValues, groups: list[list[Pages]], units: int) -> None:
+        shapes = [[pages.pool.shape for pages in group] for group in groups]
+        held, expected = row_bytes(values.layout, shapes), self.config.worker_kv_bytes_per_block
+        if held != expected:  # else host memory would be larger than it may be
+            raise BindError(f"host_values: blocks of {held} bytes, and {expected} from vLLM's specs: a defect of kvbm")
+        logger.info(
+            "kvbm: host_values %s: %s; blocks of %d bytes in host memory (%d in the engine): %d blocks",
+            values.name, values.text(shapes[0][0].dtype), held, self.page_bytes, units,
+        )  # fmt: skip
 
 
 def _require_settings(extra: Mapping[str, Any]) -> None:
@@ -434,14 +483,19 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         require_reuse(vllm_config, transfer.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:  # read after the connector was created
             transfer.kv_load_failure_policy = "recompute"
-        super().__init__(vllm_config, role, kv_cache_config)
+        values = HostValues.of(transfer.kv_connector_extra_config, _rope(vllm_config.model_config))
+        made = _quantised.set(None if values is None else _Quantised(values, host_bytes(kv_cache_config, values)))
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            _quantised.reset(made)
         self._by_request = len(kv_cache_config.kv_cache_groups) > 1
         self._failures = Failures()
         self._failed = FailedLoads()
         settings = Settings.of(transfer.kv_connector_extra_config)
         if settings is not None and role == KVConnectorRole.SCHEDULER:
             chunks = {group.group_idx: group.tokens_per_chunk for group in self.scheduler.config.kv_group_configs}
-            self.scheduler.manager.tier = TierIndex(vllm_config, kv_cache_config, settings, chunks)
+            self.scheduler.manager.tier = TierIndex(vllm_config, kv_cache_config, settings, chunks, values)
 
     def on_new_request(self, request: Any) -> None:
         super().on_new_request(request)
@@ -516,6 +570,13 @@ class KvbmOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **options: Any) -> Any:
         _completed(vllm_config)
         return super().build_prom_metrics(vllm_config, *args, **options)
+
+
+def _rope(model: Any) -> int:
+    """Elements of a latent (MLA) that hold positions; 0 for K and V."""
+    if not getattr(model, "use_mla", False):
+        return 0
+    return int(getattr(model.hf_text_config, "qk_rope_head_dim", None) or 0)
 
 
 def _completed(vllm_config: Any) -> Any:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from ...engines.vllm import groups
+from ...engines.vllm import Group, groups
 from ...errors import BindError
 from ...layout import spec as layouts
 from ...layout.shapes import BlockShape
 from ...pool.pool import Pool
+from ..host_values import HostValues, latent_and_rope
 
 __all__ = ["Pages", "as_bytes", "pages_of", "require_whole"]
 
@@ -41,6 +42,7 @@ def pages_of(
     kv_cache_config: Any,
     *,
     declared: bool = True,
+    values: HostValues | None = None,
 ) -> list[list[Pages]]:
     """The pages of each group's blocks.
 
@@ -55,11 +57,14 @@ def pages_of(
     kv_cache_config : KVCacheConfig
     declared : bool
         True to use the declared layouts; False to use bytes.
+    values : HostValues, optional
+        The pages are cast to these: their layout must be known, and the parts of a latent have names.
 
     Raises
     ------
     BindError
-        Pages must be copied as bytes, and some of a block's elements are outside its page.
+        Pages must be copied as bytes, and some of a block's elements are outside its page, or `values` are given; or the pages
+        cannot be cast.
 
     Returns
     -------
@@ -70,7 +75,12 @@ def pages_of(
     result = []
     for group, refs in zip(config.groups, canonical.group_data_refs, strict=True):
         why, pages = "", []
-        if declared:
+        if values is not None:
+            pages = [
+                Pages(Pool.from_vllm(tensors, group=one))
+                for one in _cast_groups(vllm_config, kv_cache_config, group.group_id, values)
+            ]
+        elif declared:
             try:
                 known = groups(vllm_config, kv_cache_config, group=group.group_id)
                 pages = [Pages(Pool.from_vllm(tensors, group=one)) for one in known]
@@ -83,6 +93,19 @@ def pages_of(
         # Groups of a hybrid model use the same memory: pages at the same addresses are copied by the same transfer.
         result.append([found.setdefault(_meaning(one.pool), one) for one in pages])
     return result
+
+
+def _cast_groups(vllm_config: Any, kv_cache_config: Any, group_id: int, values: HostValues) -> list[Group]:
+    """The parts of a group, in layouts that can be cast."""
+    try:
+        known = groups(vllm_config, kv_cache_config, group=group_id)
+    except BindError as error:
+        raise BindError(f"host_values: {error}; or leave host_values out") from None
+    for one in known:
+        values.require(one.shape, str(one))
+    if not values.rope:
+        return known
+    return groups(vllm_config, kv_cache_config, group=group_id, layout=latent_and_rope(values.rope))
 
 
 def require_whole(layers: Mapping[str, Any], pages: Sequence[Any]) -> None:

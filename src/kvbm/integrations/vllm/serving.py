@@ -18,14 +18,17 @@ from ...copy import cost_model
 from ...engines.vllm import ORDERS, Group, groups
 from ...errors import BindError, CudaError, KvbmError, SpecError
 from ...layout import spec
+from ...layout.layout import Layout
 from ...layout.resolved import Resolved
 from ...layout.shapes import BlockShape, round_up
+from ...planner.cast import AMAX, Cast
 from ...planner.lowering import engine_arguments
 from ...planner.plan import Plan, plan
 from ...reshard import presets, report
 from ...reshard.placement import Placement
 from ...system import machine
-from .host_layout import PAGES, one_array
+from ..host_values import HostValues, latent_and_rope
+from .host_layout import PAGES, one_array, row_bytes
 from .models import Model
 
 __all__ = ["PAGES", "Engine", "as_json", "notes"]
@@ -100,8 +103,8 @@ class Engine:
         """True if all ranks hold the same, so that host memory holds it once."""
         return self.model.is_latent and self.tp > 1 and self.pp == self.dcp == 1
 
-    def groups(self, stage: int) -> list[Group]:
-        """The groups of a stage's first rank, as a connector on this rank reads them from vLLM's config."""
+    def groups(self, stage: int, layout: Layout | None = None) -> list[Group]:
+        """The groups of a stage's first rank, as a connector on this rank reads them from vLLM's config, or in another layout."""
         rank, model = stage * self.tp, self.model
         shape = self.placement.shape(rank)
         content = shape.no * shape.hd * shape.itemsize
@@ -138,7 +141,8 @@ class Engine:
                 get_total_num_kv_heads=lambda: model.shape.nh, get_total_num_hidden_layers=lambda: model.shape.nl
             ),
         )  # fmt: skip
-        return groups(config, SimpleNamespace(num_blocks=_NUM_BLOCKS, kv_cache_groups=held, kv_cache_tensors=tensors))
+        held_blocks = SimpleNamespace(num_blocks=_NUM_BLOCKS, kv_cache_groups=held, kv_cache_tensors=tensors)
+        return groups(config, held_blocks, layout=layout)
 
     def _steps(self, stage: int, layers: int) -> tuple[int, int]:
         """Strides of layers and of blocks in bytes, in vLLM's memory for a group of `layers` layers."""
@@ -174,10 +178,13 @@ class Engine:
 # ---- offloading ----------------------------------------------------------------------------------------------------
 
 
-def _host(engine: Engine, host_bytes: int, host_layout: str) -> dict[str, Any]:
+def _host(engine: Engine, host_bytes: int, host_layout: str, values: HostValues | None = None) -> dict[str, Any]:
     """The number of blocks and tokens that fit into host memory."""
     copies = 1 if engine.is_shared else engine.tp * engine.pp
-    sizes = [engine.block_bytes(stage) for stage in range(engine.pp)]
+    if values is None:
+        sizes = [engine.block_bytes(stage) for stage in range(engine.pp)]
+    else:
+        sizes = [row_bytes(values.layout, [[group.shape] for group in engine.groups(stage)]) for stage in range(engine.pp)]
     chunk = round_up(max(sizes) * copies, _ROUND)
     blocks = host_bytes // chunk
     if not blocks:
@@ -190,17 +197,21 @@ def _host(engine: Engine, host_bytes: int, host_layout: str) -> dict[str, Any]:
     if len(engine.model.groups) > 1:
         notes.append(f"tokens are counted as if each of the {len(engine.model.groups)} groups kept all of its blocks")
     return {
-        "layout": host_layout, "bytes": host_bytes, "bytes_a_block": chunk, "copies": copies, "blocks": blocks,
+        "layout": host_layout if values is None else values.layout.name, "bytes": host_bytes, "bytes_a_block": chunk,
+        "values": None if values is None else values.text(engine.model.shape.dtype), "copies": copies, "blocks": blocks,
         "tokens": blocks // len(engine.model.groups) * engine.nt * engine.dcp, "notes": notes,
     }  # fmt: skip
 
 
-def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[list[str], Resolved, int, Resolved]]:
+def _pairs(
+    engine: Engine, stage: int, host_layout: str, values: HostValues | None = None
+) -> Iterator[tuple[list[str], Resolved, int, Resolved]]:
     """The transfers of a stage: groups, the engine's side, stride of its allocations (bytes), and the host's side of each."""
     found: dict[Any, tuple[list[str], Resolved, int, Resolved]] = {}
-    target = spec.load("universal" if host_layout == PAGES else host_layout)
-    for group in engine.groups(stage):
-        if host_layout == PAGES:
+    is_pages = values is None and host_layout == PAGES
+    target = values.layout if values is not None else spec.load("universal" if is_pages else host_layout)
+    for group in engine.groups(stage, latent_and_rope(values.rope) if values is not None and values.rope else None):
+        if is_pages:
             packed = engine.order[0] == "B" and len(group.names) > 1
             if group.order == "LHBNC" and group.shape.nh > 1:
                 raise BindError(
@@ -216,7 +227,7 @@ def _pairs(engine: Engine, stage: int, host_layout: str) -> Iterator[tuple[list[
         step = group.strides[0] if source.table_size > 1 else 0
         entry = found.setdefault((layout, shape), ([], source, step, target.resolve(shape, _NUM_BLOCKS)))
         entry[0].append(str(group.index))
-    if host_layout != PAGES and (len(found) > 1 or engine.is_shared):
+    if not is_pages and (len(found) > 1 or engine.is_shared):
         for _, source, _, _ in found.values():
             one_array(target, source.shape)  # raises an error if host memory cannot hold the blocks side by side
     for names, source, step, dest in found.values():
@@ -237,22 +248,24 @@ def _runs(made: Plan) -> int:
 
 
 def _way(
-    src: Resolved, dst: Resolved, steps: tuple[int | None, int | None], direction: str, blocks: int, table: Any
+    src: Resolved, dst: Resolved, steps: tuple[int | None, int | None], direction: str, blocks: int, table: Any, cast: Cast = None
 ) -> dict[str, Any]:
     """The copy of a batch of blocks, with the strategy that `Transfer` would choose."""
-    made = plan(src.layout, dst.layout, (src.shape, dst.shape), num_blocks=(src.num_blocks, dst.num_blocks))
+    made = plan(src.layout, dst.layout, (src.shape, dst.shape), num_blocks=(src.num_blocks, dst.num_blocks), cast=cast)
     gathers = direction == "d2h"
     first, second = made.staged(gathers=gathers)
     move = first.flat(steps[0], None) if not gathers else second.flat(None, steps[1])
-    runs = made.flat(*steps)
+    runs = made if made.casts else made.flat(*steps)
     launches = len(made.launches())
     ways = {"direct": cost_model.Way(made.nbytes // _runs(made), launches)}
     for name, some in (("staged", move), ("engine", runs)):
-        if engine_arguments(some.parts):
+        if not (some.casts and name == "engine") and engine_arguments(some.parts):
             ways[name] = cost_model.Way(made.nbytes // _runs(some))
+    if made.casts and "staged" in ways:  # as for `Transfer`
+        del ways["direct"]
     if "engine" in ways and ways["engine"].run_bytes < cost_model.ENGINE_RUN:
         del ways["engine"]
-    choice = table.choose(direction, ways, made.nbytes) if table is not None else None
+    choice = table.choose(direction, ways, made.nbytes) if table is not None and cast is None else None
     is_measured = choice is not None
     if choice is None:
         choice = cost_model.choose(cost_model.BUILT_IN, direction, ways, made.nbytes)
@@ -271,11 +284,13 @@ def _way(
     }  # fmt: skip
 
 
-def _copies(engine: Engine, host_layout: str, blocks: int, device: int) -> list[dict[str, Any]]:
+def _copies(
+    engine: Engine, host_layout: str, blocks: int, device: int, values: HostValues | None = None
+) -> list[dict[str, Any]]:
     """A store and a load of `blocks` blocks for each kind of rank."""
-    table, found, seen = _table(device), [], set()
+    table, found, seen, cast = _table(device), [], set(), None if values is None else AMAX
     for stage in range(engine.pp):
-        for names, source, step, host in _pairs(engine, stage, host_layout):
+        for names, source, step, host in _pairs(engine, stage, host_layout, values):
             if (key := (tuple(names), source.layout, source.shape)) in seen:
                 continue
             seen.add(key)
@@ -285,8 +300,8 @@ def _copies(engine: Engine, host_layout: str, blocks: int, device: int) -> list[
                 "groups": names,
                 "vllm_descriptors": blocks * _regions(engine, stage, int(names[0])),
             }
-            found.append({"way": "store", **sizes, **_way(source, host, (step, row), "d2h", blocks, table)})
-            found.append({"way": "load", **sizes, **_way(host, source, (row, step), "h2d", blocks, table)})
+            found.append({"way": "store", **sizes, **_way(source, host, (step, row), "d2h", blocks, table, cast)})
+            found.append({"way": "load", **sizes, **_way(host, source, (row, step), "h2d", blocks, table, cast)})
     return found
 
 
@@ -354,6 +369,7 @@ def as_json(
     device: int = 0,
     to: Engine | None = None,
     tokens: int = 8192,
+    host_values: str | None = None,
 ) -> dict[str, Any]:
     """Return what would happen as an object for JSON.
 
@@ -372,6 +388,8 @@ def as_json(
         The decode engine, for which `engine` prefills.
     tokens : int
         Length of a request between the two engines.
+    host_values : str, optional
+        The setting: values are quantised on the way to host memory.
 
     Returns
     -------
@@ -387,7 +405,7 @@ def as_json(
         "model": _model(engine.model),
         "engine": _tried(refused, "Pool.from_vllm", lambda: _engine(engine)),
         "offloading": _tried(
-            refused, "KvbmOffloadingConnector", lambda: _offloading(engine, host_bytes, host_layout, blocks, device)
+            refused, "KvbmOffloadingConnector", lambda: _offloading(engine, host_bytes, host_layout, blocks, device, host_values)
         ),
         "disaggregation": disaggregation,
         "refused": refused,
@@ -446,14 +464,23 @@ def _engine(engine: Engine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _offloading(engine: Engine, host_bytes: int, host_layout: str, blocks: int, device: int) -> dict[str, Any]:
+def _offloading(
+    engine: Engine, host_bytes: int, host_layout: str, blocks: int, device: int, host_values: str | None
+) -> dict[str, Any]:
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
     if host_layout != PAGES:
         extra["host_layout"] = host_layout
+    if host_values is not None:
+        extra["host_values"] = host_values
+    values = HostValues.of(extra, engine.model.rope)
+    if values is not None:
+        for stage in range(engine.pp):
+            for group in engine.groups(stage):
+                values.require(group.shape, str(group))
     transfer = {"kv_connector": "KvbmOffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     return {
-        "host": _host(engine, host_bytes, host_layout),
-        "copies": _copies(engine, host_layout, blocks, device),
+        "host": _host(engine, host_bytes, host_layout, values),
+        "copies": _copies(engine, host_layout, blocks, device, values),
         "kv_transfer_config": transfer,
         "command": engine.command(transfer),
     }

@@ -14,10 +14,9 @@ import numpy.typing as npt
 from ...copy.transfer import Transfer
 from ...digest.cells import Model
 from ...errors import BindError, KvbmError
-from ...layout import spec as layouts
-from ...layout.shapes import BlockShape
+from ...layout.layout import Layout
 from ...pool.pool import Pool
-from .tier import LAYOUT, KvbmTier, Part, cover, touch
+from .tier import Content, KvbmTier, Part, cover, touch
 
 __all__ = ["Shelf", "Shelved"]
 
@@ -34,8 +33,8 @@ Used = tuple[Part, tuple[int, int] | None]
 class _Desk:
     """The memory of one thread: units in the layout of the files, and the copies from and to the host's blocks."""
 
-    def __init__(self, host: Pool, unit: int, rows: int) -> None:
-        self.pool = Pool.allocate(layouts.load(LAYOUT), replace(host.shape, nt=unit), rows)
+    def __init__(self, layout: Layout, host: Pool, unit: int, rows: int) -> None:
+        self.pool = Pool.allocate(layout, replace(host.shape, nt=unit), rows)
         part = host if unit == host.shape.nt else host.units(unit)
         self.out, self.back = Transfer(part, self.pool), Transfer(self.pool, part)
 
@@ -70,8 +69,8 @@ class Shelf:
 
     Parameters
     ----------
-    shape : BlockShape
-        Shape of a unit of the whole model.
+    content : Content
+        The content of the units.
     host : Pool
         The blocks in host memory.  Each consists of whole units.
     heads : range
@@ -87,22 +86,24 @@ class Shelf:
         The blocks do not consist of such units.
     """
 
-    def __init__(self, shape: BlockShape, host: Pool, heads: range, verify: bool = True, threads: int = 4) -> None:
-        unit = shape.nt
+    def __init__(self, content: Content, host: Pool, heads: range, verify: bool = True, threads: int = 4) -> None:
+        shape, unit = content.shape, content.shape.nt
         if host.shape.nt % unit:
             raise BindError(
                 f"unit_tokens: expected a number that divides the blocks of {host.shape.nt} tokens, got {unit}"
             )
-        if replace(host.shape, nt=unit, nh=shape.nh) != shape or host.layout.planes or len(heads) != host.shape.nh:
+        if replace(host.shape, nt=unit, nh=shape.nh) != shape or len(heads) != host.shape.nh:
             raise BindError(f"folder: expected blocks with all heads as {shape}, got {host.shape}, heads {heads}")
+        if (host.layout.planes or content.values) and host.layout != content.layout:
+            raise BindError(f"folder: expected blocks in the layout {content.layout.name}, got {host.layout.name}")
         self.part, self.verify, self.unit = Part(heads[0], heads[-1] + 1), verify, unit
         self.each = host.shape.nt // unit
         self._model = Model(heads=tuple(heads), nh=shape.nh)
-        blocks = max(1, _STEP_BYTES // host.shape.nbytes)
+        blocks = max(1, _STEP_BYTES // host.resolved.block_bytes)
         self.step = min(blocks, host.num_blocks) * self.each
         self._desks: SimpleQueue[_Desk] = SimpleQueue()
         for _ in range(threads):
-            self._desks.put(_Desk(host, unit, self.step))
+            self._desks.put(_Desk(content.layout, host, unit, self.step))
 
     @contextlib.contextmanager
     def _desk(self) -> Iterator[_Desk]:
@@ -200,7 +201,7 @@ class Shelf:
                         self._refuse(done, row, why, tier, names[row], used[row])
             units = (blocks[:, None] * self.each + np.arange(self.each))[done.good].reshape(-1)
             good = np.repeat(done.good, self.each)
-            done.nbytes = len(units) * desk.pool.shape.nbytes
+            done.nbytes = len(units) * desk.pool.resolved.block_bytes
             with wanted or contextlib.nullcontext(True) as is_wanted:
                 if is_wanted:
                     desk.back.copy(rows[good], units).synchronize()

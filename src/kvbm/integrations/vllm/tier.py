@@ -26,11 +26,13 @@ import numpy.typing as npt
 
 from ...errors import BindError
 from ...layout import spec as layouts
+from ...layout.layout import Layout
 from ...layout.shapes import BlockShape
 from ...store import Digests, Stored
 from ...store.file import framed, opened
 from ...store.open_file import Opened
 from ...system.cache import replacing
+from ..host_values import HostValues
 from ..identity import describe, neighbours
 
 __all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "touch"]
@@ -38,7 +40,7 @@ __all__ = ["LAYOUT", "Chain", "Content", "KvbmTier", "Part", "cover", "touch"]
 #: Part of names and of the metadata of files.  It changes if files of one version must not be found by another.
 VERSION = "1"
 
-#: Order of elements in the files.
+#: Order of elements in the files, if values are the engine's.
 LAYOUT = "universal"
 
 #: A temporary file that was not changed for so many seconds belongs to a process that has ended.
@@ -66,20 +68,33 @@ class Content:
         The layers' numbers in the model.
     shape : BlockShape
         Shape of a unit of the whole model: all KV heads, and the tokens of a unit.
+    values : HostValues, optional
+        The units have quantised values.
     """
 
     model: str
     title: str
     layers: tuple[int, ...]
     shape: BlockShape
+    values: HostValues | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The order of elements in files: heads outermost."""
+        return layouts.load(LAYOUT) if self.values is None else self.values.layout
+
+    @property
+    def values_text(self) -> str:
+        """What quantised values are; empty for the engine's own."""
+        return "" if self.values is None else self.values.text(self.shape.dtype)
 
     @property
     def fields(self) -> dict[str, Any]:
         """The content as an object for JSON."""
-        layout = layouts.load(LAYOUT)
+        layout, values = self.layout, self.values_text
         return {
             "version": VERSION, "model": self.model, "layers": list(self.layers), "shape": asdict(self.shape),
-            "layout": layout.order_text, "fingerprint": layout.fingerprint,
+            "layout": layout.order_text, "fingerprint": layout.fingerprint, **({"values": values} if values else {}),
         }  # fmt: skip
 
     @property
@@ -186,7 +201,7 @@ class KvbmTier:
     def __init__(self, folder: Path, content: Content, most_bytes: int) -> None:
         self.folder, self.content, self.most_bytes = folder, content, most_bytes
         self.root = folder / content.folder
-        self._key, self._root, self._layout = content.key, str(self.root), layouts.load(LAYOUT)
+        self._key, self._root, self._layout = content.key, str(self.root), content.layout
         self._written = most_bytes  # others may have written before: check on the first write
         self._guard = threading.Lock()
 
@@ -253,7 +268,7 @@ class KvbmTier:
         first : int
             Position of the unit's first token.
         row : array
-            The heads, shape ``(nh, nl, no, nt, hd)``.
+            The heads, shape ``(nh, nl, no, nt, hd)``; of quantised values ``(nh, nl, no, bytes)``.
         block : int
             Their digest at position 0, as in files of `kvbm.store`.
         heads : sequence of int
@@ -273,6 +288,7 @@ class KvbmTier:
         metadata = {
             "tier.content": self._key, "tier.unit": name, "tier.heads": f"{part.first}-{part.last - 1}",
             "tier.digests": " ".join(f"{digest:016x}" for digest in heads),
+            **({"tier.values": values} if (values := self.content.values_text) else {}),
         }  # fmt: skip
         start = framed(self._layout, shape, 1, Digests(np.array([block], np.uint64)), metadata)
         data = row.reshape(-1).view(np.uint8)
@@ -311,7 +327,7 @@ class KvbmTier:
         if (
             stored.shape != expected
             or stored.num_blocks != 1
-            or stored.nbytes != expected.nbytes
+            or stored.nbytes != self._layout.resolve(expected, 1).nbytes
             or len(stored.blocks) != 1
         ):
             raise BindError(f"{stored.path}: expected one block, {expected}, got {stored.shape}")

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from ...engines.vllm import groups, number_of_layer
 from ...errors import BindError
-from ...layout.shapes import BlockShape
 from ...reshard.presets import of_vllm
+from ..host_values import HostValues
 from ..identity import key_of
+from .block_shapes import block_of, cached_groups
 from .copier import Copier
 from .identity import model_of
 from .log import logger
@@ -132,7 +133,9 @@ class TierSpec(CPULoadStoreSpec):  # type: ignore[misc]  # vLLM is not typed
         self.tiered = tiered
 
 
-def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key: str) -> tuple[Content, ...]:
+def contents_of(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, key: str, values: HostValues | None = None
+) -> tuple[Content, ...]:
     """The contents of the units of each group of layers.
 
     Raises
@@ -149,44 +152,21 @@ def contents_of(vllm_config: Any, kv_cache_config: Any, settings: Settings, key:
     if vllm_config.speculative_config is not None:
         raise BindError("folder: speculative_config: expected none; blocks of a draft model are not stored in files")
     found = []
-    for group in _cached(kv_cache_config):
-        cache_spec, what = group.kv_cache_spec, f"folder: layer {group.layer_names[0]!r}"
-        cache_spec = next(iter(getattr(cache_spec, "kv_cache_specs", {}).values()), cache_spec)
-        kind = type(cache_spec)
-        if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+    for group in cached_groups(kv_cache_config):
+        block = block_of(group, "folder", "stored in files")
+        if block.nt % settings.unit_tokens:
             raise BindError(
-                f"{what}: expected attention over all tokens, a sliding window or a latent (MLA), got {kind.__name__}; it is not "
-                "stored in files"
+                f"folder: layer {group.layer_names[0]!r}: unit_tokens: expected a number that divides the blocks of {block.nt} "
+                f"tokens, got {settings.unit_tokens}"
             )
-        if cache_spec.kv_quant_mode.name != "NONE" or getattr(cache_spec, "state_content_bytes", None) is not None:
-            raise BindError(
-                f"{what}: kv_cache_dtype: expected elements as the model has them; quantised ones are not stored in files"
-            )
-        latent = kind is MLAAttentionSpec
-        width, width_v = int(cache_spec.head_size), int(cache_spec.head_size_v or cache_spec.head_size)
-        widths = {width} if latent else {width, width_v}
-        if getattr(cache_spec, "tokens_per_state", 1) != 1 or len(widths) != 1:
-            raise BindError(f"{what}: expected a state a token, K and V of one size; others are not stored in files")
-        if cache_spec.block_size % settings.unit_tokens:
-            raise BindError(
-                f"{what}: unit_tokens: expected a number that divides the blocks of {cache_spec.block_size} tokens, got "
-                f"{settings.unit_tokens}"
-            )
-        heads = 1 if latent else int(model.get_total_num_kv_heads())
+        heads = 1 if block.no == 1 else int(model.get_total_num_kv_heads())
         layers = tuple(sorted(number_of_layer(name) for name in group.layer_names))
-        dtype = str(cache_spec.dtype).removeprefix("torch.")
-        shape = BlockShape(len(layers), 1 if latent else 2, heads, settings.unit_tokens, int(cache_spec.head_size), dtype)
-        found.append(Content(key, str(model.model), layers, shape))
+        found.append(Content(key, str(model.model), layers, replace(block, nh=heads, nt=settings.unit_tokens), values))
     return tuple(found)
 
 
-def _cached(kv_cache_config: Any) -> list[Any]:
-    """The groups of layers that vLLM offloads."""
-    return [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
-
-
-def fields_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
-    """The fields of the model that computes the blocks: those that engines compare, and vLLM's version.
+def fields_of(vllm_config: Any, settings: Settings, values: str = "") -> dict[str, Any]:
+    """The fields of the model that computes the blocks: those that engines compare, vLLM's version, and quantised values if any.
 
     Raises
     ------
@@ -199,7 +179,8 @@ def fields_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
         raise BindError(
             f"folder: {error}; expected model_key in kv_connector_extra_config, a name that no other weights have"
         ) from None
-    return {**found, "vLLM": ".".join(vllm.__version__.split(".")[:2])}
+    named = {"host_values": values} if values else {}  # without them the key is that of all engines that keep their values
+    return {**found, "vLLM": ".".join(vllm.__version__.split(".")[:2]), **named}
 
 
 class Search:
@@ -258,6 +239,8 @@ class TierIndex:
         Settings of the folder.
     chunk_tokens : dict of int to int
         vLLM's group → tokens per chunk, in the order of the offloaded groups.
+    values : HostValues, optional
+        Values of the blocks in host memory and in files.
 
     Raises
     ------
@@ -266,22 +249,27 @@ class TierIndex:
     """
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, chunk_tokens: dict[int, int]
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        settings: Settings,
+        chunk_tokens: dict[int, int],
+        values: HostValues | None = None,
     ) -> None:
-        contents_of(vllm_config, kv_cache_config, settings, "")  # raise errors before the weights are read
-        model = fields_of(vllm_config, settings)
+        known = contents_of(vllm_config, kv_cache_config, settings, "", values)  # raise errors before the weights are read
+        model = fields_of(vllm_config, settings, known[0].values_text)
         self._settings = settings
-        self._contents = contents_of(vllm_config, kv_cache_config, settings, key_of(model))
+        self._contents = contents_of(vllm_config, kv_cache_config, settings, key_of(model), values)
         if len(self._contents) != len(chunk_tokens):
             raise BindError(
                 f"folder: expected {len(self._contents)} groups of layers, got {len(chunk_tokens)} that are offloaded"
             )
         self._tiers = [KvbmTier(settings.folder, content, settings.most_bytes) for content in self._contents]
         for line in {line: None for tier in self._tiers for line in tier.make(model)}:
-            logger.info("kvbm: blocks of another model beside these are not used: %s", line)
+            logger.info("kvbm: blocks beside these, of another model or other host_values, are not used: %s", line)
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
         self._windows = [
-            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in _cached(kv_cache_config)
+            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in cached_groups(kv_cache_config)
         ]
         self._shunned: set[tuple[int, str]] = set()
         self._is_open = True
@@ -422,6 +410,8 @@ class TierWorker:
         vLLM's offloaded groups.
     count : callable
         Called with the name of a counter and a number to add.
+    values : HostValues, optional
+        Values of the blocks in host memory and in files.
 
     Raises
     ------
@@ -437,9 +427,10 @@ class TierWorker:
         copier: Copier,
         group_ids: Sequence[int],
         count: Callable[[str, int], None],
+        values: HostValues | None = None,
     ) -> None:
         self._copier, self._count = copier, count
-        self._unit_contents = contents_of(vllm_config, kv_cache_config, settings, "")
+        self._unit_contents = contents_of(vllm_config, kv_cache_config, settings, "", values)
         self._shelves = []
         for group_id, stores, content in zip(group_ids, copier.memory.stores, self._unit_contents, strict=True):
             known = groups(vllm_config, kv_cache_config, group=group_id)
@@ -457,7 +448,7 @@ class TierWorker:
             placement, rank = of_vllm(known[0])
             held = tuple(placement.strips(rank).h)
             heads = range(held[0], held[-1] + 1)
-            self._shelves.append(Shelf(content.shape, stores[0].host, heads, stores[0].verify, THREADS))
+            self._shelves.append(Shelf(content, stores[0].host, heads, stores[0].verify, THREADS))
         self._tiers: list[KvbmTier] = []
         self._threads = ThreadPoolExecutor(THREADS, "kvbm tier")
         self._reads: dict[int, _Reading] = {}

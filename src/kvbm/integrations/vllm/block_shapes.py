@@ -1,0 +1,77 @@
+"""Shapes of blocks from vLLM's specs of groups of layers, in the scheduler as in a worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from ...errors import BindError
+from ...layout.shapes import BlockShape
+from ..host_values import HostValues
+from .host_layout import row_bytes
+
+__all__ = ["block_of", "cached_groups", "host_bytes"]
+
+
+def cached_groups(kv_cache_config: Any) -> list[Any]:
+    """The groups of layers that vLLM offloads."""
+    return [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
+
+
+def block_of(group: Any, setting: str, fate: str) -> BlockShape:
+    """The shape of a rank's block of a group of vLLM, with all layers of the group.
+
+    Parameters
+    ----------
+    group : KVCacheGroupSpec
+    setting : str
+        The setting that asks for it, for messages.
+    fate : str
+        What happens to other blocks: "it is not …".
+
+    Raises
+    ------
+    BindError
+        It is not attention with K and V of one size, or a latent, in the elements of the model.
+    """
+    what = f"{setting}: layer {group.layer_names[0]!r}"
+    whole = group.kv_cache_spec
+    shapes = {_of_layer(one, what, fate) for one in getattr(whole, "kv_cache_specs", {}).values() or [whole]}
+    if len(shapes) != 1:
+        raise BindError(f"{what}: expected layers of one size in a group, got {len(shapes)}; they are not {fate}")
+    return replace(shapes.pop(), nl=len(group.layer_names))
+
+
+def _of_layer(cache_spec: Any, what: str, fate: str) -> BlockShape:
+    kind = type(cache_spec)
+    if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        raise BindError(
+            f"{what}: expected attention over all tokens, a sliding window or a latent (MLA), got {kind.__name__}; it is not {fate}"
+        )
+    if cache_spec.kv_quant_mode.name != "NONE" or getattr(cache_spec, "state_content_bytes", None) is not None:
+        raise BindError(f"{what}: kv_cache_dtype: expected elements as the model has them; quantised ones are not {fate}")
+    width, width_v = int(cache_spec.head_size), int(cache_spec.head_size_v or cache_spec.head_size)
+    is_latent = kind is MLAAttentionSpec
+    if getattr(cache_spec, "tokens_per_state", 1) != 1 or not (is_latent or width == width_v):
+        raise BindError(f"{what}: expected a state a token, K and V of one size; others are not {fate}")
+    halves, heads = (1, 1) if is_latent else (2, int(cache_spec.num_kv_heads))
+    return BlockShape(1, halves, heads, int(cache_spec.block_size), width, str(cache_spec.dtype).removeprefix("torch."))
+
+
+def host_bytes(kv_cache_config: Any, values: HostValues) -> int:
+    """Bytes of host memory that a rank needs for a block of any group, if its values are quantised.
+
+    Raises
+    ------
+    BindError
+        The blocks of a group cannot be quantised.
+    """
+    found = []
+    for group in cached_groups(kv_cache_config):
+        shape = block_of(group, "host_values", "quantised on the way to host memory: leave host_values out")
+        values.require(shape, f"layer {group.layer_names[0]!r}")
+        parts = [tensor.layers for tensor in kv_cache_config.kv_cache_tensors if tensor.layers[0] in group.layer_names]
+        found.append([replace(shape, nl=len(layers)) for layers in parts])  # a pool each
+    return row_bytes(values.layout, found)
