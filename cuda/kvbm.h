@@ -404,6 +404,10 @@ typedef struct kvbm_route {
   uint32_t num_sum_direct, num_sum_permute;
   const int *sum_direct_kernel, *sum_permute_kernel;
   const kvbm_args **sum_direct, **sum_permute;
+  /* Kernels that digest the slots of a staged copy whose kernels do not. */
+  uint32_t num_slot_digests;
+  const int* slot_digest_kernel;
+  const kvbm_args** slot_digests;
   /* Kernels that only digest, of each side. */
   uint32_t num_digests[2];
   const int* digest_kernel[2];

@@ -239,7 +239,18 @@ class Staged {
       for (uint32_t i = 0; i < n; ++i) lists_.src[i] = given[i] == kSkip ? int32_t{kSkip} : static_cast<int32_t>(i);
       far.ids = lists_.src.data();
     }
-    const bool sums = part.digests != 0;
+    const bool sums = part.digests && route_.num_sum_permute;
+    kvbm_batch slots = part;
+    if (part.digests && !sums) {
+      // The ids of the other side are needed, because they may skip pairs.  Its memory is not accessed.
+      slots.src = blocks_of(&memory, n);
+      slots.dst = route_.gathers ? part.src : part.dst;
+      slots.dst.table = &memory;
+      slots.dst.table_device = 0;
+      slots.dst.entries = 1;
+      part.digests = 0;
+    }
+    if (slots.digests && !sums && !route_.gathers) RETURN_IF_FAILED(digest(&slots, stream));
     const uint32_t count = sums ? route_.num_sum_permute : route_.num_permute;
     const int* kernels = sums ? route_.sum_permute_kernel : route_.permute_kernel;
     const kvbm_args** args = sums ? route_.sum_permute : route_.permute;
@@ -247,6 +258,16 @@ class Staged {
       ++submissions;
       part.adds = i > 0;
       RETURN_IF_FAILED(launch_batch(ring_->device, kernels[i], args[i], &part, stream));
+    }
+    return slots.digests && !sums && route_.gathers ? digest(&slots, stream) : KVBM_OK;
+  }
+
+  // Digests the blocks of a slot, the source of this batch.
+  int digest(kvbm_batch* slots, Stream stream) {
+    for (uint32_t i = 0; i < route_.num_slot_digests; ++i) {
+      ++submissions;
+      slots->adds = i > 0;
+      RETURN_IF_FAILED(launch_batch(ring_->device, route_.slot_digest_kernel[i], route_.slot_digests[i], slots, stream));
     }
     return KVBM_OK;
   }

@@ -49,11 +49,11 @@ int copy_engine(const kvbm_route& route, const kvbm_batch& given, Device* device
   return copy_nests(route, route.runs, route.num_runs, batch, device, stream, submissions);
 }
 
-// Whether the kernels of a strategy digest what they copy.
+// Whether a strategy digests what it copies, while it copies.
 bool is_fused(int strategy, const kvbm_route& route, const kvbm_batch& batch) {
   if (strategy == KVBM_DIRECT) return route.num_sum_direct > 0;
   // A staged copy removes skipped pairs, so its kernels would write digests to wrong places.
-  return strategy == KVBM_STAGED && route.num_sum_permute > 0 && batch.kept == batch.num_pairs;
+  return strategy == KVBM_STAGED && (route.num_sum_permute > 0 || route.num_slot_digests > 0) && batch.kept == batch.num_pairs;
 }
 
 int copy_only(int strategy, const kvbm_route& route, const kvbm_batch& batch, Device* device, Stream stream,

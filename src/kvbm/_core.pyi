@@ -159,6 +159,7 @@ class Route:
         by_peer: bool = False,
         sum_direct: Sequence[Copy] = (),
         sum_permute: Sequence[Copy] = (),
+        slot_digests: Sequence[Copy] = (),
         digests: tuple[Sequence[Copy], Sequence[Copy]] = ...,
         digests_dst: bool = False,
     ) -> None: ...

@@ -78,6 +78,7 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("casts.ids_on_the_gpu", ("d2h", "direct")),
     ("casts.digests", ("d2d", "direct")),
     ("casts.digests", ("h2d", "staged")),
+    ("casts.digests", ("d2h", "staged")),
 ]
 
 

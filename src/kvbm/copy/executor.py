@@ -296,7 +296,11 @@ class Executor:
         if casts:
             why = "kernels that cast do not digest"
             both = ([], by_itself(theirs, dst)) if named is dst else (by_itself(ours, src), [])
-            return CopyDigests(why, why, both)
+            slots: list[_core.Copy] = []
+            if self.direction in ("d2h", "h2d") and self.gathers == (named is dst):  # the slots have the quantised bits
+                slot = steps[0].dst if self.gathers else steps[1].src
+                slots = digest_copies(alone(slot, keys, _SLOT_ALIGNMENT, self.title, turns=True), keys.lanes)
+            return CopyDigests(why, why, both, slots)
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
         if self.on_host:
             permute: list[_core.Copy] | str = []

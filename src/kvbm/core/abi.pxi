@@ -131,6 +131,9 @@ cdef extern from "kvbm.h" nogil:
         const int *sum_permute_kernel
         const kvbm_args **sum_direct
         const kvbm_args **sum_permute
+        uint32_t num_slot_digests
+        const int *slot_digest_kernel
+        const kvbm_args **slot_digests
         uint32_t *num_digests
         const int **digest_kernel
         const kvbm_args ***digest

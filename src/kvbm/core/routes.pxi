@@ -207,6 +207,8 @@ cdef class Route:
         Whether the far GPU has memory that is not granted to the device (`find_ungranted`).
     sum_direct, sum_permute : sequence of Copy
         Kernels that copy and digest, instead of `direct` and `permute`; empty: digests are separate.
+    slot_digests : sequence of Copy
+        Kernels that digest the slots of staged copies, if `sum_permute` is empty.
     digests : tuple of two sequences of Copy
         Kernels that only digest, for the source and for the destination.
     digests_dst : bool
@@ -239,7 +241,7 @@ cdef class Route:
                  const uint64_t[::1] dst_bases=None, const uint64_t[::1] cuts=None, bint gathers=False,
                  uint64_t slot_block_bytes=0, Ring ring=None, int max_sms=0, bint same_pool=False, bint crosses=False,
                  limits=((0, 0),), bint may_choose=False, keep=None, bint by_peer=False, sum_direct=(),
-                 sum_permute=(), digests=((), ()), bint digests_dst=False):
+                 sum_permute=(), slot_digests=(), digests=((), ()), bint digests_dst=False):
         cdef Copy copy
         cdef int i
         memset(&self.route, 0, sizeof(kvbm_route))
@@ -251,7 +253,9 @@ cdef class Route:
             raise PlanError(f"{len(limits)} limits: expected at most 8")
         if self.launches != NULL:
             raise TypeError("a Route is initialised once")
-        lists = [direct, permute, tuple(sum_direct), tuple(sum_permute), *map(tuple, digests), moves, runs]
+        lists = [
+            direct, permute, tuple(sum_direct), tuple(sum_permute), *map(tuple, digests), tuple(slot_digests), moves, runs,
+        ]
         every = tuple([copy for each in lists for copy in each])
         cdef size_t most = <size_t> len(every)
         self.launches = malloc((most + 1) * (sizeof(void *) + sizeof(int)))
@@ -267,7 +271,7 @@ cdef class Route:
         self.route.gathers, self.route.slot_block_bytes = gathers, slot_block_bytes
         for i, copy in enumerate(every):
             numbers[i], args[i] = copy.index, &copy.args
-        cdef uint32_t counts[8]
+        cdef uint32_t counts[9]
         for i, each in enumerate(lists):
             counts[i] = <uint32_t> len(each)
         self.route.direct_kernel, self.route.direct, self.route.num_direct = numbers, args, counts[0]
@@ -287,8 +291,11 @@ cdef class Route:
             numbers += counts[4 + i]
             args += counts[4 + i]
         self.route.digests_dst = digests_dst
-        self.route.move_kernel, self.route.moves, self.route.num_moves = numbers, args, counts[6]
-        self.route.runs, self.route.num_runs = args + counts[6], counts[7]
+        self.route.slot_digest_kernel, self.route.slot_digests, self.route.num_slot_digests = numbers, args, counts[6]
+        numbers += counts[6]
+        args += counts[6]
+        self.route.move_kernel, self.route.moves, self.route.num_moves = numbers, args, counts[7]
+        self.route.runs, self.route.num_runs = args + counts[7], counts[8]
         if ring is not None:
             self.route.ring = ring.ring
         if src_bases is not None and src_bases.shape[0]:

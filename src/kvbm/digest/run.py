@@ -205,21 +205,33 @@ def _is_pinned(begin: int, end: int) -> bool:
 
 @dataclass
 class CopyDigests:
-    """The launches that digest a copy: fused ones (or the reason why there are none), and separate ones for each side."""
+    """The launches that digest a copy.
+
+    Attributes
+    ----------
+    direct, permute : list of Copy or str
+        Kernels that copy and digest; or the reason why there are none.
+    both : tuple of two lists of Copy
+        Kernels that only digest, for each side.
+    slots : sequence of Copy
+        Kernels that digest the slots of a staged copy, if its kernels do not.
+    """
 
     direct: list[_core.Copy] | str
     permute: list[_core.Copy] | str
     both: tuple[list[_core.Copy], list[_core.Copy]]
+    slots: Sequence[_core.Copy] = ()
 
     @property
     def copies(self) -> list[_core.Copy]:
         fused = [copy for made in (self.direct, self.permute) if not isinstance(made, str) for copy in made]
-        return [*fused, *self.both[0], *self.both[1]]
+        return [*fused, *self.both[0], *self.both[1], *self.slots]
 
     def options(self, of_dst: bool) -> dict[str, Any]:
         """Arguments for a `Route`.  `of_dst`: digests that are not fused are those of the destination."""
         direct, permute = ([] if isinstance(made, str) else made for made in (self.direct, self.permute))
-        return {"sum_direct": direct, "sum_permute": permute, "digests": self.both, "digests_dst": of_dst}
+        options = {"sum_direct": direct, "sum_permute": permute, "slot_digests": self.slots}
+        return options | {"digests": self.both, "digests_dst": of_dst}
 
     def explain(self, strategies: Iterable[str], of_dst: bool) -> list[str]:
         """One sentence per strategy on how its copies are digested."""
@@ -228,9 +240,11 @@ class CopyDigests:
         sentences = []
         for name in strategies:
             made = ways[name]
+            but = ", but for batches in which pairs are skipped" if name == "staged" else ""
             if not isinstance(made, str):
-                but = ", but for batches in which pairs are skipped" if name == "staged" else ""
                 sentences.append(f"Digests are fused into {name} copies ({_kernels(made)}){but}.")
+            elif name == "staged" and self.slots:
+                sentences.append(f"Digests of staged copies are taken in their slots ({_kernels(self.slots)}){but}: {made}.")
             else:
                 sentences.append(
                     f"Digests of {name} copies are taken by a pass of their own ({_kernels(self.both[of_dst])}) over the {side}: "
