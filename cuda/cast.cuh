@@ -417,8 +417,9 @@ struct Cast : CastNest<OUTER, INNER> {
       if (has_item[u]) store_item(p, place[u].dst, cast(codes[u], factor[u]));
   }
 
-  // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.
-  static __device__ __noinline__ void run_long(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine) {
+  // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.  The arguments are
+  // values, because what a call gets by reference lies in memory all the time.
+  static __device__ __noinline__ void run_long(const kvbm_args& a, Tile tile, uint32_t group, Lane mine) {
     const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
     const uint32_t items = group < tile.last ? p.tile[1].n : 0;
     const Place place = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);

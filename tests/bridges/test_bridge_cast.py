@@ -276,9 +276,10 @@ def test_on_a_gpu(case: Any, quantises: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "quantises"), [BOTH[0], BOTH[9]], ids=lambda one: str(one)[:20])
-@pytest.mark.parametrize("name", ["cupy", "numba", "jax"])
-def test_bridges_on_a_gpu(name: str, case: Any, quantises: bool) -> None:
+@pytest.mark.parametrize(("name", "number"), [("cupy", 0), ("cupy", 11), ("numba", 0), ("numba", 11), ("jax", 0), ("jax", 9)])
+def test_bridges_on_a_gpu(name: str, number: int) -> None:
+    """CuPy and Numba have no dtype for fp8: there, codes alone are int8."""
+    case, quantises = BOTH[number]
     bridge = pytest.importorskip(f"kvbm.{name}")
     src, dst = ends(case, quantises, (3, 3))
     want = made(src, dst, case[5])
