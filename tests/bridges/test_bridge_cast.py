@@ -202,7 +202,15 @@ def test_casts_that_are_refused(bridge: Any) -> None:
     assert plain.untouched and codes.untouched and ints.untouched
 
 
-@pytest.mark.parametrize("how", ["max", "", "nan", "0", "1e300", "x" * 10_000], ids=lambda text: text[:9])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "max", "", "nan", "0", "1e300", "x" * 10_000, "null", "[]", "[[1]]", '{"k": 1}',
+        # Red: these meant Scale(1.0), or the last of two numbers, or ended in a RecursionError.
+        "{}", '{"x": 5}', '{"k": null, "v": null}', '{"k": 1, "v": 1, "value": 3}', '{"k": 2, "k": 1, "v": 1}', "[" * 100_000,
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
 def test_texts_that_are_no_cast(how: str) -> None:
     plain = Side("nhd", GQA, "bfloat16", 2)
     with pytest.raises(kvbm.PlanError, match=r"convert: .*expected") as error:

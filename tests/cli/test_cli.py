@@ -725,7 +725,7 @@ def test_convert_refuses_casts(tmp_path: Path) -> None:
     side = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3)
     store.save(tmp_path / "in.safetensors", side.pool, dtype="float8_e4m3fn", cast=kvbm.Scale(0.5))
     for error, args, words in (
-        (kvbm.BindError, ("hnd", "--cast", "0.25"), "cast with Scale(value=0.5), so Scale(value=0.25) would give other values"),
+        (kvbm.BindError, ("hnd", "--cast", "0.25"), "cast with Scale(0.5), so Scale(0.25) would give other values"),
         (kvbm.BindError, ("hnd", "--dtype", "bfloat16"), "only a cast makes it bfloat16"),
         (kvbm.PlanError, ("record/mxfp8_tensors", "--cast", "amax"), "expected the same planes on both sides"),
         (kvbm.PlanError, ("record/mxfp8_tensors",), "expected the same planes on both sides; cast='amax' (--cast amax) quantises"),
