@@ -297,8 +297,8 @@ NUMBER = r"expected a number from 2\*\*-100 to 2\*\*100, got "
     ({"value": [[1.0]]}, rf"Scale: layer 0: {NUMBER}\[1.0\]"),
     ({"value": [2.0**101]}, f"Scale: layer 0: {NUMBER}"),
     # Red: these were used for NVFP4, while files, peers and compiled code were told "amax".
-    ({"value": 0.5, "is_given": False}, "expected no numbers with is_given=False, got 0.5"),
-    ({"k": 1.0, "v": 1.0, "is_given": False}, "expected no numbers with is_given=False, got 1.0"),
+    ({"value": 0.5, "is_given": False}, "is_given is False: expected no numbers, got 0.5"),
+    ({"k": 1.0, "v": 1.0, "is_given": False}, "is_given is False: expected no numbers, got 1.0"),
     ({"value": 1.0, "is_given": 1}, "Scale: is_given: expected True or False, got 1"),
 ])  # fmt: skip
 def test_what_is_no_scale(given: Any) -> None:

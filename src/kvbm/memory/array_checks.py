@@ -675,8 +675,8 @@ def _own_dtype(what: str, found: str, wanted: str, *, is_clear: bool) -> str:
         return name
     if name == "int8" and not is_clear:
         raise DTypeError(
-            f"{what} #0 is int8, and the shape says {wanted}: expected one of them to say what its values are; for values of int8 "
-            f"pass dtype=int8, for bits of {wanted} view the array as {wanted}, or as uint8"
+            f"{what} #0 is int8, and the shape says {wanted}: expected one format; for values of int8 give a shape of int8, for "
+            f"bits of {wanted} view the array as {wanted}, or as uint8"
         )
     return name if name == "int8" else wanted
 

@@ -145,7 +145,7 @@ class Scale:
         if len(counts) > 1:
             raise PlanError(f"Scale: expected k and v for as many layers, got {' and '.join(str(len(of)) for of in self.halves)}")
         if not flag("Scale: is_given", self.is_given, PlanError) and (self.k is not None or self.value != 1.0):
-            raise PlanError(f"Scale: expected no numbers with is_given=False, got {', '.join(map(quoted, self.halves))}")
+            raise PlanError(f"Scale: is_given is False: expected no numbers, got {', '.join(map(quoted, self.halves))}")
         text = json.dumps(self.value if self.k is None else {"k": self.k, "v": self.v})
         object.__setattr__(self, "text", text if self.is_given else "amax")
 
