@@ -193,7 +193,10 @@ def test_casts_that_are_refused(bridge: Any) -> None:
         (lambda: bridge.convert(one, "nhd", mxfp8, plain.shape), "same planes on both sides; cast='amax'"),
         (lambda: bridge.convert(one, "nhd", "hnd", codes.shape, cast="amax"), "no plane of scales takes part"),
         (lambda: bridge.convert(three, "universal", "hnd", codes.shape, cast=HALF), "both are quantised"),
-        (lambda: bridge.convert_(three, two, "universal", "universal", codes.shape, cast=HALF), "both are quantised"),
+        (lambda: bridge.convert_(three, two, "universal", "universal", codes.shape, cast=HALF), r"input #0 is int8, and the sh"),
+        # Red: codes of e4m3 in arrays of int8 were read, and written, as int8.
+        (lambda: bridge.convert_(three, one, "universal", "nhd", codes.shape, cast=HALF), r"input #0 is int8, and the shape says"),
+        (lambda: bridge.convert_(one, three, "nhd", "universal", codes.shape, cast=HALF), r"output #0 is int8, and the shape says"),
         (lambda: bridge.convert(raw, "universal", "hnd", plain.shape, cast=HALF), "got uint8"),
     ):
         with pytest.raises(kvbm.KvbmError, match=words) as error:
@@ -202,7 +205,15 @@ def test_casts_that_are_refused(bridge: Any) -> None:
     assert plain.untouched and codes.untouched and ints.untouched
 
 
-@pytest.mark.parametrize("how", ["max", "", "nan", "0", "1e300", "x" * 10_000], ids=lambda text: text[:9])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "max", "", "nan", "0", "1e300", "x" * 10_000, "null", "[]", "[[1]]", '{"k": 1}',
+        # Red: these meant Scale(1.0), or the last of two numbers, or ended in a RecursionError.
+        "{}", '{"x": 5}', '{"k": null, "v": null}', '{"k": 1, "v": 1, "value": 3}', '{"k": 2, "k": 1, "v": 1}', "[" * 100_000,
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
 def test_texts_that_are_no_cast(how: str) -> None:
     plain = Side("nhd", GQA, "bfloat16", 2)
     with pytest.raises(kvbm.PlanError, match=r"convert: .*expected") as error:

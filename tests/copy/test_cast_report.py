@@ -230,6 +230,18 @@ def test_what_is_refused() -> None:
         kvbm.cast_report(sides["hnd"], sides["record/nvfp4_tensors"], cast="amax")
 
 
+def test_codes_without_the_plane_of_their_scales() -> None:
+    """Red: a section without the scales ended in a StopIteration."""
+    shape = (2, 2, 2, 4, 32)
+    src, dst = Side("nhd", shape, "bfloat16", 3, seed=4), Side("record/per_token_head_fp8_planes", shape, "bfloat16", 3, dst=True)
+    codes, cast = dst.pool.section(planes="data"), kvbm.Scale(0.5)
+    kvbm.convert(src.pool, codes, cast=cast)
+    found = kvbm.cast_report(src.pool, codes, cast=cast)
+    plain = Side("universal", shape, E4M3, 3, dst=True)
+    kvbm.convert(src.pool, plain.pool, cast=cast)
+    assert found == kvbm.cast_report(src.pool, plain.pool, cast=cast) and found.groups == 0 < found.elements
+
+
 def test_planes_of_several_formats() -> None:
     plain = planar("[l] b t h o <>", plane("k", "", "d", "d", 32), plane("v", "", "e", "e", 64), scales=())
     own = planar(

@@ -211,7 +211,7 @@ def test_as_many_as_fit_and_no_more() -> None:
         if layers == 256:
             convert_and_check(src, dst, [2, 0, 1], [1, 2, 0], given)
             continue
-        with pytest.raises(kvbm.MissingKernelError, match=r"514 scales of the caller: expected at most 512 in one copy; copy some"):
+        with pytest.raises(kvbm.MissingKernelError, match=r"514 scales of the caller: expected at most 512 in one copy; copy"):
             kvbm.convert(src.pool, dst.pool, [0], [1], cast=given.cast)
         assert dst.untouched
         want = casting.expected(src, dst, [0], [1], Given(given.k[:200], given.v[:200]), (range(200), range(200)))
@@ -296,6 +296,10 @@ NUMBER = r"expected a number from 2\*\*-100 to 2\*\*100, got "
     ({"value": [1.0, 0.0]}, f"Scale: layer 1: {NUMBER}0.0"),
     ({"value": [[1.0]]}, rf"Scale: layer 0: {NUMBER}\[1.0\]"),
     ({"value": [2.0**101]}, f"Scale: layer 0: {NUMBER}"),
+    # Red: these were used for NVFP4, while files, peers and compiled code were told "amax".
+    ({"value": 0.5, "is_given": False}, "is_given is False: expected no numbers, got 0.5"),
+    ({"k": 1.0, "v": 1.0, "is_given": False}, "is_given is False: expected no numbers, got 1.0"),
+    ({"value": 1.0, "is_given": 1}, "Scale: is_given: expected True or False, got 1"),
 ])  # fmt: skip
 def test_what_is_no_scale(given: Any) -> None:
     with pytest.raises(kvbm.PlanError, match=given[1]):

@@ -17,6 +17,7 @@ import casting
 import kvbm
 from casting import Side, Sizes, cast_of, header, tensors
 from kvbm import store
+from kvbm.layout import spec
 
 E4M3 = "float8_e4m3fn"
 GQA, MLA = (2, 2, 3, 4, 64), (2, 1, 1, 4, 576)
@@ -258,6 +259,36 @@ def test_planes_that_are_cast_one_after_the_other(tmp_path: Path) -> None:
     want = as_bytes(back, casting.expected(c, back, range(3), range(3), 0.5, source=c.after.copy()))
     assert held(store.load(two, src_layout=c.layout, layout=back.layout, cast="amax")) == want
     assert store.read(one).casts.keys() == {"x"} and str(store.read(two).casts["y"]) == f"{E4M3}, times 0.5, from bfloat16"
+
+
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_the_scale_of_one_plane_is_not_taken_for_another(tmp_path: Path, nvfp4: bool) -> None:
+    """Red: `amax` multiplied planes that were copied into the file by the scale with which others were cast."""
+    code = "float4_e2m1fn" if nvfp4 else E4M3
+
+    def layout(one: str, other: str) -> Any:
+        dtypes = {"x": one, "y": other}
+        planes = [f"  {name}: {{order: h t d, dtype: {dtype}}}" for name, dtype in dtypes.items()]
+        if nvfp4:
+            own = f"{{order: h t s, dtype: {E4M3}, scales: "
+            planes += [f"  {name}s: {own}{name}}}" for name, dtype in dtypes.items() if dtype == code]
+        names = " ".join(line.split(":")[0].strip() for line in planes)
+        axes = "axes: {s: hd//16}" if nvfp4 and code in (one, other) else "axes: {}"
+        return spec.parse("\n".join([f'order: "[<{names}> b] l o"', axes, "planes:", *planes]), name=f"{one}, {other}")
+
+    wide = "bfloat16"
+    mixed, quantised, plain, half = layout(wide, code), layout(code, code), layout(wide, wide), layout(code, wide)
+    path = tmp_path / "in"
+    store.save(path, kvbm.Pool.allocate(mixed, kvbm.BlockShape(*GQA), 2), layout=quantised, cast=kvbm.Scale(0.5))
+    assert store.read(path).casts.keys() == {"x"}
+    words = r"plane 'y': the file names no scale of its values, and Scale\(0.5\) is that of others; pass cast=Scale\(0.5\)"
+    for to in (plain, half):
+        with pytest.raises(kvbm.PlanError, match=words):
+            store.load(path, src_layout=quantised, layout=to, cast="amax")
+        with pytest.raises(kvbm.PlanError, match=words):
+            store.convert(path, tmp_path / "out", to, src_layout=quantised, cast="amax")
+    assert not (tmp_path / "out").exists()
+    store.load(path, src_layout=quantised, layout=plain, cast=kvbm.Scale(0.5))  # the caller says so
 
 
 def test_formats_of_planes_that_are_copied_are_kept(tmp_path: Path) -> None:

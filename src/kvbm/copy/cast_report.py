@@ -19,7 +19,7 @@ from ..layout.region import Section, canonical
 from ..layout.scales import QUANTISED, Group, group_of
 from ..layout.shapes import BlockShape
 from ..planner.cast import AMAX, PLAIN, Cast, Scale, as_cast
-from ..planner.plan import between_layers, value_pairs
+from ..planner.plan import between_layers, scales_of, value_pairs
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from .diff import on_host
@@ -208,7 +208,7 @@ class _Plane(NamedTuple):
         dtype, sizes, packed = _format(dst.of, theirs)
         if _format(src.of, ours)[0] not in PLAIN or dtype not in QUANTISED:
             return None
-        name = next((scale for scale, data in dst.of.layout.scales.items() if data == theirs), "") if theirs else ""
+        name = scales_of(dst.of).get(theirs, "")
         axes = tuple(sorted(sizes, key=lambda axis: (axis in packed, canonical(axis))))
         count = max(1, min(pairs, _BATCH_BYTES // (4 * math.prod(sizes.values()))))
         device = "pinned" if any(part.pool.device != "cpu" for part in (src, dst)) else "cpu"

@@ -646,6 +646,8 @@ def sides_of(src: str, dst: str, text: str, found: str, out: str | None, cast: S
     ------
     SpecError
         There is no such layout or shape, or nothing says of which dtype the new arrays of a cast are.
+    DTypeError
+        With a cast into given arrays: one is int8, and the text names another format of one byte.
     """
     shape = block_shape(text, found)
     sides = side_of(src, shape), side_of(dst, shape)
@@ -655,17 +657,28 @@ def sides_of(src: str, dst: str, text: str, found: str, out: str | None, cast: S
         raise SpecError(
             f"shape {text!r} names no dtype, and a cast makes values of another one; pass '{text},dtype=bfloat16', or another"
         )
-    shapes = [
-        shape if own is None or side.layout.planes else replace(shape, dtype=_own_dtype(own, shape.dtype))
-        for side, own in zip(sides, (found, out), strict=True)
-    ]
+    shapes = []
+    for what, side, own in zip(("input", "output"), sides, (found, out), strict=True):
+        # The shape of new arrays is that of the result; else it says what the arrays hold that do not say it.
+        known = None if own is None or side.layout.planes else _own_dtype(what, own, shape.dtype, is_clear=out is None)
+        shapes.append(shape if known is None else replace(shape, dtype=known))
     return side_of(src, shapes[0]), side_of(dst, shapes[1])
 
 
-def _own_dtype(found: str, wanted: str) -> str:
-    """The dtype of the values of an array: unsigned integers hold bits of the dtype that the caller names."""
+def _own_dtype(what: str, found: str, wanted: str, *, is_clear: bool) -> str:
+    """The dtype of the values of an array: unsigned integers hold bits of the dtype that the caller names.
+
+    int8 is a format of values and also holds bits.  Unless `is_clear`, a shape of another format of one byte is refused.
+    """
     name = SPELLINGS.get(found, found)
-    return wanted if name in stand_ins(wanted) and name != "int8" else name
+    if name not in stand_ins(wanted):
+        return name
+    if name == "int8" and not is_clear:
+        raise DTypeError(
+            f"{what} #0 is int8, and the shape says {wanted}: expected one format; for values of int8 give a shape of int8, for "
+            f"bits of {wanted} view the array as {wanted}, or as uint8"
+        )
+    return name if name == "int8" else wanted
 
 
 def layout_name(what: str, layout: Any) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from .._arguments import is_real, quoted
+from .._arguments import flag, is_real, quoted
 from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step
 from ..layout.loops import coalesce, refine
@@ -107,7 +107,7 @@ class Scale:
     k, v : float or sequence of float, optional
         Both, in place of `value`: the scales of K and those of V.
     is_given : bool
-        False: every plane that is cast must have scales of its own.
+        False: every plane that is cast must have scales of its own, and there are no numbers.
 
     Attributes
     ----------
@@ -117,7 +117,8 @@ class Scale:
     Raises
     ------
     PlanError
-        A number is not from 2**-100 to 2**100, K and V have scales for different numbers of layers, or only one of them has any.
+        A number is not from 2**-100 to 2**100, K and V have scales for different numbers of layers, only one of them has any, or
+        there are numbers and `is_given` is False.
 
     Examples
     --------
@@ -143,6 +144,8 @@ class Scale:
         counts = {len(of) for of in self.halves if isinstance(of, tuple)}
         if len(counts) > 1:
             raise PlanError(f"Scale: expected k and v for as many layers, got {' and '.join(str(len(of)) for of in self.halves)}")
+        if not flag("Scale: is_given", self.is_given, PlanError) and (self.k is not None or self.value != 1.0):
+            raise PlanError(f"Scale: is_given is False: expected no numbers, got {', '.join(map(quoted, self.halves))}")
         text = json.dumps(self.value if self.k is None else {"k": self.k, "v": self.v})
         object.__setattr__(self, "text", text if self.is_given else "amax")
 
@@ -242,7 +245,7 @@ def one_scale(given: object, what: str) -> Scale | None:
         As for `as_cast`, or the scale has several numbers.  `what`: why there is one.
     """
     scale = as_cast(given)
-    if scale is not None and not all(isinstance(of, float) and of == scale.value for of in scale.halves):
+    if scale is not None and (scale.k is not None or not isinstance(scale.value, float)):
         raise PlanError(f"cast: {what}; expected a scale of one number, got {scale}")
     return scale
 
@@ -461,7 +464,8 @@ def cast_part(
     numbers, steps = given
     if len(numbers) > MAX_SCALES:
         raise MissingKernelError(
-            f"{where}{len(numbers)} scales of the caller: expected at most {MAX_SCALES} in one copy; copy some layers at a time"
+            f"{where}{len(numbers)} scales of the caller: expected at most {MAX_SCALES} in one copy; copy sections of fewer "
+            "layers, `section(l=range(…))` of both pools, with the scales of these layers"
         )
     loops = list(_loops(where, src, dst, scale, group, packed, pack, steps))
     if scale is not None:

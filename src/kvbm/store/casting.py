@@ -17,7 +17,7 @@ from ..errors import BindError, PlanError, printable
 from ..layout.region import Section
 from ..layout.scales import QUANTISED, group_of, scale_text
 from ..layout.shapes import ITEMSIZE
-from ..planner.cast import PLAIN, Scale
+from ..planner.cast import PLAIN, Scale, is_one
 from ..planner.plan import Plan, between_layers, scales_of, value_pairs
 from .header import MAX_TEXT, parsed_object
 
@@ -109,7 +109,7 @@ class Casting:
         BindError
             The caller's scale is not that of the file.
         PlanError
-            There is no such cast, or nobody could read its values later.
+            There is no such cast, or nobody could read its values later, or the file's scale is that of other planes.
         """
         scale = _with_recorded(title, known, told)
         made = between_layers(src, dst, title, None, scale)
@@ -118,7 +118,24 @@ class Casting:
                 f"{title}: {scale} of the file would also quantise planes without scales of their own; pass cast={scale!r} if you "
                 "mean that, or convert in two steps"
             )
+        if scale != told:
+            _require_named(title, made, scale, known)
         return cls(scale, _written(title, made, scale, known)) if made.casts else cls(None, dict(known))
+
+
+def _require_named(title: str, made: Plan, scale: Scale, known: Mapping[str, CastFrom]) -> None:
+    """Raise `PlanError` if a scale that the file names would multiply a plane for which the file names none."""
+    ours, theirs = ({access.plane: access.dtype for access in side.accesses} for side in (made.src, made.dst))
+    scales = scales_of(made.src)
+    for here, there in value_pairs(made.src, made.dst):
+        own = ours[scales[here]] if here in scales else None
+        multiplies = own is None or (own == _RELATIVE and not is_one(scale))
+        is_named = here in known and known[here].scale is not None
+        if ours[here] != theirs[there] and ours[here] in QUANTISED and multiplies and not is_named:
+            raise PlanError(
+                f"{title}: plane {here!r}: the file names no scale of its values, and {scale} is that of others; pass "
+                f"cast={scale!r} if it holds for all, or convert in two steps"
+            )
 
 
 def _written(title: str, made: Plan, scale: Scale, known: Mapping[str, CastFrom]) -> dict[str, CastFrom]:

@@ -225,10 +225,20 @@ def cast_of(text: str | None) -> Scale | None:
     if text is None or text == "amax":
         return as_cast(text)
     try:
-        given = json.loads(text)
-    except ValueError:
-        raise PlanError(f"cast: expected 'amax', or numbers as JSON, got {quoted(text)}") from None
-    return Scale(k=given.get("k"), v=given.get("v")) if isinstance(given, dict) else Scale(given)
+        given = json.loads(text, object_pairs_hook=_halves)
+    except (ValueError, RecursionError):
+        raise PlanError(
+            f"cast: expected 'amax', or JSON such as 0.5, [0.5, 0.25] or {{\"k\": 0.5, \"v\": 0.25}}, got {quoted(text)}"
+        ) from None
+    return Scale(**given) if isinstance(given, dict) else Scale(given)
+
+
+def _halves(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The scales of K and of V in the text of a cast."""
+    found = dict(pairs)
+    if len(pairs) != 2 or found.keys() != {"k", "v"} or None in found.values():  # Scale would take None for its default
+        raise ValueError
+    return found
 
 
 def face_of(
