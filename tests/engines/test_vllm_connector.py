@@ -408,10 +408,16 @@ def test_a_cast_has_the_scales_of_the_engine() -> None:
     casts.require_scales(engine(a=layer(k=0.1, v=0.1), b=layer("auto", 3.0, 3.0), c=layer("fp8_per_token_head")), "abc", one)
     casts.require_scales(engine(a=layer("fp8_per_token_head")), "a", AMAX)
     casts.require_scales(engine(a=layer(k=0.1, v=0.1, heads=[0.1, 0.1])), "a", one)
+    latent = layer(k=0.1, v=1.0)
+    latent.kv_lora_rank = 512
+    casts.require_scales(engine(a=latent), "a", one)  # it has no V
     per_head = layer(k=0.1, v=0.1, heads=[0.1, 0.05])
     for wrong, cast in ((layer(k=0.1), one), (layer(v=0.1), one), (layer("fp8_e5m2"), one), (layer(), AMAX), (per_head, one)):
         with pytest.raises(BindError, match=r"cast: .*: layer 'a' has the scales k .* expected one scale for K and V"):
             casts.require_scales(engine(a=wrong), ["a"], cast)
+    latent._k_scale_float = 0.2
+    with pytest.raises(BindError, match=r"layer 'a' has the scales k 0.1\d*, 0.2\d*; expected"):
+        casts.require_scales(engine(a=latent), ["a"], one)
 
 
 def test_what_nobody_asks_for_is_let_go(worker: Any) -> None:

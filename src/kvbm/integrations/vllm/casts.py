@@ -60,11 +60,12 @@ def require_scales(vllm_config: Any, names: Iterable[str], cast: Scale) -> None:
         layer = layers.get(name)
         if str(getattr(layer, "kv_cache_dtype", "")) not in _STATIC:
             continue
-        held = {what: _scales(layer, what) for what in ("k", "v")}
+        latent = hasattr(layer, "kv_lora_rank")  # MLA: it has no V, and nothing reads a scale of it
+        held = {what: _scales(layer, what) for what in (("k",) if latent else ("k", "v"))}
         if not cast.is_given or any(found != [cast.value] for found in held.values()):
-            k, v = (", ".join(map(repr, found)) for found in held.values())
+            texts = (f"{what} {', '.join(map(repr, found)):.200}" for what, found in held.items())
             raise BindError(
-                f"kv_connector_extra_config: cast: {cast}: layer {name!r} has the scales k {k:.200} and v {v:.200}; "
+                f"kv_connector_extra_config: cast: {cast}: layer {name!r} has the scales {' and '.join(texts)}; "
                 "expected one scale for K and V of all layers and heads, and that number as cast"
             )
 
