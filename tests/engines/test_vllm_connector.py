@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
@@ -398,15 +399,25 @@ def test_a_cast_has_the_scales_of_the_engine() -> None:
     def engine(**layers: Any) -> Any:
         return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
 
-    def layer(dtype: str = "fp8", k: float = 1.0, v: float = 1.0) -> Any:
-        return SimpleNamespace(kv_cache_dtype=dtype, _k_scale_float=k, _v_scale_float=v)
+    def layer(dtype: str = "fp8", k: float = 1.0, v: float = 1.0, *, heads: Any = None) -> Any:
+        """As vLLM has them: for heads with scales of their own, the number on the host is the largest."""
+        of = {"_k_scale": torch.tensor(k if heads is None else heads), "_v_scale": torch.tensor(v)}
+        return SimpleNamespace(kv_cache_dtype=dtype, _k_scale_float=k, _v_scale_float=v, **of)
 
     one = kvbm.Scale(0.1)
     casts.require_scales(engine(a=layer(k=0.1, v=0.1), b=layer("auto", 3.0, 3.0), c=layer("fp8_per_token_head")), "abc", one)
     casts.require_scales(engine(a=layer("fp8_per_token_head")), "a", AMAX)
-    for wrong, cast in ((layer(k=0.1), one), (layer(v=0.1), one), (layer("fp8_e5m2"), one), (layer(), AMAX)):
+    casts.require_scales(engine(a=layer(k=0.1, v=0.1, heads=[0.1, 0.1])), "a", one)
+    latent = layer(k=0.1, v=1.0)
+    latent.kv_lora_rank = 512
+    casts.require_scales(engine(a=latent), "a", one)  # it has no V
+    per_head = layer(k=0.1, v=0.1, heads=[0.1, 0.05])
+    for wrong, cast in ((layer(k=0.1), one), (layer(v=0.1), one), (layer("fp8_e5m2"), one), (layer(), AMAX), (per_head, one)):
         with pytest.raises(BindError, match=r"cast: .*: layer 'a' has the scales k .* expected one scale for K and V"):
             casts.require_scales(engine(a=wrong), ["a"], cast)
+    latent._k_scale_float = 0.2
+    with pytest.raises(BindError, match=r"layer 'a' has the scales k 0.1\d*, 0.2\d*; expected"):
+        casts.require_scales(engine(a=latent), ["a"], one)
 
 
 def test_what_nobody_asks_for_is_let_go(worker: Any) -> None:

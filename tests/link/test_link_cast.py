@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -221,6 +222,33 @@ def test_an_engine_may_say_cast_without_need() -> None:
             assert found.go() == [None, None] and found.digest(0) == found.digest(1)
 
 
+#: e4m3 and float32 in each: a scale for each token and head, for each half of a head, and for all heads or tokens.
+_GROUPS = {
+    "token and head": ("[b] h l o", "t d", "order: t"), "half a head": ("[b] h l o", "t d", "order: t s"),
+    "all heads": ("[b] l o", "h t d", "order: t, shared: h"), "all tokens": ("[b] l o", "h t d", "order: h, shared: t"),
+}  # fmt: skip
+
+
+def _grouped(name: str) -> kvbm.Layout:
+    outer, data, scale = _GROUPS[name]
+    axes = "axes: {s: hd//16}\n" if " s" in scale else ""
+    return spec.parse(
+        f'order: "{outer} <data scale>"\n{axes}planes:\n  data: {{order: {data}, dtype: float8_e4m3fn}}\n'
+        f"  scale: {{{scale}, dtype: float32, scales: data}}\n", name=name,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(_GROUPS, 2)), ids=" and ".join)
+def test_equal_formats_with_scales_of_other_groups_do_not_meet(pair: tuple[str, str]) -> None:
+    """As many bytes or not: each transfer would fail, with an error of digests or of the form of chunks."""
+    with Pair((_grouped(pair[0]), _grouped(pair[1])), nts=(16, 16)) as found:
+        for side in (0, 1):
+            with pytest.raises(BindError, match=r"group '': plane 'scale': elements of a token and head: .* expected the same"):
+                found.ends[side][0].meet(found.cards[1 - side])
+    with Pair((_grouped(pair[0]),) * 2, nts=(16, 16)) as found:
+        found.meet()
+
+
 def test_groups_of_which_one_is_cast() -> None:
     """Full attention is cast, a draft model has one format."""
     hub, place = wire.Hub(), Placement("tp1", model=MODEL, nt=16)
@@ -377,6 +405,18 @@ def _changed(card: bytes, **changes: Any) -> bytes:
 )  # fmt: skip
 def test_cards_that_are_none(changes: dict[str, Any]) -> None:
     with Pair() as found, pytest.raises(BindError, match="card: expected"):
+        found.ends[0][0].meet([_changed(found.cards[1][0], **changes)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kvbm-link": 3}, "card: expected version 4 for a card with a cast, got version 3"),
+        ({"cast": None}, "card: expected 'cast' of 'amax' or a number, got None"),
+    ],
+)
+def test_a_card_of_a_version_that_has_no_cast(changes: dict[str, Any], says: str) -> None:
+    with Pair() as found, pytest.raises(BindError, match=says):
         found.ends[0][0].meet([_changed(found.cards[1][0], **changes)])
 
 

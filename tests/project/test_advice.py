@@ -92,6 +92,7 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.reshard.Local",
     ),
     ("reshard/messages.py", "cast"): ("kvbm.reshard.plan",),
+    ("reshard/packer.py", "layouts"): ("kvbm.reshard.plan",),
     ("memory/streams.py", "stream"): (
         "kvbm.convert",
         "kvbm.Transfer.copy",

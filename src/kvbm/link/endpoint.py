@@ -35,7 +35,7 @@ from ..layout.shapes import ITEMSIZE, BlockShape, load_shape
 from ..memory.array_checks import require_declared, require_one_format
 from ..planner.cast import Cast, Scale, one_scale
 from ..pool.pool import Pool
-from ..reshard.casting import ENGINES, Layouts, formats_of
+from ..reshard.casting import ENGINES, Layouts, formats_of, require_same_elements
 from ..reshard.local import cuts_of, require_pool
 from ..reshard.messages import Resharding, plan
 from ..reshard.messages import gather as in_two_steps
@@ -374,6 +374,8 @@ class Endpoint:
                 )
             layouts = None if cast is None or layout is None else (pool.layout, layout)
             where = f"{title}: group {name!r}"
+            if cast is None and layout is not None:
+                require_same_elements(where, (mine, peer_place), (pool.layout, layout))
             if layouts is None:
                 require_one_format(f"{where}: {self.engine} as the source", pool.formats, formats)
             else:
@@ -717,9 +719,9 @@ class _Card:
         if not isinstance(held, dict) or version not in (_VERSION, _CASTING):
             _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
         self.cast = held.get("cast")
-        if (version == _CASTING) != (self.cast is not None) or not (
-            self.cast in (None, "amax") or (type(self.cast) is float and 0 < self.cast < math.inf)
-        ):
+        if version == _VERSION and self.cast is not None:
+            _refuse(f"version {_CASTING} for a card with a cast", f"version {_VERSION}")
+        if version == _CASTING and not (self.cast == "amax" or (type(self.cast) is float and 0 < self.cast < math.inf)):
             _refuse("'cast' of 'amax' or a number", repr(self.cast)[:60])
         kinds = {
             "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,

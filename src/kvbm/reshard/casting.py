@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._arguments import quoted
-from ..errors import PlanError
+from ..errors import BindError, LayoutError, PlanError
 from ..layout.layout import Layout
 from ..layout.spec import as_layout
 from ..planner.cast import Scale, paired, scaled_side
 from .placement import Placement
 
-__all__ = ["ENGINES", "Layouts", "PlaneCast", "as_layouts", "casts_of", "formats_of", "meaning_of"]
+__all__ = ["ENGINES", "Layouts", "PlaneCast", "as_layouts", "casts_of", "formats_of", "meaning_of", "require_same_elements"]
 
 #: Why a cast between engines has one scale: their pools number layers otherwise than messages do.
 ENGINES = "between engines all layers, K and V have one scale"
@@ -104,6 +105,40 @@ def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, 
             "the same planes on both sides, apart from scales (`scales:` of a plane in the layout file)"
         )
     return tuple(found)
+
+
+def require_same_elements(title: str, places: tuple[Placement, Placement], layouts: Layouts) -> None:
+    """Check that planes of equal names and formats hold as much of each token: their scales may be those of other groups.
+
+    Raises
+    ------
+    BindError
+        A plane has more elements on one side, or one for all tokens, heads or layers there.
+    """
+    here, there = (_elements(place, layout) for place, layout in zip(places, layouts, strict=True))
+    for plane in sorted(here.keys() & there.keys()):
+        if here[plane] != there[plane]:
+            texts = [f"{count}{f', one for all of {axes}' if axes else ''}" for axes, count in (here[plane], there[plane])]
+            raise BindError(
+                f"{title}: plane {plane!r}: elements of a token and head: {texts[0]} in {places[0].name} and {texts[1]} in "
+                f"{places[1].name}; expected the same, such as scales of equal groups: two quantised formats are not cast into "
+                "each other"
+            )
+
+
+def _elements(place: Placement, layout: Layout) -> dict[str, tuple[str, int]]:
+    """Of each plane: the axes along which all have one element, and how many elements the others' coordinates have."""
+    rank = next(rank for rank in range(place.world) if place.strips(rank).l.size)
+    counts = {"l": place.model.nl, "h": place.model.nh, "t": place.nt, "o": place.model.no}
+    shared = {plane.name: "".join(axis for axis in plane.shared if counts.get(axis, 1) > 1) for plane in layout.planes}
+    try:
+        accesses = layout.resolve(place.shape(rank), 1).section.accesses
+    except LayoutError as error:
+        raise BindError(f"{place.name}: {error}") from None
+    return {
+        access.plane: (shared.get(access.plane, ""), math.prod(size for axis, size in access.sizes if axis not in counts))
+        for access in accesses
+    }
 
 
 def _spans(layout: Layout, scale: str, data: str) -> tuple[str, ...]:

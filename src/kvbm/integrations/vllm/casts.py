@@ -42,7 +42,10 @@ def pool_formats(pool: Pool) -> list[str]:
 
 
 def require_scales(vllm_config: Any, names: Iterable[str], cast: Scale) -> None:
-    """Raise `BindError` unless the layers whose scales are not in their cache have the scale of the cast.
+    """Raise `BindError` unless the layers whose scales are not in their cache have the scale of the cast, and no other.
+
+    A layer may have a scale for each of its heads (checkpoints of the strategy ``attn_head``): vLLM's number for all of them, which
+    is the largest, does not say so.
 
     Parameters
     ----------
@@ -57,9 +60,20 @@ def require_scales(vllm_config: Any, names: Iterable[str], cast: Scale) -> None:
         layer = layers.get(name)
         if str(getattr(layer, "kv_cache_dtype", "")) not in _STATIC:
             continue
-        held = {what: float(getattr(layer, f"_{what}_scale_float", 1.0)) for what in ("k", "v")}
-        if not cast.is_given or any(struct.pack("f", scale) != struct.pack("f", cast.value) for scale in held.values()):
+        latent = hasattr(layer, "kv_lora_rank")  # MLA: it has no V, and nothing reads a scale of it
+        held = {what: _scales(layer, what) for what in (("k",) if latent else ("k", "v"))}
+        if not cast.is_given or any(found != [cast.value] for found in held.values()):
+            texts = (f"{what} {', '.join(map(repr, found)):.200}" for what, found in held.items())
             raise BindError(
-                f"kv_connector_extra_config: cast: {cast}: layer {name!r} has the scales k {held['k']!r} and v {held['v']!r}; "
-                "expected one scale for K and V of all layers, and that number as cast"
+                f"kv_connector_extra_config: cast: {cast}: layer {name!r} has the scales {' and '.join(texts)}; "
+                "expected one scale for K and V of all layers and heads, and that number as cast"
             )
+
+
+def _scales(layer: Any, what: str) -> list[float]:
+    """The different scales of a layer's K or V, in float32: what kernels read on the host, and what they read on the device."""
+    on_host, on_device = (getattr(layer, f"_{what}_scale{suffix}", None) for suffix in ("_float", ""))
+    found = [] if on_host is None else [float(on_host)]
+    if on_device is not None:
+        found += map(float, on_device.flatten().tolist())
+    return sorted({struct.unpack("f", struct.pack("f", one))[0] for one in found}) or [1.0]
