@@ -101,7 +101,6 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.testing.locate",
     ),
     ("pool/pool.py", "num_blocks"): ("kvbm.Pool",),
-    ("reshard/packer.py", "layouts"): ("kvbm.reshard.plan",),
     ("reshard/presets.py", "layers"): ("kvbm.reshard.presets.of_vllm",),
     ("reshard/presets.py", "model"): ("kvbm.reshard.presets.of_vllm",),
     ("reshard/report.py", "prefer"): ("kvbm.reshard.plan",),
