@@ -453,25 +453,41 @@ struct Cast : CastNest<OUTER, INNER> {
   }
   // Not inlined: no arithmetic moves out of the life of `arithmetic`.
   __attribute__((noinline)) static void run_jobs(const kvbm_args& a, uint32_t first, uint32_t last) {
-    static const HostRuns<FROM, TO> runs = host_runs<FROM, TO>();
+    static const HostRuns runs = host_runs<FROM, TO>();
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
-    const uint64_t run = uint64_t{p.inner[0].extent.n} * ITEM;
+    HostGroups groups;
+    Place place[HostGroups::kMost];
+    float given[HostGroups::kMost];
+    groups.count = 0;
+    groups.run = uint64_t{p.inner[0].extent.n} * ITEM;
     const auto for_runs = [&](auto turn) {  // the contiguous runs of a group
       for (uint32_t j = 0; j < p.inner[2].extent.n; ++j)
         for (uint32_t i = 0; i < p.inner[1].extent.n; ++i)
           turn(i * p.inner[1].src + j * p.inner[2].src, i * p.inner[1].dst + j * p.inner[2].dst);
     };
-    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float given) {
-      float factor;
+    const auto cast_groups = [&] {
       if constexpr (kComputes) {
-        uint32_t largest = 0;
-        for_runs([&](int64_t src, int64_t) { largest = larger(largest, runs.largest(at.src + src, run)); });
-        factor = put_scale(s, largest, at.scale, given);
-      } else {
-        factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, at.scale, s.word) : 0, given);
+        std::memset(groups.largest, 0, sizeof groups.largest);
+        for_runs([&](int64_t src, int64_t) { runs.largest(groups, src); });
       }
-      for_runs([&](int64_t src, int64_t dst) { runs.cast(at.src + src, at.dst + dst, run, factor); });
+      for (uint32_t i = 0; i < groups.count; ++i) {
+        if constexpr (kComputes)
+          groups.factor[i] = put_scale(s, groups.largest[i], place[i].scale, given[i]);
+        else
+          groups.factor[i] = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, place[i].scale, s.word) : 0, given[i]);
+      }
+      for_runs([&](int64_t src, int64_t dst) { runs.cast(groups, src, dst); });
+      groups.count = 0;
+    };
+    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float of_caller) {
+      const uint32_t i = groups.count++;
+      groups.src[i] = at.src;
+      groups.dst[i] = at.dst;
+      place[i] = at;
+      given[i] = of_caller;
+      if (groups.count == HostGroups::kMost) cast_groups();
     });
+    cast_groups();
   }
   static constexpr decltype(&run_host) host() { return run_host; }
 #endif

@@ -4,6 +4,8 @@
 #include "formats.cuh"
 
 #ifndef __CUDACC__
+#include <type_traits>
+
 namespace kvbm {
 
 template <class T, int N>
@@ -70,58 +72,165 @@ KVBM_FORMAT void store_lanes(char* to, const U& codes) {
   }
 }
 
-// Casts contiguous elements, a multiple of eight, N at a time.
-template <class FROM, class TO, int N>
-KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float factor) {
-  typename Lanes<N>::Bits codes;
-  uint64_t i = 0;
-  for (; i + N <= elements; i += N) {
-    load_lanes<FROM, N>(from + i * FROM::kBits / 8, codes);
-    store_lanes<TO, N>(to + i * TO::kBits / 8, TO::round(FROM::value(codes) * factor));
+// 2 * N codes of a format of at most 16 bits: those of even and those of odd numbers.
+template <class F, int N, class U>
+KVBM_FORMAT void load_pairs(const char* from, U& even, U& odd) {
+  if constexpr (F::kBits == 4) {
+    Vector<uint8_t, N> bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    const U both = __builtin_convertvector(bytes, U);
+    even = both & 15;
+    odd = both >> 4;
+  } else {
+    Vector<uint16_t, 2 * N> halves;
+    if constexpr (F::kBits == 8) {
+      Vector<uint8_t, 2 * N> bytes;
+      std::memcpy(&bytes, from, sizeof bytes);
+      halves = __builtin_convertvector(bytes, Vector<uint16_t, 2 * N>);
+    } else {
+      std::memcpy(&halves, from, sizeof halves);
+    }
+    even = (U)halves & 0xffff;
+    odd = (U)halves >> 16;
   }
-  if constexpr (N > 8) {
-    if (i < elements) cast_run<FROM, TO, 8>(from + i * FROM::kBits / 8, to + i * TO::kBits / 8, 8, factor);
+}
+template <class F, int N, class U>
+KVBM_FORMAT void store_pairs(char* to, const U& even, const U& odd) {
+  if constexpr (F::kBits == 4) {
+    const Vector<uint8_t, N> bytes = __builtin_convertvector(even | odd << 4, Vector<uint8_t, N>);
+    std::memcpy(to, &bytes, sizeof bytes);
+  } else {
+    const auto halves = (Vector<uint16_t, 2 * N>)(even | odd << 16);
+    if constexpr (F::kBits == 8) {
+      const auto bytes = __builtin_convertvector(halves, Vector<uint8_t, 2 * N>);
+      std::memcpy(to, &bytes, sizeof bytes);
+    } else {
+      std::memcpy(to, &halves, sizeof halves);
+    }
   }
 }
 
-// The largest code without sign of the finite ones among contiguous elements, a multiple of eight; 0 for quantised ones.
+// F::round in fewer operations.  Adding a number whose last bit is worth the unit of the code rounds to that unit.  The number is
+// 2^e * (2^23 + kRest), so the sum has the mantissa kRest + the value in units, and its bits without the mantissa are a multiple
+// of e: with kRest both add up to the code.  The product is exact.
+template <class F, class X>
+KVBM_FORMAT auto round_lanes(const X& x) {
+  if constexpr (F::kBits <= 8 && !kSame<F, I8>) {
+    constexpr int kMantissa = 23 - F::kShift, kBias = 128 - int(F::kFirstNormal >> 23);
+    constexpr uint32_t kRest = uint32_t((kBias - 151 + kMantissa) * (1 << kMantissa)) & ((1u << F::kBits) - 1);
+    constexpr float kNumber = float(0x800000 + kRest) / (1 << kMantissa);
+    const auto bits = bits_of(x), size = bits & ~kSign;
+    using U = Plain<decltype(bits)>;
+    const U most = bits_of(all<X>(range_of<F>().most)), least = all<U>(F::kFirstNormal);
+    const U limited = size < most ? size : most;
+    const U sum = bits_of(float_of((limited > least ? limited : least) & kInfinity) * kNumber + float_of(limited));
+    const U code = (sum + (sum >> F::kShift) & F::kCodes) | bits >> 31 << (F::kBits - 1);
+    return size > kInfinity ? F::round(all<X>(float_of(kInfinity | 1))) : code;
+  } else {
+    return F::round(x);
+  }
+}
+
+// Casts contiguous elements, a multiple of eight, N or 2 * N at a time.
+template <class FROM, class TO, int N>
+KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float factor) {
+  typename Lanes<N>::Bits codes, odd;
+  constexpr bool kPairs = FROM::kBits <= 16 && TO::kBits <= 16;
+  constexpr int kStep = kPairs ? 2 * N : N;
+  for (; elements >= kStep; elements -= kStep) {
+    if constexpr (kPairs) {
+      load_pairs<FROM, N>(from, codes, odd);
+      store_pairs<TO, N>(to, round_lanes<TO>(FROM::value(codes) * factor), round_lanes<TO>(FROM::value(odd) * factor));
+    } else {
+      load_lanes<FROM, N>(from, codes);
+      store_lanes<TO, N>(to, round_lanes<TO>(FROM::value(codes) * factor));
+    }
+    from += kStep * FROM::kBits / 8;
+    to += kStep * TO::kBits / 8;
+  }
+  if constexpr (kStep > 8)
+    if (elements) cast_run<FROM, TO, N / 2>(from, to, elements, factor);
+}
+
+// The largest of N lanes, as signed numbers.
+template <int N, class V>
+KVBM_FORMAT auto largest_lane(const V& lanes) {
+  using Code = Plain<std::remove_reference_t<decltype(lanes[0])>>;
+  using Signed = std::make_signed_t<Code>;
+  if constexpr (sizeof lanes > 16) {
+    Vector<Code, N / 2> low, high;
+    std::memcpy(&low, &lanes, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof low, sizeof high);
+    using S = Vector<Signed, N / 2>;
+    return largest_lane<N / 2>((S)low > (S)high ? low : high);
+  } else {
+    Code most = lanes[0];
+    for (int k = 1; k < N; ++k) most = Signed(lanes[k]) > Signed(most) ? lanes[k] : most;
+    return most;
+  }
+}
+
+// The largest code without sign of the finite ones among contiguous elements, a multiple of eight, N words at a time.
 template <class FROM, int N>
 KVBM_FORMAT uint32_t largest_of_run(const char* from, uint64_t elements) {
+  using Code = std::conditional_t<FROM::kBits == 16, uint16_t, uint32_t>;
+  using Signed = std::make_signed_t<Code>;
+  // Added to codes that are not finite, it makes them negative.
+  constexpr Code kOffset = Code(Code(~Code{0}) >> 1) - Code(FROM::kInfinite - 1);
+  constexpr int kStep = 4 / sizeof(Code) * N;
+  using V = Vector<Code, kStep>;
+  using S = Vector<Signed, kStep>;
   uint32_t most = 0;
-  if constexpr (FROM::kBits >= 16) {
-    typename Lanes<N>::Bits codes, found = {};
-    uint64_t i = 0;
-    for (; i + N <= elements; i += N) {
-      load_lanes<FROM, N>(from + i * FROM::kBits / 8, codes);
-      codes &= ~0u >> (33 - FROM::kBits);
-      codes = codes < FROM::kInfinite ? codes : typename Lanes<N>::Bits{};
-      found = codes > found ? codes : found;
+  if (elements >= kStep) {
+    V found = V{} + kOffset;
+    for (; elements >= kStep; elements -= kStep) {
+      V codes;
+      std::memcpy(&codes, from, sizeof codes);
+      codes = (codes & Code(Code(~Code{0}) >> 1)) + kOffset;
+      found = (S)codes > (S)found ? codes : found;
+      from += sizeof codes;
     }
-    for (int k = 0; k < N; ++k) most = found[k] > most ? found[k] : most;
-    if constexpr (N > 8) {
-      if (i < elements) {
-        const uint32_t rest = largest_of_run<FROM, 8>(from + i * FROM::kBits / 8, 8);
-        most = rest > most ? rest : most;
-      }
+    most = largest_lane<kStep>(found) - kOffset;
+  }
+  if constexpr (kStep > 8) {
+    if (elements) {
+      const uint32_t rest = largest_of_run<FROM, N / 2>(from, elements);
+      most = rest > most ? rest : most;
     }
   }
   return most;
 }
 
-// The two for each instruction set.
-template <class FROM, class TO>
-struct HostRuns {
-  void (*cast)(const char*, char*, uint64_t, float);
-  uint32_t (*largest)(const char*, uint64_t);
+// Groups that are cast one after the other.
+struct HostGroups {
+  static constexpr uint32_t kMost = 64;
+  uint32_t count;
+  uint64_t run;  // contiguous elements of a group
+  const char* src[kMost];
+  char* dst[kMost];
+  uint32_t largest[kMost];  // the largest finite codes without sign
+  float factor[kMost];
 };
-#define KVBM_HOST_RUNS(name, n, target)                                                  \
-  template <class FROM, class TO>                                                        \
-  target void cast_##name(const char* from, char* to, uint64_t elements, float factor) { \
-    cast_run<FROM, TO, n>(from, to, elements, factor);                                   \
-  }                                                                                      \
-  template <class FROM>                                                                  \
-  target uint32_t largest_##name(const char* from, uint64_t elements) {                  \
-    return largest_of_run<FROM, n>(from, elements);                                      \
+
+// For each instruction set: adds a run of each group to the largest codes, and casts it.  The run is so many bytes behind the
+// first one.
+struct HostRuns {
+  void (*largest)(HostGroups&, uint64_t src);
+  void (*cast)(const HostGroups&, uint64_t src, uint64_t dst);
+};
+#define KVBM_HOST_RUNS(name, n, target)                                                     \
+  template <class FROM, class TO>                                                           \
+  target void cast_##name(const HostGroups& groups, uint64_t src, uint64_t dst) {           \
+    for (uint32_t i = 0; i < groups.count; ++i)                                             \
+      cast_run<FROM, TO, n>(groups.src[i] + src, groups.dst[i] + dst, groups.run, groups.factor[i]); \
+  }                                                                                         \
+  template <class FROM>                                                                     \
+  target void largest_##name(HostGroups& groups, uint64_t src) {                            \
+    if constexpr (FROM::kBits >= 16)                                                        \
+      for (uint32_t i = 0; i < groups.count; ++i) {                                         \
+        const uint32_t most = largest_of_run<FROM, n>(groups.src[i] + src, groups.run);     \
+        groups.largest[i] = most > groups.largest[i] ? most : groups.largest[i];            \
+      }                                                                                     \
   }
 #ifdef __x86_64__
 KVBM_HOST_RUNS(avx2, 8, __attribute__((target("avx2"))))
@@ -130,13 +239,13 @@ KVBM_HOST_RUNS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512vl,avx5
 KVBM_HOST_RUNS(plain, 8, )
 
 template <class FROM, class TO>
-inline HostRuns<FROM, TO> host_runs() {
+inline HostRuns host_runs() {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    return {cast_avx512<FROM, TO>, largest_avx512<FROM>};
-  if (__builtin_cpu_supports("avx2")) return {cast_avx2<FROM, TO>, largest_avx2<FROM>};
+    return {largest_avx512<FROM>, cast_avx512<FROM, TO>};
+  if (__builtin_cpu_supports("avx2")) return {largest_avx2<FROM>, cast_avx2<FROM, TO>};
 #endif
-  return {cast_plain<FROM, TO>, largest_plain<FROM>};
+  return {largest_plain<FROM>, cast_plain<FROM, TO>};
 }
 
 }  // namespace kvbm
