@@ -172,8 +172,19 @@ struct CastNest {
       Bases scales = at;  // without scales nothing reads them, and `s` is `p`
       if (a.num_parts > 1) locate<OUTER>(a, s, chunk, scales);
       const uint32_t end = (tile + 1) * p.tile_words < p.words ? (tile + 1) * p.tile_words : p.words;
-      for (uint32_t group = tile * p.tile_words; group < end; ++group)
-        turn(find<QUANTISES>(p, s, at, scales, group), given_scale(a, p, chunk, group));
+      Place place = {};
+      uint32_t line = 0;  // groups that follow in the first mode
+      for (uint32_t group = tile * p.tile_words; group < end; ++group) {
+        if (line) {
+          place = next<QUANTISES>(p, s, place);
+        } else {
+          uint32_t rest = group;
+          place = find<QUANTISES>(p, s, at, scales, group);
+          line = p.inner[kGroup].extent.n - take(rest, p.inner[kGroup].extent);
+        }
+        --line;
+        turn(place, given_scale(a, p, chunk, group));
+      }
     }
   }
 #endif
@@ -453,41 +464,20 @@ struct Cast : CastNest<OUTER, INNER> {
   }
   // Not inlined: no arithmetic moves out of the life of `arithmetic`.
   __attribute__((noinline)) static void run_jobs(const kvbm_args& a, uint32_t first, uint32_t last) {
-    static const HostRuns runs = host_runs<FROM, TO>();
-    const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
-    HostGroups groups;
-    Place place[HostGroups::kMost];
-    float given[HostGroups::kMost];
-    groups.count = 0;
-    groups.run = uint64_t{p.inner[0].extent.n} * ITEM;
-    const auto for_runs = [&](auto turn) {  // the contiguous runs of a group
-      for (uint32_t j = 0; j < p.inner[2].extent.n; ++j)
-        for (uint32_t i = 0; i < p.inner[1].extent.n; ++i)
-          turn(i * p.inner[1].src + j * p.inner[2].src, i * p.inner[1].dst + j * p.inner[2].dst);
-    };
-    const auto cast_groups = [&] {
-      if constexpr (kComputes) {
-        std::memset(groups.largest, 0, sizeof groups.largest);
-        for_runs([&](int64_t src, int64_t) { runs.largest(groups, src); });
-      }
-      for (uint32_t i = 0; i < groups.count; ++i) {
-        if constexpr (kComputes)
-          groups.factor[i] = put_scale(s, groups.largest[i], place[i].scale, given[i]);
-        else
-          groups.factor[i] = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, place[i].scale, s.word) : 0, given[i]);
-      }
-      for_runs([&](int64_t src, int64_t dst) { runs.cast(groups, src, dst); });
-      groups.count = 0;
-    };
-    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float of_caller) {
+    static const CastGroups cast_groups = host_casts<FROM, TO, SCALE>();
+    HostGroups groups = {};
+    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float given) {
       const uint32_t i = groups.count++;
       groups.src[i] = at.src;
       groups.dst[i] = at.dst;
-      place[i] = at;
-      given[i] = of_caller;
-      if (groups.count == HostGroups::kMost) cast_groups();
+      groups.scale[i] = at.scale;
+      groups.given[i] = given;
+      if (groups.count == HostGroups::kMost) {
+        cast_groups(groups, a.part[0]);
+        groups.count = 0;
+      }
     });
-    cast_groups();
+    cast_groups(groups, a.part[0]);
   }
   static constexpr decltype(&run_host) host() { return run_host; }
 #endif

@@ -4,6 +4,7 @@
 #include "formats.cuh"
 
 #ifndef __CUDACC__
+#include <limits>
 #include <type_traits>
 
 namespace kvbm {
@@ -59,7 +60,7 @@ KVBM_FORMAT void store_lanes(char* to, const U& codes) {
     const Vector<uint16_t, N> halves = __builtin_convertvector(codes, Vector<uint16_t, N>);
     std::memcpy(to, &halves, sizeof halves);
   } else {
-    const Vector<uint8_t, N> bytes = __builtin_convertvector(codes, Vector<uint8_t, N>);
+    const Vector<uint8_t, N> bytes = __builtin_convertvector(F::kBits == 4 ? codes & 15 : codes, Vector<uint8_t, N>);
     if constexpr (F::kBits == 8) {
       std::memcpy(to, &bytes, sizeof bytes);
     } else {
@@ -90,17 +91,18 @@ KVBM_FORMAT void load_pairs(const char* from, U& even, U& odd) {
     } else {
       std::memcpy(&halves, from, sizeof halves);
     }
-    even = (U)halves & 0xffff;
+    even = kSame<F, Bf16> ? (U)halves : (U)halves & 0xffff;  // its value does not depend on higher bits
     odd = (U)halves >> 16;
   }
 }
+// Only the lowest bits are codes.
 template <class F, int N, class U>
 KVBM_FORMAT void store_pairs(char* to, const U& even, const U& odd) {
   if constexpr (F::kBits == 4) {
-    const Vector<uint8_t, N> bytes = __builtin_convertvector(even | odd << 4, Vector<uint8_t, N>);
+    const Vector<uint8_t, N> bytes = __builtin_convertvector((even & 15) | odd << 4, Vector<uint8_t, N>);
     std::memcpy(to, &bytes, sizeof bytes);
   } else {
-    const auto halves = (Vector<uint16_t, 2 * N>)(even | odd << 16);
+    const auto halves = (Vector<uint16_t, 2 * N>)((even & 0xffff) | odd << 16);
     if constexpr (F::kBits == 8) {
       const auto bytes = __builtin_convertvector(halves, Vector<uint8_t, 2 * N>);
       std::memcpy(to, &bytes, sizeof bytes);
@@ -110,29 +112,52 @@ KVBM_FORMAT void store_pairs(char* to, const U& even, const U& odd) {
   }
 }
 
-// F::round in fewer operations.  Adding a number whose last bit is worth the unit of the code rounds to that unit.  The number is
-// 2^e * (2^23 + kRest), so the sum has the mantissa kRest + the value in units, and its bits without the mantissa are a multiple
-// of e: with kRest both add up to the code.  The product is exact.
-template <class F, class X>
+// F::round in fewer operations; only the lowest bits are the code.  FINITE: `x` is not NaN.
+//
+// Formats of 8 bits and fewer: adding a number whose last bit is worth the unit of a code rounds to that unit.  The number is
+// 2^e * (2^23 + kRest), so the sum has the mantissa kRest + the value in units, and its bits above are a multiple of e: with kRest
+// both add up to the code.  The product is exact.
+template <class F, bool FINITE, class X>
 KVBM_FORMAT auto round_lanes(const X& x) {
-  if constexpr (F::kBits <= 8 && !kSame<F, I8>) {
-    constexpr int kMantissa = 23 - F::kShift, kBias = 128 - int(F::kFirstNormal >> 23);
-    constexpr uint32_t kRest = uint32_t((kBias - 151 + kMantissa) * (1 << kMantissa)) & ((1u << F::kBits) - 1);
-    constexpr float kNumber = float(0x800000 + kRest) / (1 << kMantissa);
-    const auto bits = bits_of(x), size = bits & ~kSign;
-    using U = Plain<decltype(bits)>;
-    const U most = bits_of(all<X>(range_of<F>().most)), least = all<U>(F::kFirstNormal);
-    const U limited = size < most ? size : most;
-    const U sum = bits_of(float_of((limited > least ? limited : least) & kInfinity) * kNumber + float_of(limited));
-    const U code = (sum + (sum >> F::kShift) & F::kCodes) | bits >> 31 << (F::kBits - 1);
-    return size > kInfinity ? F::round(all<X>(float_of(kInfinity | 1))) : code;
-  } else {
+  const auto bits = bits_of(x), size = bits & ~kSign;
+  using U = Plain<decltype(bits)>;
+  if constexpr (kSame<F, Bf16> && FINITE) {
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  } else if constexpr (F::kBits > 8) {
     return F::round(x);
+  } else {
+    constexpr float kMost = range_of<F>().most, kWhole = 12582912.0f;  // see I8::round
+    const U most = bits_of(all<X>(kMost)), limited = size < most ? size : most;
+    U code;
+    if constexpr (kSame<F, I8>) {
+      code = bits_of(float_of(limited | (bits & kSign)) + kWhole);
+    } else {
+      constexpr int kMantissa = 23 - F::kShift, kBias = 128 - int(F::kFirstNormal >> 23);
+      constexpr uint32_t kRest = uint32_t((kBias - 151 + kMantissa) * (1 << kMantissa)) & ((1u << F::kBits) - 1);
+      constexpr float kNumber = float(0x800000 + kRest) / (1 << kMantissa);
+      const U least = all<U>(F::kFirstNormal), normal = limited > least ? limited : least;
+      const U sum = bits_of(float_of(normal & kInfinity) * kNumber + float_of(limited));
+      code = (sum + (sum >> F::kShift)) | (bits >> (32 - F::kBits) & (F::kCodes + 1));
+    }
+    return FINITE ? code : size > kInfinity ? F::round(all<X>(float_of(kInfinity | 1))) : code;
+  }
+}
+
+// Codes of values times a factor.  FINITE: if a value is not NaN, nor is the product.
+template <class FROM, class TO, bool FINITE, class U>
+KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
+  if constexpr (FINITE && kSame<FROM, E4m3>) {
+    const U size = codes & FROM::kCodes, normal = (size << FROM::kShift) + (FROM::kFirstNormal - 0x800000);
+    const U subnormal = bits_of(float_of(FROM::kUnit + size) - float_of(all<U>(FROM::kUnit)));
+    const auto x = float_of((size > 7 ? normal : subnormal) | (codes << 24 & kSign));
+    return size == FROM::kCodes ? TO::round(float_of(all<U>(kInfinity | 1))) : round_lanes<TO, true>(x * factor);
+  } else {
+    return round_lanes<TO, FINITE && !kSame<FROM, E5m2>>(FROM::value(codes) * factor);
   }
 }
 
 // Casts contiguous elements, a multiple of eight, N or 2 * N at a time.
-template <class FROM, class TO, int N>
+template <class FROM, class TO, bool FINITE, int N>
 KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float factor) {
   typename Lanes<N>::Bits codes, odd;
   constexpr bool kPairs = FROM::kBits <= 16 && TO::kBits <= 16;
@@ -140,112 +165,199 @@ KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float f
   for (; elements >= kStep; elements -= kStep) {
     if constexpr (kPairs) {
       load_pairs<FROM, N>(from, codes, odd);
-      store_pairs<TO, N>(to, round_lanes<TO>(FROM::value(codes) * factor), round_lanes<TO>(FROM::value(odd) * factor));
+      store_pairs<TO, N>(to, cast_lanes<FROM, TO, FINITE>(codes, factor), cast_lanes<FROM, TO, FINITE>(odd, factor));
     } else {
       load_lanes<FROM, N>(from, codes);
-      store_lanes<TO, N>(to, round_lanes<TO>(FROM::value(codes) * factor));
+      store_lanes<TO, N>(to, cast_lanes<FROM, TO, FINITE>(codes, factor));
     }
     from += kStep * FROM::kBits / 8;
     to += kStep * TO::kBits / 8;
   }
   if constexpr (kStep > 8)
-    if (elements) cast_run<FROM, TO, N / 2>(from, to, elements, factor);
+    if (elements) cast_run<FROM, TO, FINITE, N / 2>(from, to, elements, factor);
 }
 
-// The largest of N lanes, as signed numbers.
+// The largest of N lanes.
 template <int N, class V>
 KVBM_FORMAT auto largest_lane(const V& lanes) {
-  using Code = Plain<std::remove_reference_t<decltype(lanes[0])>>;
-  using Signed = std::make_signed_t<Code>;
-  if constexpr (sizeof lanes > 16) {
-    Vector<Code, N / 2> low, high;
+  if constexpr (N == 1) {
+    return lanes[0];
+  } else {
+    Vector<Plain<std::remove_reference_t<decltype(lanes[0])>>, N / 2> low, high;
     std::memcpy(&low, &lanes, sizeof low);
     std::memcpy(&high, reinterpret_cast<const char*>(&lanes) + sizeof low, sizeof high);
-    using S = Vector<Signed, N / 2>;
-    return largest_lane<N / 2>((S)low > (S)high ? low : high);
-  } else {
-    Code most = lanes[0];
-    for (int k = 1; k < N; ++k) most = Signed(lanes[k]) > Signed(most) ? lanes[k] : most;
-    return most;
+    return largest_lane<N / 2>(low > high ? low : high);
   }
 }
 
-// The largest code without sign of the finite ones among contiguous elements, a multiple of eight, N words at a time.
-template <class FROM, int N>
+// The largest code without sign among contiguous elements, a multiple of eight, N words at a time.  FILTERS: of finite ones.
+template <class FROM, bool FILTERS, int N>
 KVBM_FORMAT uint32_t largest_of_run(const char* from, uint64_t elements) {
-  using Code = std::conditional_t<FROM::kBits == 16, uint16_t, uint32_t>;
-  using Signed = std::make_signed_t<Code>;
-  // Added to codes that are not finite, it makes them negative.
-  constexpr Code kOffset = Code(Code(~Code{0}) >> 1) - Code(FROM::kInfinite - 1);
+  using Code = std::conditional_t<FROM::kBits == 16, int16_t, int32_t>;
+  constexpr Code kCodes = std::numeric_limits<Code>::max();
+  // Makes codes that are not finite negative.
+  constexpr auto kOffset = std::make_unsigned_t<Code>(FILTERS ? kCodes - (FROM::kInfinite - 1) : 0);
   constexpr int kStep = 4 / sizeof(Code) * N;
-  using V = Vector<Code, kStep>;
-  using S = Vector<Signed, kStep>;
-  uint32_t most = 0;
+  Vector<Code, kStep> codes, found = {};
+  found += Code(kOffset);
+  Code most = kOffset;
   if (elements >= kStep) {
-    V found = V{} + kOffset;
     for (; elements >= kStep; elements -= kStep) {
-      V codes;
       std::memcpy(&codes, from, sizeof codes);
-      codes = (codes & Code(Code(~Code{0}) >> 1)) + kOffset;
-      found = (S)codes > (S)found ? codes : found;
+      codes = (decltype(codes))((Vector<std::make_unsigned_t<Code>, kStep>)(codes & kCodes) + kOffset);
+      found = codes > found ? codes : found;
       from += sizeof codes;
     }
-    most = largest_lane<kStep>(found) - kOffset;
+    most = largest_lane<kStep>(found);
   }
+  uint32_t largest = uint32_t(most) - kOffset;
   if constexpr (kStep > 8) {
     if (elements) {
-      const uint32_t rest = largest_of_run<FROM, N / 2>(from, elements);
-      most = rest > most ? rest : most;
+      const uint32_t rest = largest_of_run<FROM, FILTERS, N / 2>(from, elements);
+      largest = rest > largest ? rest : largest;
     }
   }
-  return most;
+  return largest;
 }
 
-// Groups that are cast one after the other.
+// The codes of scales.  `largest`: bits of the largest finite |x|.  See scale_of.
+template <class S, class U, class X>
+KVBM_FORMAT U scales_of(const U& largest, const Range& of, const X& given) {
+  const X scale = float_of(largest) / of.most;
+  U code, one;  // `one`: the code of 1
+  if constexpr (kSame<S, F32>) {
+    code = bits_of(scale) > kLeastNormal ? bits_of(scale) : all<U>(kLeastNormal);
+    one = all<U>(0x3f800000u);
+  } else if constexpr (kSame<S, E4m3>) {
+    code = round_lanes<E4m3, false>(scale / given) & 0xff;
+    code = code > 1 ? code : all<U>(1u);
+    one = all<U>(0x38u);
+  } else {
+    const U exponent = largest >> 23, least = all<U>(uint32_t(of.exponent));
+    code = (exponent > least ? exponent : least) - least;
+    one = all<U>(127u);
+  }
+  return largest == 0 ? one : code;
+}
+// See factor_of.
+template <class S, class U, class X>
+KVBM_FORMAT X factors_of(const U& code, const X& given) {
+  if constexpr (kSame<S, None>) {
+    return given;
+  } else if constexpr (kSame<S, E8m0>) {
+    const U bits = code == 0 ? all<U>(kLeastNormal >> 1) : code << 23;
+    return float_of(code == 0xff ? all<U>(kInfinity | 1) : bits);
+  } else if constexpr (kSame<S, E4m3>) {
+    return E4m3::value(code) * given;
+  } else {
+    return float_of(code);
+  }
+}
+
+// Groups that are cast together.
 struct HostGroups {
   static constexpr uint32_t kMost = 64;
   uint32_t count;
-  uint64_t run;  // contiguous elements of a group
   const char* src[kMost];
-  char* dst[kMost];
-  uint32_t largest[kMost];  // the largest finite codes without sign
+  char *dst[kMost], *scale[kMost];
+  float given[kMost];     // scales of the caller
+  uint32_t codes[kMost];  // first of the largest elements, then of the scales
   float factor[kMost];
 };
 
-// For each instruction set: adds a run of each group to the largest codes, and casts it.  The run is so many bytes behind the
-// first one.
-struct HostRuns {
-  void (*largest)(HostGroups&, uint64_t src);
-  void (*cast)(const HostGroups&, uint64_t src, uint64_t dst);
-};
-#define KVBM_HOST_RUNS(name, n, target)                                                     \
-  template <class FROM, class TO>                                                           \
-  target void cast_##name(const HostGroups& groups, uint64_t src, uint64_t dst) {           \
-    for (uint32_t i = 0; i < groups.count; ++i)                                             \
-      cast_run<FROM, TO, n>(groups.src[i] + src, groups.dst[i] + dst, groups.run, groups.factor[i]); \
-  }                                                                                         \
-  template <class FROM>                                                                     \
-  target void largest_##name(HostGroups& groups, uint64_t src) {                            \
-    if constexpr (FROM::kBits >= 16)                                                        \
-      for (uint32_t i = 0; i < groups.count; ++i) {                                         \
-        const uint32_t most = largest_of_run<FROM, n>(groups.src[i] + src, groups.run);     \
-        groups.largest[i] = most > groups.largest[i] ? most : groups.largest[i];            \
-      }                                                                                     \
+// What follows goes through runs of so many elements in two modes of a group.  `p`: the part of the elements.
+template <class FROM, bool FILTERS, int N>
+KVBM_FORMAT uint32_t largest_of_group(const char* from, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
+  uint32_t most = 0;
+  for (uint32_t j = 0; j < third; ++j)
+    for (uint32_t i = 0; i < second; ++i) {
+      const char* run = from + i * p.inner[1].src + j * p.inner[2].src;
+      const uint32_t largest = largest_of_run<FROM, FILTERS, N>(run, elements);
+      most = largest > most ? largest : most;
+    }
+  return most;
+}
+template <class FROM, class TO, bool FINITE, int N>
+KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
+  for (uint32_t g = 0; g < of.count; ++g)
+    for (uint32_t j = 0; j < third; ++j)
+      for (uint32_t i = 0; i < second; ++i) {
+        const char* from = of.src[g] + i * p.inner[1].src + j * p.inner[2].src;
+        char* to = of.dst[g] + i * p.inner[1].dst + j * p.inner[2].dst;
+        cast_run<FROM, TO, FINITE, N>(from, to, elements, of.factor[g]);
+      }
+}
+template <class FROM, class TO, class SCALE, int N>
+KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
+  constexpr bool kQuantises = FROM::kBits >= 16, kComputes = kQuantises && SCALE::kBits;
+  bool finite = kComputes || !kQuantises;
+  for (uint32_t g = 0; g < of.count; ++g) {
+    uint32_t code = 0;
+    if constexpr (kComputes) {
+      code = largest_of_group<FROM, false, N>(of.src[g], p, elements, second, third);
+      if (code >= FROM::kInfinite) {
+        code = largest_of_group<FROM, true, N>(of.src[g], p, elements, second, third);
+        finite = false;
+      }
+    } else {
+      std::memcpy(&code, of.scale[g], SCALE::kBits / 8);
+    }
+    of.codes[g] = code;
+  }
+  for (uint32_t g = 0; g < of.count; g += N) {
+    typename Lanes<N>::Bits codes;
+    typename Lanes<N>::Floats given;
+    std::memcpy(&codes, of.codes + g, sizeof codes);
+    std::memcpy(&given, of.given + g, sizeof given);
+    if constexpr (kComputes) {
+      constexpr Range range = range_of<TO>();
+      codes = scales_of<SCALE>(bits_of(FROM::value(codes)), range, given);
+      std::memcpy(of.codes + g, &codes, sizeof codes);
+    }
+    const auto factors = factors_of<SCALE>(codes, given), factor = kQuantises ? 1.0f / factors : factors;
+    std::memcpy(of.factor + g, &factor, sizeof factor);
+  }
+  for (uint32_t g = 0; g < of.count; ++g) {
+    if constexpr (kComputes) std::memcpy(of.scale[g], of.codes + g, SCALE::kBits / 8);
+    finite &= of.factor[g] != 0 && bits_of(of.factor[g]) << 1 < kInfinity << 1;
+  }
+  if (finite)
+    cast_elements<FROM, TO, true, N>(of, p, elements, second, third);
+  else
+    cast_elements<FROM, TO, false, N>(of, p, elements, second, third);
+}
+template <class FROM, class TO, class SCALE, int N>
+KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p) {
+  // Compiled for constants, where groups are as long as usual.
+  constexpr uint32_t kUsual = kSame<SCALE, E4m3> ? 16 : kSame<SCALE, E8m0> ? 32 : 128;
+  const uint32_t elements = p.inner[0].extent.n * 8, second = p.inner[1].extent.n, third = p.inner[2].extent.n;
+  if (elements == kUsual && second == 1 && third == 1)
+    cast_groups<FROM, TO, SCALE, N>(of, p, kUsual, 1, 1);
+  else
+    cast_groups<FROM, TO, SCALE, N>(of, p, elements, second, third);
+}
+
+// The same for each instruction set.
+using CastGroups = void (*)(HostGroups&, const kvbm_part&);
+#define KVBM_HOST_CASTS(name, n, target)                                  \
+  template <class FROM, class TO, class SCALE>                            \
+  target void cast_groups_##name(HostGroups& groups, const kvbm_part& p) { \
+    cast_groups<FROM, TO, SCALE, n>(groups, p);                           \
   }
 #ifdef __x86_64__
-KVBM_HOST_RUNS(avx2, 8, __attribute__((target("avx2"))))
-KVBM_HOST_RUNS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))))
+KVBM_HOST_CASTS(avx2, 8, __attribute__((target("avx2"))))
+KVBM_HOST_CASTS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))))
 #endif
-KVBM_HOST_RUNS(plain, 8, )
+KVBM_HOST_CASTS(plain, 8, )
 
-template <class FROM, class TO>
-inline HostRuns host_runs() {
+template <class FROM, class TO, class SCALE>
+inline CastGroups host_casts() {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    return {largest_avx512<FROM>, cast_avx512<FROM, TO>};
-  if (__builtin_cpu_supports("avx2")) return {largest_avx2<FROM>, cast_avx2<FROM, TO>};
+    return cast_groups_avx512<FROM, TO, SCALE>;
+  if (__builtin_cpu_supports("avx2")) return cast_groups_avx2<FROM, TO, SCALE>;
 #endif
-  return {largest_plain<FROM>, cast_plain<FROM, TO>};
+  return cast_groups_plain<FROM, TO, SCALE>;
 }
 
 }  // namespace kvbm
