@@ -73,15 +73,19 @@ KVBM_FORMAT void store_lanes(char* to, const U& codes) {
   }
 }
 
-// 2 * N codes of a format of at most 16 bits: those of even and those of odd numbers.
+// 2 * N codes of a format of at most 16 bits: those of even and those of odd numbers.  Of 4 bits only the lowest are codes.
 template <class F, int N, class U>
 KVBM_FORMAT void load_pairs(const char* from, U& even, U& odd) {
   if constexpr (F::kBits == 4) {
-    Vector<uint8_t, N> bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    const U both = __builtin_convertvector(bytes, U);
-    even = both & 15;
-    odd = both >> 4;
+    U words, shifts;  // that have the two codes of a lane, and where
+    for (int k = 0; k < N; ++k) {
+      uint32_t word;
+      std::memcpy(&word, from + k / 4 * 4, sizeof word);
+      words[k] = word;
+      shifts[k] = k % 4 * 8;
+    }
+    even = words >> shifts;
+    odd = words >> (shifts + 4);
   } else {
     Vector<uint16_t, 2 * N> halves;
     if constexpr (F::kBits == 8) {
@@ -151,6 +155,11 @@ KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
     const U subnormal = bits_of(float_of(FROM::kUnit + size) - float_of(all<U>(FROM::kUnit)));
     const auto x = float_of((size > 7 ? normal : subnormal) | (codes << 24 & kSign));
     return size == FROM::kCodes ? TO::round(float_of(all<U>(kInfinity | 1))) : round_lanes<TO, true>(x * factor);
+  } else if constexpr (kSame<FROM, E2m1> && sizeof(U) >= 32) {  // looked up
+    typename Lanes<sizeof(U) / 4>::Floats values;
+    for (uint32_t k = 0; k < sizeof(U) / 4; ++k) values[k] = E2m1::value(k);
+    const auto x = __builtin_shuffle(values, codes);
+    return round_lanes<TO, FINITE>((sizeof(U) == 64 ? x : float_of(bits_of(x) | (codes << 28 & kSign))) * factor);
   } else {
     return round_lanes<TO, FINITE && !kSame<FROM, E5m2>>(FROM::value(codes) * factor);
   }
@@ -159,16 +168,16 @@ KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
 // Casts contiguous elements, a multiple of eight, N or 2 * N at a time.
 template <class FROM, class TO, bool FINITE, int N>
 KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float factor) {
-  typename Lanes<N>::Bits codes, odd;
   constexpr bool kPairs = FROM::kBits <= 16 && TO::kBits <= 16;
-  constexpr int kStep = kPairs ? 2 * N : N;
+  constexpr int kLanes = kPairs || N > 8 ? N : 8, kStep = kPairs ? 2 * N : kLanes;
+  typename Lanes<kLanes>::Bits codes, odd;
   for (; elements >= kStep; elements -= kStep) {
     if constexpr (kPairs) {
       load_pairs<FROM, N>(from, codes, odd);
       store_pairs<TO, N>(to, cast_lanes<FROM, TO, FINITE>(codes, factor), cast_lanes<FROM, TO, FINITE>(odd, factor));
     } else {
-      load_lanes<FROM, N>(from, codes);
-      store_lanes<TO, N>(to, cast_lanes<FROM, TO, FINITE>(codes, factor));
+      load_lanes<FROM, kLanes>(from, codes);
+      store_lanes<TO, kLanes>(to, cast_lanes<FROM, TO, FINITE>(codes, factor));
     }
     from += kStep * FROM::kBits / 8;
     to += kStep * TO::kBits / 8;
@@ -304,8 +313,12 @@ KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p, uint64_t elemen
     }
     of.codes[g] = code;
   }
+  for (uint32_t g = of.count; g % N; ++g) {
+    of.codes[g] = of.codes[g - 1];
+    of.given[g] = of.given[g - 1];
+  }
+  typename Lanes<N>::Bits codes, wrong = {};
   for (uint32_t g = 0; g < of.count; g += N) {
-    typename Lanes<N>::Bits codes;
     typename Lanes<N>::Floats given;
     std::memcpy(&codes, of.codes + g, sizeof codes);
     std::memcpy(&given, of.given + g, sizeof given);
@@ -316,12 +329,11 @@ KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p, uint64_t elemen
     }
     const auto factors = factors_of<SCALE>(codes, given), factor = kQuantises ? 1.0f / factors : factors;
     std::memcpy(of.factor + g, &factor, sizeof factor);
+    wrong |= decltype(codes)((bits_of(factor) << 1) - 1 > (kInfinity << 1) - 2);  // zero, infinite or NaN
   }
-  for (uint32_t g = 0; g < of.count; ++g) {
-    if constexpr (kComputes) std::memcpy(of.scale[g], of.codes + g, SCALE::kBits / 8);
-    finite &= of.factor[g] != 0 && bits_of(of.factor[g]) << 1 < kInfinity << 1;
-  }
-  if (finite)
+  if constexpr (kComputes)
+    for (uint32_t g = 0; g < of.count; ++g) std::memcpy(of.scale[g], of.codes + g, SCALE::kBits / 8);
+  if (finite && !largest_lane<N>(wrong))
     cast_elements<FROM, TO, true, N>(of, p, elements, second, third);
   else
     cast_elements<FROM, TO, false, N>(of, p, elements, second, third);
@@ -348,7 +360,7 @@ using CastGroups = void (*)(HostGroups&, const kvbm_part&);
 KVBM_HOST_CASTS(avx2, 8, __attribute__((target("avx2"))))
 KVBM_HOST_CASTS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))))
 #endif
-KVBM_HOST_CASTS(plain, 8, )
+KVBM_HOST_CASTS(plain, 4, )
 
 template <class FROM, class TO, class SCALE>
 inline CastGroups host_casts() {
