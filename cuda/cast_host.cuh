@@ -73,59 +73,43 @@ KVBM_FORMAT void store_lanes(char* to, const U& codes) {
   }
 }
 
-// 2 * N codes of a format of at most 16 bits: those of even and those of odd numbers.  Of 4 bits only the lowest are codes.
+// 2 * N codes of a format of at most 16 bits: those of even and those of odd numbers.  Only the lowest bits are codes.
+template <class F, int N>
+using Pairs = Vector<std::conditional_t<F::kBits == 16, uint32_t, std::conditional_t<F::kBits == 8, uint16_t, uint8_t>>, N>;
 template <class F, int N, class U>
 KVBM_FORMAT void load_pairs(const char* from, U& even, U& odd) {
-  if constexpr (F::kBits == 4) {
-    U words, shifts;  // that have the two codes of a lane, and where
+  if constexpr (F::kBits == 4) {  // GCC converts eight bytes one by one
+    U shifts;
     for (int k = 0; k < N; ++k) {
       uint32_t word;
       std::memcpy(&word, from + k / 4 * 4, sizeof word);
-      words[k] = word;
+      even[k] = word;
       shifts[k] = k % 4 * 8;
     }
-    even = words >> shifts;
-    odd = words >> (shifts + 4);
+    even >>= shifts;
   } else {
-    Vector<uint16_t, 2 * N> halves;
-    if constexpr (F::kBits == 8) {
-      Vector<uint8_t, 2 * N> bytes;
-      std::memcpy(&bytes, from, sizeof bytes);
-      halves = __builtin_convertvector(bytes, Vector<uint16_t, 2 * N>);
-    } else {
-      std::memcpy(&halves, from, sizeof halves);
-    }
-    even = kSame<F, Bf16> ? (U)halves : (U)halves & 0xffff;  // its value does not depend on higher bits
-    odd = (U)halves >> 16;
+    Pairs<F, N> pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    even = __builtin_convertvector(pairs, U);
   }
+  odd = even >> F::kBits;
 }
-// Only the lowest bits are codes.
 template <class F, int N, class U>
 KVBM_FORMAT void store_pairs(char* to, const U& even, const U& odd) {
-  if constexpr (F::kBits == 4) {
-    const Vector<uint8_t, N> bytes = __builtin_convertvector((even & 15) | odd << 4, Vector<uint8_t, N>);
-    std::memcpy(to, &bytes, sizeof bytes);
-  } else {
-    const auto halves = (Vector<uint16_t, 2 * N>)((even & 0xffff) | odd << 16);
-    if constexpr (F::kBits == 8) {
-      const auto bytes = __builtin_convertvector(halves, Vector<uint8_t, 2 * N>);
-      std::memcpy(to, &bytes, sizeof bytes);
-    } else {
-      std::memcpy(to, &halves, sizeof halves);
-    }
-  }
+  const auto pairs = __builtin_convertvector((even & ((1u << F::kBits) - 1)) | odd << F::kBits, Pairs<F, N>);
+  std::memcpy(to, &pairs, sizeof pairs);
 }
 
-// F::round in fewer operations; only the lowest bits are the code.  FINITE: `x` is not NaN.
+// F::round in fewer operations; only the lowest bits are the code.  NUMBERS: `x` is not NaN.
 //
 // Formats of 8 bits and fewer: adding a number whose last bit is worth the unit of a code rounds to that unit.  The number is
 // 2^e * (2^23 + kRest), so the sum has the mantissa kRest + the value in units, and its bits above are a multiple of e: with kRest
 // both add up to the code.  The product is exact.
-template <class F, bool FINITE, class X>
+template <class F, bool NUMBERS, class X>
 KVBM_FORMAT auto round_lanes(const X& x) {
   const auto bits = bits_of(x), size = bits & ~kSign;
   using U = Plain<decltype(bits)>;
-  if constexpr (kSame<F, Bf16> && FINITE) {
+  if constexpr (kSame<F, Bf16> && NUMBERS) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   } else if constexpr (F::kBits > 8) {
     return F::round(x);
@@ -143,30 +127,41 @@ KVBM_FORMAT auto round_lanes(const X& x) {
       const U sum = bits_of(float_of(normal & kInfinity) * kNumber + float_of(limited));
       code = (sum + (sum >> F::kShift)) | (bits >> (32 - F::kBits) & (F::kCodes + 1));
     }
-    return FINITE ? code : size > kInfinity ? F::round(all<X>(float_of(kInfinity | 1))) : code;
+    return NUMBERS ? code : size > kInfinity ? F::round(all<X>(float_of(kInfinity | 1))) : code;
   }
 }
 
-// Codes of values times a factor.  FINITE: if a value is not NaN, nor is the product.
-template <class FROM, class TO, bool FINITE, class U>
+// F::value where only the lowest bits are the code.
+template <class F, class U>
+KVBM_FORMAT auto value_lanes(const U& codes) {
+  constexpr int kLanes = sizeof(U) / 4;
+  if constexpr (kSame<F, E2m1> && kLanes >= 8) {  // looked up
+    typename Lanes<kLanes>::Floats values;
+    for (int k = 0; k < kLanes; ++k) values[k] = E2m1::value(uint32_t(k));
+    const auto found = __builtin_shuffle(values, codes);
+    return kLanes == 16 ? found : float_of(bits_of(found) | (codes << 28 & kSign));
+  } else if constexpr (F::kBits == 32 || kSame<F, Bf16>) {
+    return F::value(codes);
+  } else {
+    return F::value(codes & ((1u << F::kBits) - 1));
+  }
+}
+
+// Codes of values times a factor.  NUMBERS: values that are not NaN have products that are not NaN.
+template <class FROM, class TO, bool NUMBERS, class U>
 KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
-  if constexpr (FINITE && kSame<FROM, E4m3>) {
+  if constexpr (NUMBERS && kSame<FROM, E4m3>) {
     const U size = codes & FROM::kCodes, normal = (size << FROM::kShift) + (FROM::kFirstNormal - 0x800000);
     const U subnormal = bits_of(float_of(FROM::kUnit + size) - float_of(all<U>(FROM::kUnit)));
     const auto x = float_of((size > 7 ? normal : subnormal) | (codes << 24 & kSign));
-    return size == FROM::kCodes ? TO::round(float_of(all<U>(kInfinity | 1))) : round_lanes<TO, true>(x * factor);
-  } else if constexpr (kSame<FROM, E2m1> && sizeof(U) >= 32) {  // looked up
-    typename Lanes<sizeof(U) / 4>::Floats values;
-    for (uint32_t k = 0; k < sizeof(U) / 4; ++k) values[k] = E2m1::value(k);
-    const auto x = __builtin_shuffle(values, codes);
-    return round_lanes<TO, FINITE>((sizeof(U) == 64 ? x : float_of(bits_of(x) | (codes << 28 & kSign))) * factor);
+    return size == FROM::kCodes ? TO::round(float_of(all<U>(kInfinity | 1))) : round_lanes<TO, NUMBERS>(x * factor);
   } else {
-    return round_lanes<TO, FINITE && !kSame<FROM, E5m2>>(FROM::value(codes) * factor);
+    return round_lanes<TO, NUMBERS && !kSame<FROM, E5m2>>(value_lanes<FROM>(codes) * factor);
   }
 }
 
 // Casts contiguous elements, a multiple of eight, N or 2 * N at a time.
-template <class FROM, class TO, bool FINITE, int N>
+template <class FROM, class TO, bool NUMBERS, int N>
 KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float factor) {
   constexpr bool kPairs = FROM::kBits <= 16 && TO::kBits <= 16;
   constexpr int kLanes = kPairs || N > 8 ? N : 8, kStep = kPairs ? 2 * N : kLanes;
@@ -174,16 +169,16 @@ KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float f
   for (; elements >= kStep; elements -= kStep) {
     if constexpr (kPairs) {
       load_pairs<FROM, N>(from, codes, odd);
-      store_pairs<TO, N>(to, cast_lanes<FROM, TO, FINITE>(codes, factor), cast_lanes<FROM, TO, FINITE>(odd, factor));
+      store_pairs<TO, N>(to, cast_lanes<FROM, TO, NUMBERS>(codes, factor), cast_lanes<FROM, TO, NUMBERS>(odd, factor));
     } else {
       load_lanes<FROM, kLanes>(from, codes);
-      store_lanes<TO, kLanes>(to, cast_lanes<FROM, TO, FINITE>(codes, factor));
+      store_lanes<TO, kLanes>(to, cast_lanes<FROM, TO, NUMBERS>(codes, factor));
     }
     from += kStep * FROM::kBits / 8;
     to += kStep * TO::kBits / 8;
   }
   if constexpr (kStep > 8)
-    if (elements) cast_run<FROM, TO, FINITE, N / 2>(from, to, elements, factor);
+    if (elements) cast_run<FROM, TO, NUMBERS, N / 2>(from, to, elements, factor);
 }
 
 // The largest of N lanes.
@@ -286,14 +281,14 @@ KVBM_FORMAT uint32_t largest_of_group(const char* from, const kvbm_part& p, uint
     }
   return most;
 }
-template <class FROM, class TO, bool FINITE, int N>
+template <class FROM, class TO, bool NUMBERS, int N>
 KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
   for (uint32_t g = 0; g < of.count; ++g)
     for (uint32_t j = 0; j < third; ++j)
       for (uint32_t i = 0; i < second; ++i) {
         const char* from = of.src[g] + i * p.inner[1].src + j * p.inner[2].src;
         char* to = of.dst[g] + i * p.inner[1].dst + j * p.inner[2].dst;
-        cast_run<FROM, TO, FINITE, N>(from, to, elements, of.factor[g]);
+        cast_run<FROM, TO, NUMBERS, N>(from, to, elements, of.factor[g]);
       }
 }
 template <class FROM, class TO, class SCALE, int N>
