@@ -160,12 +160,34 @@ KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
   }
 }
 
+// Casts as many e4m3 codes as fill vectors to bfloat16.  A code of 16 or more is the one from 8 to 15 with the same mantissa times a
+// power of two, and so is its product, as no product is subnormal or infinite.  So those of the codes below 16 are looked up.
+KVBM_FORMAT void cast_by_table(const char*& from, char*& to, uint64_t& elements, float factor) {
+  using Halves = Vector<uint16_t, 32>;
+  Lanes<16>::Bits first;
+  for (int k = 0; k < 16; ++k) first[k] = k;
+  const auto table = (Halves)cast_lanes<E4m3, Bf16, true>(first, factor);  // each in two lanes
+  for (; elements >= 32; elements -= 32) {
+    Vector<uint8_t, 32> bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    const Halves codes = __builtin_convertvector(bytes, Halves) << 1, sizes = codes & 0xfe, last = (sizes & 14) | 16;
+    const Halves found = sizes < last ? sizes : last;
+    Halves made = (__builtin_shuffle(table, found) + ((sizes - found) << 3)) ^ (codes << 7 & 0x8000);
+    made = sizes == 0xfe ? Halves{} + 0x7fff : made;
+    std::memcpy(to, &made, sizeof made);
+    from += sizeof bytes;
+    to += sizeof made;
+  }
+}
+
 // Casts contiguous elements, a multiple of eight, N or 2 * N at a time.
 template <class FROM, class TO, bool NUMBERS, int N>
 KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float factor) {
   constexpr bool kPairs = FROM::kBits <= 16 && TO::kBits <= 16;
   constexpr int kLanes = kPairs || N > 8 ? N : 8, kStep = kPairs ? 2 * N : kLanes;
   typename Lanes<kLanes>::Bits codes, odd;
+  if constexpr (NUMBERS && kSame<FROM, E4m3> && kSame<TO, Bf16> && N == 16)
+    if (elements >= 64) cast_by_table(from, to, elements, factor);
   for (; elements >= kStep; elements -= kStep) {
     if constexpr (kPairs) {
       load_pairs<FROM, N>(from, codes, odd);
@@ -324,7 +346,8 @@ KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p, uint64_t elemen
     }
     const auto factors = factors_of<SCALE>(codes, given), factor = kQuantises ? 1.0f / factors : factors;
     std::memcpy(of.factor + g, &factor, sizeof factor);
-    wrong |= decltype(codes)((bits_of(factor) << 1) - 1 > (kInfinity << 1) - 2);  // zero, infinite or NaN
+    constexpr uint32_t kLeast = 27u << 23, kMost = 227u << 23;  // 2^-100 and 2^100
+    wrong |= decltype(codes)((bits_of(factor) & ~kSign) - kLeast > kMost - kLeast);
   }
   if constexpr (kComputes)
     for (uint32_t g = 0; g < of.count; ++g) std::memcpy(of.scale[g], of.codes + g, SCALE::kBits / 8);
