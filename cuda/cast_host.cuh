@@ -185,7 +185,7 @@ template <class FROM, class TO, bool NUMBERS, int N>
 KVBM_FORMAT void cast_run(const char* from, char* to, uint64_t elements, float factor) {
   constexpr bool kPairs = FROM::kBits <= 16 && TO::kBits <= 16;
   constexpr int kLanes = kPairs || N > 8 ? N : 8, kStep = kPairs ? 2 * N : kLanes;
-  typename Lanes<kLanes>::Bits codes, odd;
+  typename Lanes<kLanes>::Bits codes = {}, odd = {};
   if constexpr (NUMBERS && kSame<FROM, E4m3> && kSame<TO, Bf16> && N == 16)
     if (elements >= 64) cast_by_table(from, to, elements, factor);
   for (; elements >= kStep; elements -= kStep) {
