@@ -103,8 +103,8 @@ KVBM_FORMAT void store_pairs(char* to, const U& even, const U& odd) {
 // F::round in fewer operations; only the lowest bits are the code.  NUMBERS: `x` is not NaN.
 //
 // Formats of 8 bits and fewer: adding a number whose last bit is worth the unit of a code rounds to that unit.  The number is
-// 2^e * (2^23 + kRest), so the sum has the mantissa kRest + the value in units, and its bits above are a multiple of e: with kRest
-// both add up to the code.  The product is exact.
+// 2^e * (2^23 + kRest), so the sum has the mantissa kRest + the value in units, and its bits above are a multiple of e: with
+// kRest both add up to the code.  The product is exact.  The clamp of int8 stays: GCC would fuse the sum with the product before.
 template <class F, bool NUMBERS, class X>
 KVBM_FORMAT auto round_lanes(const X& x) {
   const auto bits = bits_of(x), size = bits & ~kSign;
@@ -147,7 +147,7 @@ KVBM_FORMAT auto value_lanes(const U& codes) {
   }
 }
 
-// Codes of values times a factor.  NUMBERS: values that are not NaN have products that are not NaN.
+// Codes of values times a factor.  NUMBERS: the factor is between 2^-100 and 2^100, and values to quantise are finite.
 template <class FROM, class TO, bool NUMBERS, class U>
 KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
   if constexpr (NUMBERS && kSame<FROM, E4m3>) {
@@ -160,8 +160,8 @@ KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
   }
 }
 
-// Casts as many e4m3 codes as fill vectors to bfloat16.  A code of 16 or more is the one from 8 to 15 with the same mantissa times a
-// power of two, and so is its product, as no product is subnormal or infinite.  So those of the codes below 16 are looked up.
+// Casts as many e4m3 codes as fill vectors to bfloat16.  A code of 16 or more is the one from 8 to 15 with the same mantissa
+// times a power of two, and so is its product, as no product is subnormal or infinite.  So those of codes below 16 are looked up.
 KVBM_FORMAT void cast_by_table(const char*& from, char*& to, uint64_t& elements, float factor) {
   using Halves = Vector<uint16_t, 32>;
   Lanes<16>::Bits first;
@@ -304,7 +304,8 @@ KVBM_FORMAT uint32_t largest_of_group(const char* from, const kvbm_part& p, uint
   return most;
 }
 template <class FROM, class TO, bool NUMBERS, int N>
-KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
+KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second,
+                               uint32_t third) {
   for (uint32_t g = 0; g < of.count; ++g)
     for (uint32_t j = 0; j < third; ++j)
       for (uint32_t i = 0; i < second; ++i) {

@@ -1,5 +1,5 @@
-// Compares the casts of groups for each instruction set of this CPU with those of single values.  Prints what was compared, and the
-// number of differences.
+// Compares the casts of groups for each instruction set of this CPU with those of single values.  Prints what was compared, and
+// the number of differences.
 #include <algorithm>
 #include <cstdio>
 #include <random>
