@@ -104,7 +104,8 @@ KVBM_FORMAT void store_pairs(char* to, const U& even, const U& odd) {
 //
 // Formats of 8 bits and fewer: adding a number whose last bit is worth the unit of a code rounds to that unit.  The number is
 // 2^e * (2^23 + kRest), so the sum has the mantissa kRest + the value in units, and its bits above are a multiple of e: with
-// kRest both add up to the code.  The product is exact.  The clamp of int8 stays: GCC would fuse the sum with the product before.
+// kRest both add up to the code.  The product is exact.
+// int8: the clamp also keeps GCC from fusing the sum with the product before it.
 template <class F, bool NUMBERS, class X>
 KVBM_FORMAT auto round_lanes(const X& x) {
   const auto bits = bits_of(x), size = bits & ~kSign;
@@ -156,12 +157,13 @@ KVBM_FORMAT U cast_lanes(const U& codes, float factor) {
     const auto x = float_of((size > 7 ? normal : subnormal) | (codes << 24 & kSign));
     return size == FROM::kCodes ? TO::round(float_of(all<U>(kInfinity | 1))) : round_lanes<TO, NUMBERS>(x * factor);
   } else {
-    return round_lanes<TO, NUMBERS && !kSame<FROM, E5m2>>(value_lanes<FROM>(codes) * factor);
+    constexpr bool kNumbers = NUMBERS && !kSame<FROM, E5m2>;
+    return round_lanes<TO, kNumbers>(value_lanes<FROM>(codes) * factor);
   }
 }
 
 // Casts as many e4m3 codes as fill vectors to bfloat16.  A code of 16 or more is the one from 8 to 15 with the same mantissa
-// times a power of two, and so is its product, as no product is subnormal or infinite.  So those of codes below 16 are looked up.
+// times a power of two, and so is its product, as no product is subnormal or infinite.  Those of codes below 16 are looked up.
 KVBM_FORMAT void cast_by_table(const char*& from, char*& to, uint64_t& elements, float factor) {
   using Halves = Vector<uint16_t, 32>;
   Lanes<16>::Bits first;
@@ -293,7 +295,8 @@ struct HostGroups {
 
 // What follows goes through runs of so many elements in two modes of a group.  `p`: the part of the elements.
 template <class FROM, bool FILTERS, int N>
-KVBM_FORMAT uint32_t largest_of_group(const char* from, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
+KVBM_FORMAT uint32_t largest_of_group(const char* from, const kvbm_part& p, uint64_t elements, uint32_t second,
+                                      uint32_t third) {
   uint32_t most = 0;
   for (uint32_t j = 0; j < third; ++j)
     for (uint32_t i = 0; i < second; ++i) {
@@ -304,8 +307,7 @@ KVBM_FORMAT uint32_t largest_of_group(const char* from, const kvbm_part& p, uint
   return most;
 }
 template <class FROM, class TO, bool NUMBERS, int N>
-KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second,
-                               uint32_t third) {
+KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
   for (uint32_t g = 0; g < of.count; ++g)
     for (uint32_t j = 0; j < third; ++j)
       for (uint32_t i = 0; i < second; ++i) {
@@ -370,10 +372,10 @@ KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p) {
 
 // The same for each instruction set.
 using CastGroups = void (*)(HostGroups&, const kvbm_part&);
-#define KVBM_HOST_CASTS(name, n, target)                                  \
-  template <class FROM, class TO, class SCALE>                            \
+#define KVBM_HOST_CASTS(name, n, target)                                   \
+  template <class FROM, class TO, class SCALE>                             \
   target void cast_groups_##name(HostGroups& groups, const kvbm_part& p) { \
-    cast_groups<FROM, TO, SCALE, n>(groups, p);                           \
+    cast_groups<FROM, TO, SCALE, n>(groups, p);                            \
   }
 #ifdef __x86_64__
 KVBM_HOST_CASTS(avx2, 8, __attribute__((target("avx2"))))
