@@ -172,8 +172,19 @@ struct CastNest {
       Bases scales = at;  // without scales nothing reads them, and `s` is `p`
       if (a.num_parts > 1) locate<OUTER>(a, s, chunk, scales);
       const uint32_t end = (tile + 1) * p.tile_words < p.words ? (tile + 1) * p.tile_words : p.words;
-      for (uint32_t group = tile * p.tile_words; group < end; ++group)
-        turn(find<QUANTISES>(p, s, at, scales, group), given_scale(a, p, chunk, group));
+      Place place = {};
+      uint32_t line = 0;  // groups that follow in the first mode
+      for (uint32_t group = tile * p.tile_words; group < end; ++group) {
+        if (line) {
+          place = next<QUANTISES>(p, s, place);
+        } else {
+          uint32_t rest = group;
+          place = find<QUANTISES>(p, s, at, scales, group);
+          line = p.inner[kGroup].extent.n - take(rest, p.inner[kGroup].extent);
+        }
+        --line;
+        turn(place, given_scale(a, p, chunk, group));
+      }
     }
   }
 #endif
@@ -454,25 +465,20 @@ struct Cast : CastNest<OUTER, INNER> {
   }
   // Not inlined: no arithmetic moves out of the life of `arithmetic`.
   __attribute__((noinline)) static void run_jobs(const kvbm_args& a, uint32_t first, uint32_t last) {
-    static const HostRuns<FROM, TO> runs = host_runs<FROM, TO>();
-    const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
-    const uint64_t run = uint64_t{p.inner[0].extent.n} * ITEM;
-    const auto for_runs = [&](auto turn) {  // the contiguous runs of a group
-      for (uint32_t j = 0; j < p.inner[2].extent.n; ++j)
-        for (uint32_t i = 0; i < p.inner[1].extent.n; ++i)
-          turn(i * p.inner[1].src + j * p.inner[2].src, i * p.inner[1].dst + j * p.inner[2].dst);
-    };
+    static const CastGroups cast_groups = host_casts<FROM, TO, SCALE>();
+    HostGroups groups = {};
     Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float given) {
-      float factor;
-      if constexpr (kComputes) {
-        uint32_t largest = 0;
-        for_runs([&](int64_t src, int64_t) { largest = larger(largest, runs.largest(at.src + src, run)); });
-        factor = put_scale(s, largest, at.scale, given);
-      } else {
-        factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, at.scale, s.word) : 0, given);
+      const uint32_t i = groups.count++;
+      groups.src[i] = at.src;
+      groups.dst[i] = at.dst;
+      groups.scale[i] = at.scale;
+      groups.given[i] = given;
+      if (groups.count == HostGroups::kMost) {
+        cast_groups(groups, a.part[0]);
+        groups.count = 0;
       }
-      for_runs([&](int64_t src, int64_t dst) { runs.cast(at.src + src, at.dst + dst, run, factor); });
     });
+    cast_groups(groups, a.part[0]);
   }
   static constexpr decltype(&run_host) host() { return run_host; }
 #endif

@@ -345,12 +345,12 @@ def program(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_runs_of_casts(tmp_path: Path) -> None:
-    """Each instruction set casts as the text for one value does, whatever the length of a run, and writes nothing behind it."""
+    """Each instruction set casts groups as the text for one value does, whatever their length, and writes nothing behind them."""
     compiler = os.environ.get("CXX", "g++")
-    flags = ["-std=c++17", "-O2", "-Wno-psabi", f"-I{codegen.cuda_dir()}"]
+    flags = ["-std=c++17", "-O3", "-Wno-psabi", f"-I{codegen.cuda_dir()}"]
     subprocess.run([compiler, *flags, "-o", tmp_path / "runs", PROGRAMS / "cast_runs.cpp"], check=True)
     lines = subprocess.run([tmp_path / "runs"], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(lines) >= 27 and not [line for line in lines if not line.endswith(" 0")], lines
+    assert len(lines) >= 21 and not [line for line in lines if not line.endswith(" 0")], lines
 
 
 @pytest.mark.parametrize("sms", [1, 8, 132])
