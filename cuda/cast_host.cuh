@@ -331,8 +331,9 @@ KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_
         cast_run<FROM, TO, NUMBERS, N>(from, to, elements, of.factor[g]);
       }
 }
+// Makes or loads the scales of groups, and casts their elements if all are finite; false if they are not.
 template <class FROM, class TO, class SCALE, int N>
-KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
+KVBM_FORMAT bool cast_finite(HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
   constexpr bool kQuantises = FROM::kBits >= 16, kComputes = kQuantises && SCALE::kBits;
   bool finite = kComputes || !kQuantises;
   for (uint32_t g = 0; g < of.count; ++g) {
@@ -369,20 +370,19 @@ KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p, uint64_t elemen
   }
   if constexpr (kComputes)
     for (uint32_t g = 0; g < of.count; ++g) std::memcpy(of.scale[g], of.codes + g, SCALE::kBits / 8);
-  if (finite && !largest_lane<N>(wrong))
-    cast_elements<FROM, TO, true, N>(of, p, elements, second, third);
-  else
-    cast_elements<FROM, TO, false, N>(of, p, elements, second, third);
+  finite &= !largest_lane<N>(wrong);
+  if (finite) cast_elements<FROM, TO, true, N>(of, p, elements, second, third);
+  return finite;
 }
 template <class FROM, class TO, class SCALE, int N>
 KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p) {
   // Compiled for constants, where groups are as long as usual.
   constexpr uint32_t kUsual = kSame<SCALE, E4m3> ? 16 : kSame<SCALE, E8m0> ? 32 : 128;
   const uint32_t elements = p.inner[0].extent.n * 8, second = p.inner[1].extent.n, third = p.inner[2].extent.n;
-  if (elements == kUsual && second == 1 && third == 1)
-    cast_groups<FROM, TO, SCALE, N>(of, p, kUsual, 1, 1);
-  else
-    cast_groups<FROM, TO, SCALE, N>(of, p, elements, second, third);
+  const bool is_usual = N >= 8 && elements == kUsual && second == 1 && third == 1;
+  if (!(is_usual ? cast_finite<FROM, TO, SCALE, N>(of, p, kUsual, 1, 1)
+                 : cast_finite<FROM, TO, SCALE, N>(of, p, elements, second, third)))
+    cast_elements<FROM, TO, false, N>(of, p, elements, second, third);
 }
 
 // The same for each instruction set.
