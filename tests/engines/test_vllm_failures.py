@@ -56,7 +56,7 @@ def test_failed_loads_change_no_token_and_stop_no_request(models: Models, case: 
     [
         (
             "llama", "KvbmOffloadingConnector", {"cpu_bytes_to_use": 1 << 26, "host_layuot": "universal"},
-            r"kv_connector_extra_config: host_layuot: expected one of .*Did you mean host_layout\?",
+            r"kv_connector_extra_config: host_layuot: expected one of .*Did you mean host_layout or host_values\?",
         ),
         ("llama", "KvbmConnector", {"load_second": 3}, r"load_second: expected one of .*Did you mean load_seconds"),
         ("mla", "KvbmOffloadingConnector", {"cpu_bytes_to_use": 1 << 26}, r"switched prefix caching off: .*without_prefix_caching"),
