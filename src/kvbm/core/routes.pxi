@@ -254,7 +254,8 @@ cdef class Route:
         if self.launches != NULL:
             raise TypeError("a Route is initialised once")
         lists = [
-            direct, permute, tuple(sum_direct), tuple(sum_permute), *map(tuple, digests), tuple(slot_digests), moves, runs,
+            direct, permute, tuple(sum_direct), tuple(sum_permute), *map(tuple, digests), tuple(slot_digests), moves,
+            runs,
         ]
         every = tuple([copy for each in lists for copy in each])
         cdef size_t most = <size_t> len(every)
