@@ -145,7 +145,7 @@ BROKEN_CASTS = [
     ("factor[0] = odd ? other : own", "factor[0] = own"),
     ("if (has_item[u]) store_item(p, place[u].dst, cast(", "if (has_item[u] && mine.lane) store_item(p, place[u].dst, cast("),
     ("p.inner[kGroup].extent.n % 2 ?", "false ?"),
-    ("has_group[u] = group + u < last", "has_group[u] = true"),
+    ("has_group[u] = group + u < tile.last", "has_group[u] = true"),
     ("min((tile + 1) * p.tile_words, p.words)", "p.words - 1"),
     ("if (code < FROM::kInfinite) most = larger(most, code);", "most = larger(most, code);"),
     ("larger(both & 0xffff, both >> 16)", "both & 0xffff"),
