@@ -479,7 +479,7 @@ def test_what_an_endpoint_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     place, pool = Placement("tp1", model=MODEL, nt=16), Pool.allocate(NHD, MODEL, 4)
     with pytest.raises(PlanError, match="cast: expected 'amax' or a kvbm"):
         Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="fp8")
-    with pytest.raises(BindError, match="max_sms: kernels that cast know no limit of multiprocessors"):
+    with pytest.raises(BindError, match="max_sms: messages that cast take no limit of multiprocessors"):
         Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="amax", max_sms=4)
     monkeypatch.setattr(direct, "_MOST_TEXT", 8)
     with pytest.raises(BindError, match=r"endpoint a: cast: nhd: its layout's text has .* characters"):

@@ -182,7 +182,7 @@ class Endpoint:
             )
         self.cast = one_scale(cast, ENGINES)
         if self.cast is not None and max_sms is not None:
-            raise BindError(f"endpoint {engine}: max_sms: kernels that cast know no limit of multiprocessors; leave it out")
+            raise BindError(f"endpoint {engine}: max_sms: messages that cast take no limit of multiprocessors; leave it out")
         for _, mine in groups.values() if self.cast is not None else ():
             try:
                 told(mine.layout, scales=True)

@@ -225,7 +225,7 @@ class Packer:
                 f"{self.pool.layout.order_text}"
             )
         if made.casts and self.max_sms:
-            raise BindError("max_sms: kernels that cast know no limit of multiprocessors; leave it out")
+            raise BindError("max_sms: messages that cast take no limit of multiprocessors; leave it out")
         return bool(made.casts) and made.coded != self.side
 
     def _between(self, parts: tuple[Section, Section]) -> Plan:
