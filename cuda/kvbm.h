@@ -91,9 +91,9 @@ typedef struct kvbm_part {
   uint32_t jobs;                /* pairs * chunks * tiles */
   uint32_t ctas;                /* CTAs of this part */
   /* Set by the caller: */
-  uint32_t
-      word; /* records and pages: bytes of a load and store; casts: 1: codes are less aligned than their word, see cast.cuh;
-                    the other kernels have it as a template argument */
+  /* Records and pages: bytes of a load and store.  Casts: 1: codes are less aligned than their word (cast.cuh).  The other kernels
+   * have it as a template argument. */
+  uint32_t word;
   union {
     struct {
       uint32_t item;           /* pages: bytes that a thread moves at a time, contiguous on the side that is not staged */

@@ -1395,3 +1395,19 @@ def test_a_wrong_reference_is_seen(change: str, monkeypatch: pytest.MonkeyPatch)
         src, dst = Side("nhd", SIZES, "bfloat16", 3), Side(name, SIZES, "bfloat16", 3, dst=True)
         with pytest.raises(AssertionError):
             convert_and_check(src, dst, [0, 2], [2, 0])
+
+
+def test_chunks_are_below_4_gib() -> None:
+    """Kernels add the offsets inside a chunk with 32 bits: the planner moves loops out of chunks that are larger."""
+    largest = 0
+    names = "record/mxfp8_tensors", "vllm/per_token_head_fp8"
+    for nh, plain, name in itertools.product((512, 4096), ("hnd", "universal", "nhd"), names):
+        made = kvbm.plan(plain, name, f"nl=8,no=2,nh={nh},nt=16384,hd=512,dtype=float32", cast="amax")
+        for part in made.casts:
+            for nest in filter(None, (part, part.scales)):
+                for side in (1, 2):
+                    span = sum((mode.extent - 1) * mode[side] for mode in nest.inner)
+                    assert span < 1 << 32, (plain, name, nh)
+                    largest = max(largest, span)
+            assert part.elements == 8 * 2 * nh * 16384 * 512 // len(made.casts), (plain, name, nh)
+    assert largest > 1 << 31  # some are nearly as large

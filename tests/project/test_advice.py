@@ -24,6 +24,23 @@ _ADVISED = re.compile(
     r"\b(?:pass|expected|unless|or|and|use|such as|with|add|another|name)\b[^;:.]{0,60}?(?<![\w,.=-])([a-z][a-z_]*)="
 )
 
+#: Who plans a cast.
+CASTING = (
+    "kvbm.convert",
+    "kvbm.Transfer",
+    "kvbm.plan",
+    "kvbm.store.save",
+    "kvbm.store.load",
+    "kvbm.store.convert",
+    "kvbm.torch.convert",
+    "kvbm.torch.convert_",
+    "kvbm.numpy.convert",
+    "kvbm.numpy.convert_",
+    "kvbm.jax.convert",
+    "kvbm.reshard.plan",
+    "kvbm.reshard.Local",
+)
+
 #: File and advised parameter → the public functions in which a caller may read it.
 READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("cli/common.py", "nl"): ("kvbm.BlockShape",),
@@ -61,36 +78,8 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.numpy.convert",
         "kvbm.jax.convert",
     ),
-    ("planner/cast.py", "cast"): (
-        "kvbm.convert",
-        "kvbm.Transfer",
-        "kvbm.plan",
-        "kvbm.store.save",
-        "kvbm.store.load",
-        "kvbm.store.convert",
-        "kvbm.torch.convert",
-        "kvbm.torch.convert_",
-        "kvbm.numpy.convert",
-        "kvbm.numpy.convert_",
-        "kvbm.jax.convert",
-        "kvbm.reshard.plan",
-        "kvbm.reshard.Local",
-    ),
-    ("planner/plan.py", "cast"): (
-        "kvbm.convert",
-        "kvbm.Transfer",
-        "kvbm.plan",
-        "kvbm.store.save",
-        "kvbm.store.load",
-        "kvbm.store.convert",
-        "kvbm.torch.convert",
-        "kvbm.torch.convert_",
-        "kvbm.numpy.convert",
-        "kvbm.numpy.convert_",
-        "kvbm.jax.convert",
-        "kvbm.reshard.plan",
-        "kvbm.reshard.Local",
-    ),
+    ("planner/cast.py", "cast"): CASTING,
+    ("planner/plan.py", "cast"): CASTING,
     ("reshard/messages.py", "cast"): ("kvbm.reshard.plan",),
     ("reshard/packer.py", "layouts"): ("kvbm.reshard.plan",),
     ("memory/streams.py", "stream"): (
