@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ENGINES ?= .engines
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto --dist worksteal
 ENGINES_ARGS ?=
 
 SHELL := bash
@@ -28,7 +28,7 @@ TOOLS = $(or $(wildcard $(VENV)/.editable),$(VENV)/.dev)
 # What a build needs, apart: PyTorch has parts of a CUDA toolkit of its own in the environment.
 IN_PLACE := PYTHONPATH=$(abspath $(VENV))/build-requires
 
-.PHONY: demo dev quick test mutants engines sglang fuzz torture soak coverage sanitize docs lint format wheel gpu clean
+.PHONY: demo dev quick test full mutants engines engines-next sglang fuzz torture soak coverage sanitize docs lint format wheel gpu clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -43,6 +43,10 @@ quick: dev
 test: $(VENV)/.test
 	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
 
+# All that `make test` leaves out as well: the whole matrix, more random cases, each case in each way. Hours.
+full: $(VENV)/.test
+	$(RUN) -m pytest -m "(full or not full) and not gpu" --timeout 3600 $(PYTEST_ARGS)
+
 # Lines of kvbm that are broken on purpose, and the tests that must fail then.
 mutants: dev
 	$(RUN) tools/mutants.py
@@ -52,6 +56,13 @@ engines: $(ENGINES)/.kvbm
 	$(ENGINES)/bin/python -m pytest tests/engines $(ENGINES_ARGS)
 
 # SGLang loads torchvision, which fails beside torch for CPUs until the tests declare its operators: an environment behind the other.
+# With the Python of a vLLM that PyPI has for GPUs only, over the operators of the one for CPUs.
+engines-next: $(ENGINES)/.kvbm $(ENGINES)/next-0.33.0
+	PYTHONPATH=$(abspath $(ENGINES))/next-0.33.0 $(ENGINES)/bin/python -m pytest tests/engines $(ENGINES_ARGS)
+
+$(ENGINES)/next-%: $(ENGINES)/.made tools/vllm_over.py
+	$(ENGINES)/bin/python tools/vllm_over.py $* $@
+
 sglang: $(ENGINES)/.sglang
 	$(ENGINES)/sglang/bin/python -m pytest tests/engines/test_sglang.py $(ENGINES_ARGS)
 

@@ -76,19 +76,9 @@ class BuildExt(build_ext):
 
     def generate(self, layouts, folder):
         """Write the kernels' text and return its files; what was generated before, from the same inputs, is taken again."""
-        from kvbm.compile import codegen, nvcc
+        from kvbm.compile import codegen
 
-        data = sorted((ROOT / "layouts").rglob("*.yaml"))
-        names = [path.relative_to(ROOT).as_posix() for path in data]
-        rooms = ("layout", "planner", "compile", "digest")
-        code = [file for room in rooms for file in sorted((ROOT / "src" / "kvbm" / room).glob("*.py"))]
-        made_from = [*data, CUDA / "kernels.cu.in", *code]
-        digest = nvcc.digest(list(map(repr, layouts or [])), names, made_from)
-        result = self.cache.resolve() / "generated" / f"{digest}.json"
-        if not result.exists():
-            with nvcc.replacing(result) as part:
-                Path(part).write_text(json.dumps(codegen.generate(layouts)))
-        text = json.loads(result.read_text())
+        text = codegen.generated(self.cache.resolve(), layouts)
         codegen.write(text, folder)
         return [folder / name for name in sorted(text)]
 

@@ -1,11 +1,11 @@
 """``python -m benchmarks NAME``: one of the studies."""
 
-from kvbm.cli.common import Group
+from kvbm.cli.commands import Group
 
 #: Commands.  Each is a click command in the module of the same name.
 STUDIES = (
-    "auto", "cast", "digest", "growth", "interference", "link", "offload", "operator-overhead", "overhead", "plot", "reshard",
-    "scale", "timing-loop",
+    "auto", "cast", "digest", "growth", "guard", "interference", "link", "offload", "operator-overhead", "overhead", "plot",
+    "reshard", "scale", "timing-loop",
 )  # fmt: skip
 
 main = Group(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvbm.bench import copies
+from kvbm.bench import backends, copies
 from kvbm.bench.options import numbers
 from kvbm.bench.table import Record
 from kvbm.copy.cost_model import STRATEGIES
@@ -40,7 +40,7 @@ def sweeps(
         pairs = [f"{GPU_LAYOUT}:{host}" if direction == "d2h" else f"{host}:{GPU_LAYOUT}" for host in hosts]
         yield copies.Sweep(
             shapes=[shape], batches=batches, directions=[direction], pairs=[copies.Pair.parse(pair) for pair in pairs],
-            backends={direction: copies.STRATEGIES}, peers={}, built_in_peers=False, place=place, iters=iters, note=note,
+            backends={direction: backends.STRATEGIES}, peers={}, built_in_peers=False, place=place, iters=iters, note=note,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvbm.bench.plot import (
@@ -18,16 +19,30 @@ from kvbm.bench.plot import (
     draw_bars,
     grouped,
     line,
-    log_lines,
     pair_text,
     rate_text,
+    ticks,
+    time_text,
     unknown,
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["STUDIES", "plot"]
+
+
+def _log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]], unit: str) -> None:
+    """Lines on two logarithmic axes; `y` is in µs."""
+    axes.set(xscale="log", yscale="log", xlabel=unit)
+    for name, points in drawn.items():
+        axes.plot(*points, label=name)
+    ticks(axes.xaxis, sorted({at for x, _ in drawn.values() for at in x}), count_text, 5)
+    axes.yaxis.set_major_formatter(lambda value, _: time_text(value))
+    ys = [at for _, y in drawn.values() for at in y]
+    if max(ys) < 10 * min(ys):
+        axes.yaxis.set_minor_formatter(lambda value, _: time_text(value))
 
 
 def _interference(job: Job) -> Figure:
@@ -77,7 +92,7 @@ def _overhead(job: Job) -> Figure:
     figure, every = job.panels("Host time of a call", said, [3.0] * len(panels))
     for axes, (title, what, drawn) in zip(every, panels, strict=True):
         axes.set_title(title)
-        log_lines(axes, drawn, f"{what} per call")
+        _log_lines(axes, drawn, f"{what} per call")
         axes.legend(**BESIDE)
     return figure
 
@@ -107,20 +122,24 @@ def _scale(job: Job) -> Figure:
         notes = {row["notes"] for rows in held.values() for row in rows}
         axes.set_title("\n".join([title, *(pair_text(note) for note in notes if len(notes) == 1)]), size=9.5)
         if unit == "copies":
+            most = 1.0
             for name, rows in held.items():
-                axes.plot(*line(rows, "n", "grown_mib", is_log=False), label=name)
+                x, y = line(rows, "n", "grown_mib", is_log=False)
+                most = max(most, 1.1 * max(y))
+                axes.plot(x, y, label=f"{name}: {1024 * y[-1]:.3g} KiB after {count_text(x[-1])} copies")
+            axes.set_ylim(-0.03 * most, most)  # less than 1 MiB is no growth, and is not drawn as one
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} MiB")
             axes.xaxis.set_major_formatter(lambda value, _: count_text(value))
             axes.set_xlabel(unit)
         else:
             times = {name: line(rows, "n", "median_ms") for name, rows in held.items()}
             drawn = {name: (x, [1e3 * ms for ms in y]) for name, (x, y) in times.items()}
-            log_lines(axes, drawn, unit)
+            _log_lines(axes, drawn, unit)
             axes.set_ylim(axes.get_ylim())  # so that the dotted lines do not extend the axis
             for x, y in drawn.values():
                 ends = [x[0], x[-1]], [y[-1] * x[0] / x[-1], y[-1]]
                 axes.plot(*ends, color=GREY, marker="", linestyle=":", zorder=1.5, gid="in proportion")
-        if len(held) > 1:
+        if len(held) > 1 or unit == "copies":
             axes.legend()
     for axes in every[len(panels) :]:
         axes.set_axis_off()

@@ -34,7 +34,8 @@ from kvbm.layout.layout import Layout
 from kvbm.layout.shapes import BlockShape, load_shape
 from kvbm.planner.plan import plan, size_text
 from kvbm.pool.pool import Pool
-from kvbm.system.clock import CpuClock, GpuClock, cuda
+from kvbm.system.clock import CpuClock, GpuClock
+from kvbm.system.machine import cuda
 
 from .overhead import PAIR, host_seconds
 from .section import TINY, Note, Row, common_options, figures, note, stamp, write_rows

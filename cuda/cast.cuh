@@ -5,6 +5,7 @@
 #pragma once
 
 #include "address.cuh"
+#include "cast_cells.cuh"
 #include "cast_host.cuh"
 #include "formats.cuh"
 #include "prepare.cuh"
@@ -32,9 +33,14 @@ struct CastNest {
     const char* src;
     char *dst, *scale;
   };
+  // Steps of the keys of a group's elements and of its scale from those of the chunk, in bytes of cells: each has 16.
+  struct Keys {
+    uint32_t item, scale;
+  };
   // `s` is the part of the scales, `at` and `scales` are the first addresses of the chunk.
   template <bool QUANTISES>
-  static KVBM_INLINE Place find(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales, uint32_t group) {
+  static KVBM_INLINE Place find(const kvbm_part& p, const kvbm_part& s, const Bases& at, const Bases& scales, uint32_t group,
+                                Keys* keys = nullptr) {
     uint32_t src = 0, dst = 0, scale = 0;
     KVBM_UNROLL
     for (int k = kGroup; k < INNER; ++k) {
@@ -42,6 +48,9 @@ struct CastNest {
       src += c * uint32_t(p.inner[k].src);
       dst += c * uint32_t(p.inner[k].dst);
       scale += c * uint32_t(QUANTISES ? s.inner[k].dst : s.inner[k].src);
+      if (!keys) continue;
+      keys->item += c * p.inner[k].key;
+      keys->scale += c * s.inner[k].key;
     }
     return {at.src + src, at.dst + dst, (QUANTISES ? scales.dst : const_cast<char*>(scales.src)) + scale};
   }
@@ -65,6 +74,17 @@ struct CastNest {
     }
     src += c * uint32_t(p.inner[0].src);
     dst += c * uint32_t(p.inner[0].dst);
+  }
+
+  // The step of an item from the key of its group.
+  static KVBM_INLINE uint32_t key_of_item(const kvbm_part& p, uint32_t item) {
+    uint32_t c = item, key = 0;
+    if (p.inner[1].extent.n > 1 || p.inner[2].extent.n > 1) {  // the same for all threads
+      c = take(item, p.inner[0].extent);
+      key = take(item, p.inner[1].extent) * p.inner[1].key;
+      key += item * p.inner[2].key;
+    }
+    return key + c * p.inner[0].key;
   }
 
   // The scale of the caller for a group.  `place`: the number of its job without the tile.
@@ -117,17 +137,19 @@ struct CastNest {
   // Groups of a chunk: its first addresses, the number of its jobs without their tile, and the numbers of the groups.
   struct Tile {
     Bases at, scales;
+    const uint64_t* keys;  // digests: scaled keys of the first cell of the elements, and of the scales; in shared memory
     uint32_t chunk, first, last;
   };
 
-  // Calls turn(tile) for each job of the CTA.  All threads take the same turns.
-  template <class TURN>
+  // Calls turn(tile) for each job of the CTA.  All threads take the same turns.  SUMS: with the keys of the tile.
+  template <bool SUMS, class TURN>
   static __device__ __forceinline__ void for_tiles(const kvbm_args& a, TURN turn) {
     // Two, in turns: a thread may still read the last one while the next one is found.
     __shared__ struct {
       Bases at[2];
       bool copies;
     } found[2];
+    __shared__ uint64_t keys[2][SUMS ? 2 : 1];
     const kvbm_part& p = a.part[0];
     const uint32_t part = threadIdx.x;
     uint32_t next = 0;
@@ -139,11 +161,12 @@ struct CastNest {
         Bases at;
         const bool copies = locate<OUTER>(a, a.part[part], chunk, at);
         here.at[part] = at;
+        if constexpr (SUMS) keys[next][part] = scaled_key(first_key<OUTER>(a, a.part[part], chunk));
         if (part == 0) here.copies = copies;
         if (part + 1 == a.num_parts) here.at[1] = at;  // without scales nothing reads it
       }
       __syncthreads();
-      const Tile of = {here.at[0], here.at[1], chunk, tile * p.tile_words, min((tile + 1) * p.tile_words, p.words)};
+      const Tile of = {here.at[0], here.at[1], keys[next], chunk, tile * p.tile_words, min((tile + 1) * p.tile_words, p.words)};
       if (here.copies) turn(of);
     }
   }
@@ -160,9 +183,15 @@ struct CastNest {
     return largest;
   }
 #else
-  // Calls turn(place, scale of the caller) for each group of the jobs [first, last).
-  template <bool QUANTISES, class TURN>
-  static inline void for_groups(const kvbm_args& a, uint32_t first, uint32_t last, TURN turn) {
+  // Groups of a chunk: its first addresses, the number of its job without the tile, and the numbers of the groups.
+  struct Tile {
+    Bases at, scales;
+    uint32_t chunk, first, last;
+  };
+
+  // Calls turn(tile) for each of the jobs [first, last).
+  template <class TURN>
+  static inline void for_tiles(const kvbm_args& a, uint32_t first, uint32_t last, TURN turn) {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
     for (uint32_t job = first; job < last; ++job) {
       uint32_t chunk = job;
@@ -172,27 +201,38 @@ struct CastNest {
       Bases scales = at;  // without scales nothing reads them, and `s` is `p`
       if (a.num_parts > 1) locate<OUTER>(a, s, chunk, scales);
       const uint32_t end = (tile + 1) * p.tile_words < p.words ? (tile + 1) * p.tile_words : p.words;
-      Place place = {};
-      uint32_t line = 0;  // groups that follow in the first mode
-      for (uint32_t group = tile * p.tile_words; group < end; ++group) {
-        if (line) {
-          place = next<QUANTISES>(p, s, place);
-        } else {
-          uint32_t rest = group;
-          place = find<QUANTISES>(p, s, at, scales, group);
-          line = p.inner[kGroup].extent.n - take(rest, p.inner[kGroup].extent);
-        }
-        --line;
-        turn(place, given_scale(a, p, chunk, group));
+      turn(Tile{at, scales, chunk, tile * p.tile_words, end});
+    }
+  }
+
+  // Calls turn(place, keys, scale of the caller) for each group of a tile.  KEYS: with the keys.
+  template <bool QUANTISES, bool KEYS = false, class TURN>
+  static inline void for_groups(const kvbm_args& a, const Tile& tile, TURN turn) {
+    const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
+    Place place = {};
+    Keys keys = {};
+    uint32_t line = 0;  // groups that follow in the first mode
+    for (uint32_t group = tile.first; group < tile.last; ++group) {
+      if (line) {
+        place = next<QUANTISES>(p, s, place);
+        if (KEYS) keys = {keys.item + p.inner[kGroup].key, keys.scale + s.inner[kGroup].key};
+      } else {
+        uint32_t rest = group;
+        keys = {};
+        place = find<QUANTISES>(p, s, tile.at, tile.scales, group, KEYS ? &keys : nullptr);
+        line = p.inner[kGroup].extent.n - take(rest, p.inner[kGroup].extent);
       }
+      --line;
+      turn(place, keys, given_scale(a, p, tile.chunk, group));
     }
   }
 #endif
 };
 
-// FROM, TO: formats of the elements.  SCALE: format of the scales, or None.  A thread moves eight contiguous and aligned elements
+// FROM, TO: formats of the elements.  SCALE: format of the scales, or None.  SUMS: the quantised side is digested too; no group has
+// more items than a warp has threads.  A thread moves eight contiguous and aligned elements
 // at a time, an item.
-template <int OUTER, int INNER, class FROM, class TO, class SCALE>
+template <int OUTER, int INNER, class FROM, class TO, class SCALE, bool SUMS = false>
 struct Cast : CastNest<OUTER, INNER> {
   using Nest = CastNest<OUTER, INNER>;
   using Place = typename Nest::Place;
@@ -202,6 +242,7 @@ struct Cast : CastNest<OUTER, INNER> {
   static constexpr int ITEM = 8;
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
+    if (SUMS && items_of_group(a->part[0]) > 32) return KVBM_TOO_LARGE;
     return Nest::prepare(a, sms, FROM::kBits + TO::kBits, grid);
   }
 
@@ -341,12 +382,13 @@ struct Cast : CastNest<OUTER, INNER> {
     else
       return Nest::given_scale(a, a.part[0], chunk, group);
   }
-  // Stores the scale of a group, and returns the factor for its elements.
-  static KVBM_INLINE float put_scale(const kvbm_part& s, uint32_t largest, char* scale, float given) {
+  // Stores the scale of a group, and returns its code.
+  static KVBM_INLINE uint32_t put_scale(const kvbm_part& s, uint32_t largest, char* scale, float given) {
     const uint32_t code = scale_of<SCALE>(bits_of(FROM::value(largest)), range_of<TO>(), given);
     if (scale) Nest::store_code(SCALE::kBits, scale, code, s.word);
-    return 1.0f / factor_of<SCALE>(code, given);
+    return code;
   }
+  static KVBM_INLINE float computed_factor(uint32_t scale, float given) { return 1.0f / factor_of<SCALE>(scale, given); }
   // `scale`: its code.
   static KVBM_INLINE float stored_factor(uint32_t scale, float given) {
     if constexpr (kHasScales)
@@ -358,32 +400,39 @@ struct Cast : CastNest<OUTER, INNER> {
 #ifdef __CUDACC__
   using Lane = typename Nest::Lane;
   using Tile = typename Nest::Tile;
+  using Keys = typename Nest::Keys;
+  using Sums = CellSums<SUMS, kQuantises ? TO::kBits : FROM::kBits, SCALE::kBits>;
 
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
     const kvbm_part& p = a.part[0];
     const Lane mine(p);
-    Nest::for_tiles(a, [&](const Tile& tile) {
+    Sums sums(p, a.part[kHasScales], mine.lane, mine.width, mine.row, SUMS ? Nest::key_of_item(p, mine.lane) : 0);
+    Nest::template for_tiles<SUMS>(a, [&](const Tile& tile) {
       uint32_t group = tile.first;
-      if (p.tile[1].n > mine.width)
+      if (!SUMS && p.tile[1].n > mine.width)
         for (; group < tile.last; group += mine.rows) run_long(a, tile, group + mine.row, mine);
       else
-        for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine);
+        for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine, sums);
+      if constexpr (SUMS) add_to_digest<32>(a, p, tile.chunk * p.tiles.n, threadIdx.x % 32, 32, sums.take());
     });
   }
 
   // A group, which has an even number, and the next one; each has no more items than threads.  Both are loaded before they are cast.
-  static __device__ __forceinline__ void run_two(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine) {
+  static __device__ __forceinline__ void run_two(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine,
+                                                 Sums& sums) {
     const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
     Codes<FROM> codes[2];
-    const Place first = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);
-    const Place second = p.inner[kGroup].extent.n % 2 ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1)
-                                                      : Nest::template next<kQuantises>(p, s, first);
+    Keys key = {0, 0}, second_key = {0, 0};
+    const Place first = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group, SUMS ? &key : nullptr);
+    const bool is_apart = p.inner[kGroup].extent.n % 2;
+    const Place second =
+        is_apart ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1, SUMS ? &second_key : nullptr)
+                 : Nest::template next<kQuantises>(p, s, first);
     Place place[2] = {first, second};
     uint32_t src = 0, dst = 0;
     Nest::step_item(p, mine.lane, src, dst);
+    const bool odd = mine.lane & 1;
     bool has_group[2], has_item[2];
-    uint32_t scale[2] = {};
-    float factor[2];
     KVBM_UNROLL
     for (uint32_t u = 0; u < 2; ++u) {
       has_group[u] = group + u < tile.last;
@@ -391,6 +440,14 @@ struct Cast : CastNest<OUTER, INNER> {
       place[u].dst += dst;
       if (has_item[u]) load_item(p, place[u].src + src, codes[u]);
     }
+    Codes<TO> made[2];  // if it is digested
+    auto put = [&](uint32_t u, auto cast_item) {
+      if (!has_item[u]) return;
+      const Codes<TO> item = cast_item(codes[u]);
+      store_item(p, place[u].dst, item);
+      if constexpr (SUMS && kQuantises) made[u] = item;
+    };
+    uint32_t scale[2] = {};  // codes: in even lanes of the first group, in odd lanes of the second
     if constexpr (kComputes) {
       // A lane makes the scale of one of the groups, and its neighbour that of the other.
       uint32_t largest[2];
@@ -403,29 +460,42 @@ struct Cast : CastNest<OUTER, INNER> {
         for (uint32_t u = 0; u < 2; ++u) largest[u] = has_item[u] ? largest_finite(codes[u], 0) : 0;
         most = Nest::largest_in_groups(largest, mine.lane, mine.width);
       }
-      const bool odd = mine.lane & 1;
       const bool stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
-      const float own = put_scale(s, most, stores ? (odd ? place[1].scale : place[0].scale) : nullptr,
-                                  given_scale(a, tile.chunk, group + odd));
-      const float other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
-      factor[0] = odd ? other : own;
-      factor[1] = odd ? own : other;
-      if (Eight<TO>::kRounds && finite) {
+      const float given = given_scale(a, tile.chunk, group + odd);
+      const uint32_t code = put_scale(s, most, stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given);
+      const float own = computed_factor(code, given), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
+      const float factor[2] = {odd ? other : own, odd ? own : other};
+      scale[0] = scale[1] = code;
+      if constexpr (Eight<TO>::kRounds) {
         KVBM_UNROLL
         for (uint32_t u = 0; u < 2; ++u)
-          if (has_item[u]) store_item(p, place[u].dst, cast<true>(codes[u], factor[u]));
-        return;
+          if (finite) put(u, [&](const auto& item) { return cast<true>(item, factor[u]); });
       }
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < 2; ++u)
+        if (!Eight<TO>::kRounds || !finite) put(u, [&](const auto& item) { return cast(item, factor[u]); });
     } else {
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u)
         if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
+      float factor[2];
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(scale[u], given_scale(a, tile.chunk, group + u));
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < 2; ++u) put(u, [&](const auto& item) { return cast(item, factor[u]); });
     }
-    KVBM_UNROLL
-    for (uint32_t u = 0; u < 2; ++u)
-      if (has_item[u]) store_item(p, place[u].dst, cast(codes[u], factor[u]));
+    if constexpr (SUMS) {
+      if (odd) key = is_apart ? second_key : Keys{key.item + p.inner[kGroup].key, key.scale + s.inner[kGroup].key};
+      const bool has = odd ? has_item[1] : has_item[0], has_scale = odd ? has_group[1] : has_group[0];
+      const bool is_last = group - 2 * mine.row + 2 * mine.rows >= tile.last;
+      auto add = [&](const auto& quantised) {
+        sums.add(quantised, has, key.item, odd ? scale[1] : scale[0], has_scale, key.scale, tile.keys, is_last);
+      };
+      if constexpr (kQuantises)
+        add(made);
+      else
+        add(codes);
+    }
   }
 
   // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.  The arguments are
@@ -445,8 +515,8 @@ struct Cast : CastNest<OUTER, INNER> {
         load_item(p, place.src + src, codes);
         largest = largest_finite(codes, largest);
       }
-      factor =
-          put_scale(s, Nest::largest_in_group(largest, mine.width), items && mine.lane == 0 ? place.scale : nullptr, given);
+      largest = Nest::largest_in_group(largest, mine.width);
+      factor = computed_factor(put_scale(s, largest, items && mine.lane == 0 ? place.scale : nullptr, given), given);
     } else if (items) {
       factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, place.scale, s.word) : 0, given);
     }
@@ -459,6 +529,8 @@ struct Cast : CastNest<OUTER, INNER> {
     }
   }
 #else
+  // Of many small cells, those of codes of 4 bits and of scales of 8, a digest of its own is faster.
+  static constexpr bool kRuns = !SUMS || ((kQuantises ? TO::kBits : FROM::kBits) == 8 && SCALE::kBits != 8);
   static void run_host(const kvbm_args* a, uint32_t, uint32_t first, uint32_t last, int) {
     const DefaultArithmetic arithmetic;
     run_jobs(*a, first, last);
@@ -467,20 +539,47 @@ struct Cast : CastNest<OUTER, INNER> {
   __attribute__((noinline)) static void run_jobs(const kvbm_args& a, uint32_t first, uint32_t last) {
     static const CastGroups cast_groups = host_casts<FROM, TO, SCALE>();
     HostGroups groups = {};
-    Nest::template for_groups<kQuantises>(a, first, last, [&](const Place& at, float given) {
-      const uint32_t i = groups.count++;
-      groups.src[i] = at.src;
-      groups.dst[i] = at.dst;
-      groups.scale[i] = at.scale;
-      groups.given[i] = given;
-      if (groups.count == HostGroups::kMost) {
-        cast_groups(groups, a.part[0]);
+    const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
+    Nest::for_tiles(a, first, last, [&](const typename Nest::Tile& tile) {
+      uint64_t sum = 0;
+      const uint64_t keys[2] = {SUMS ? first_key<OUTER>(a, p, tile.chunk) : 0, SUMS ? first_key<OUTER>(a, s, tile.chunk) : 0};
+      uint32_t index = tile.first;  // of the first of `groups`
+      auto cast_all = [&] {
+        cast_groups(groups, p);
+        if constexpr (SUMS) {
+          uint32_t rest = index;
+          const uint32_t in_line = take(rest, p.inner[kGroup].extent);
+          sum += digest_groups<kQuantises, kHasScales>(groups, p.inner[kGroup], in_line, p, s, keys);
+        }
+        index += groups.count;
         groups.count = 0;
+      };
+      Nest::template for_groups<kQuantises, SUMS>(a, tile, [&](const Place& at, const typename Nest::Keys& key, float given) {
+        const uint32_t i = groups.count++;
+        groups.src[i] = at.src;
+        groups.dst[i] = at.dst;
+        groups.scale[i] = at.scale;
+        groups.given[i] = given;
+        if constexpr (SUMS) {
+          groups.key[i] = key.item;
+          groups.scale_key[i] = key.scale;
+        }
+        if (groups.count == HostGroups::kMost) cast_all();
+      });
+      if constexpr (SUMS) {
+        cast_all();
+        uint32_t place = tile.chunk;
+        add_to_digest(a, pair_of(p, place), sum);
       }
     });
-    cast_groups(groups, a.part[0]);
+    cast_groups(groups, p);
   }
-  static constexpr decltype(&run_host) host() { return run_host; }
+  static constexpr decltype(&run_host) host() {
+    if constexpr (kRuns)
+      return run_host;
+    else
+      return nullptr;
+  }
 #endif
 };
 
@@ -545,7 +644,7 @@ struct CastAny : CastNest<OUTER, INNER> {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
     const Formats of = formats_of(p);
     const typename Nest::Lane mine(p);
-    Nest::for_tiles(a, [&](const typename Nest::Tile& tile) {
+    Nest::template for_tiles<false>(a, [&](const typename Nest::Tile& tile) {
       for (uint32_t first = tile.first; first < tile.last; first += mine.rows) {
         const uint32_t group = first + mine.row, items = group < tile.last ? p.tile[1].n : 0;
         const Place at = Nest::template find<QUANTISES>(p, s, tile.at, tile.scales, group);
@@ -572,7 +671,7 @@ struct CastAny : CastNest<OUTER, INNER> {
     const kvbm_part &p = a.part[0], &s = a.part[a.num_parts - 1];
     const Formats of = formats_of(p);
     const uint32_t items = p.tile[1].n;
-    Nest::template for_groups<QUANTISES>(a, first, last, [&](const Place& at, float given) {
+    auto cast_group = [&](const Place& at, const typename Nest::Keys&, float given) {
       float factor;
       if (QUANTISES && of.scale != kNone) {
         uint32_t largest = 0;
@@ -582,7 +681,9 @@ struct CastAny : CastNest<OUTER, INNER> {
         factor = stored_factor(s, of, at.scale, given);
       }
       for (uint32_t i = 0; i < items; ++i) cast_item(p, of, at, i, factor);
-    });
+    };
+    Nest::for_tiles(a, first, last,
+                    [&](const typename Nest::Tile& tile) { Nest::template for_groups<QUANTISES>(a, tile, cast_group); });
   }
   static constexpr decltype(&run_host) host() { return run_host; }
 #endif

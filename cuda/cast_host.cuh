@@ -1,6 +1,7 @@
 // cast_host.cuh: runs of contiguous elements on the host, eight or sixteen at a time, for each instruction set.
 #pragma once
 
+#include "cells.cuh"
 #include "formats.cuh"
 
 #ifndef __CUDACC__
@@ -306,6 +307,7 @@ struct HostGroups {
   float given[kMost];     // scales of the caller
   uint32_t codes[kMost];  // first of the largest elements, then of the scales
   float factor[kMost];
+  uint32_t key[kMost], scale_key[kMost];  // digests: steps of the keys of elements and scale, in bytes of cells: each has 16
 };
 
 // What follows goes through runs of so many elements in two modes of a group.  `p`: the part of the elements.
@@ -383,6 +385,34 @@ KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p) {
   if (!(is_usual ? cast_finite<FROM, TO, SCALE, N>(of, p, kUsual, 1, 1)
                  : cast_finite<FROM, TO, SCALE, N>(of, p, elements, second, third)))
     cast_elements<FROM, TO, false, N>(of, p, elements, second, third);
+}
+
+// Digest of groups that were just cast: of their codes of 8 bits, and of their scales of 32 bits, if there are any (SCALES).  All
+// groups of a cell are among these.  `mode`: the inner mode that goes from group to group, of which the first one has the index
+// `index`.  `p`, `s`: the parts of elements and scales.  `first`: the keys of both in the chunk.
+template <bool QUANTISES, bool SCALES>
+uint64_t digest_groups(const HostGroups& of, const kvbm_inner& mode, uint32_t index, const kvbm_part& p, const kvbm_part& s,
+                       const uint64_t* first) {
+  const char* const* codes = QUANTISES ? of.dst : of.src;
+  auto step = [](const kvbm_inner& along) { return QUANTISES ? along.dst : along.src; };
+  const uint32_t run = p.inner[0].extent.n * 8;  // bytes
+  uint64_t sum = 0;
+  for (uint32_t g = 0, groups; g < of.count; g += groups, index = 0) {
+    groups = mode.extent.n - index < of.count - g ? mode.extent.n - index : of.count - g;  // at equal steps
+    for (uint32_t j = 0; j < p.inner[2].extent.n; ++j)
+      for (uint32_t i = 0; i < p.inner[1].extent.n; ++i) {
+        const uint64_t key = first[0] + (of.key[g] + i * p.inner[1].key + j * p.inner[2].key) / 16;
+        const char* from = codes[g] + i * step(p.inner[1]) + j * step(p.inner[2]);
+        const kvbm_cells cells = {from, nullptr, run / 16, groups, step(mode), 0, key, 1, mode.key / 16, 0};
+        sum += kvbm_digest_cells(&cells);
+      }
+  }
+  for (uint32_t g = 0; SCALES && g < of.count; g += s.cell_words) {
+    Word16 cell = {};
+    std::memcpy(&cell, of.codes + g, s.cell_words * sizeof of.codes[g]);
+    sum += digest_of(first[1] + of.scale_key[g] / 16, cell);
+  }
+  return sum;
 }
 
 // The same for each instruction set.

@@ -85,8 +85,8 @@ struct Kernel<Record<OUTER, INNER, SUMS>> : Record<OUTER, INNER, SUMS> {};
 template <int OUTER, int INNER, bool GATHERS>
 struct Kernel<Page<OUTER, INNER, GATHERS>> : Page<OUTER, INNER, GATHERS> {};
 
-template <int OUTER, int INNER, class FROM, class TO, class SCALE>
-struct Kernel<Cast<OUTER, INNER, FROM, TO, SCALE>> : Cast<OUTER, INNER, FROM, TO, SCALE> {};
+template <int OUTER, int INNER, class FROM, class TO, class SCALE, bool SUMS>
+struct Kernel<Cast<OUTER, INNER, FROM, TO, SCALE, SUMS>> : Cast<OUTER, INNER, FROM, TO, SCALE, SUMS> {};
 
 template <int OUTER, int INNER, bool QUANTISES, int PAIR>
 struct Kernel<CastAny<OUTER, INNER, QUANTISES, PAIR>> : CastAny<OUTER, INNER, QUANTISES, PAIR> {};

@@ -66,7 +66,8 @@ static inline kvbm_div kvbm_make_div(uint32_t n) {
 
 typedef struct kvbm_inner {
   kvbm_div extent;
-  uint32_t key;     /* step of the key, if cells are digested; casts: of the number of the caller's scale */
+  uint32_t key; /* step of the key, if cells are digested; casts: in bytes, 16 for each cell; or of the number of the caller's
+                       scale, if there are several */
   int64_t src, dst; /* strides, bytes */
 } kvbm_inner;
 
@@ -109,7 +110,8 @@ typedef struct kvbm_part {
     uint32_t cell[4]; /* digests: stride, in bytes, of each binary digit of the number of a word in its cell, fastest first */
   };
   union {
-    uint32_t cell_words;   /* digests: words of a cell, a power of two.  tiles: 1: cells are along A, 0: along B */
+    uint32_t
+        cell_words; /* digests: words of a cell, a power of two; scales of a cell.  tiles: 1: cells are along A, 0: along B */
     uint32_t given_scales; /* casts: how many scales of the caller (float) end the payload, if KVBM_SCALES is set; 0: only
                               given_scale */
   };

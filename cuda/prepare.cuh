@@ -115,14 +115,20 @@ constexpr int kGroup = 3;           // casts: inner modes of a group
 constexpr uint32_t kCastTurns = 4;  // casts: pairs of groups that a thread takes, one after the other
 constexpr uint32_t kCastCtas = 12;  // casts: CTAs that a multiprocessor should have before a thread takes more of them
 
+inline uint64_t items_of_group(const kvbm_part& p) {
+  uint64_t items = 1;
+  for (int k = 0; k < kGroup; ++k) items *= p.inner[k].extent.n;
+  return items;
+}
+
 // Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group of tile[1] items, and a CTA takes tile[2] groups at
 // a time.
 inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_t item_bytes) {
   kvbm_part& p = a.part[0];
-  uint64_t chunks = 1, groups = 1, items = 1;
+  const uint64_t items = items_of_group(p);
+  uint64_t chunks = 1, groups = 1;
   for (uint32_t i = 0; i < a.num_parts; ++i)
     if (!set_divisors(a.part[i], s.outer, s.inner, kGroup, chunks, groups)) return false;
-  for (int k = 0; k < kGroup; ++k) items *= p.inner[k].extent.n;
   if (items >= (1u << 31)) return false;
   for (uint32_t i = 0; i < a.num_parts; ++i) {  // kernels add the offsets inside a chunk with 32 bits
     uint64_t src = 0, dst = 0;
@@ -135,11 +141,11 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_
   p.words = uint32_t(groups);
   uint32_t width = 2;
   if (sms == 0) {
-    p.tile_words = uint32_t(divide_up(kHostTile, items * item_bytes));
+    p.tile_words = 16 * divide_up(divide_up(kHostTile, items * item_bytes), 16);  // no cell has scales of more groups
   } else {
     while (width < 32 && width < items) width *= 2;
-    const uint32_t pairs = 2 * (s.threads / width);  // groups of a turn
-    p.tile_words = pairs * kCastTurns;
+    const uint32_t pairs = 2 * (s.threads / width);                                      // groups of a turn
+    p.tile_words = pairs * (a.inline_mask & KVBM_DIGEST ? 2 * kCastTurns : kCastTurns);  // a digest is added once a tile
     while (p.tile_words > pairs &&
            a.num_pairs * chunks * divide_up(groups, p.tile_words) * s.threads < uint64_t{kCastCtas} * sms * kRowThreads)
       p.tile_words /= 2;

@@ -3,7 +3,7 @@
     python examples/transformers_batching.py [--device cpu | cuda] [--model NAME_OR_PATH] [--prompt TEXT] [--new 96]
         [--dtype float32] [--spoil]
 
-Needs pip install 'kvbm-layouts[demo]', with transformers 5.19 to 5.23.  Each part prints tokens beside those of a manager that
+Needs pip install '.[demo]' in a checkout, with transformers 5.19 to 5.24.  Each part prints tokens beside those of a manager that
 nobody touched: they must be the same, and so must all bits of their log probabilities where a request is alone in its batch.
 --spoil changes a byte of what waits in host memory: digests find it, and the request is computed again.
 

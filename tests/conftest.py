@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -19,6 +20,10 @@ HERE = Path(__file__).resolve().parent
 # torch's TCPStore asks for the names of addresses.  Where no name server answers, that would take 5 s a time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Threads of PyTorch, and processes in which it compiles, cost more to start than these small tensors take.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # Built kernels are what is tested, also where others could be compiled for odd structures; test_nvrtc.py turns it on.
 os.environ.setdefault("KVBM_NVRTC", "0")
 
@@ -32,7 +37,8 @@ import processes  # noqa: E402
 # Derandomised: a red run stays red.  KVBM_HYPOTHESIS=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("quick", derandomize=True, database=None, max_examples=15, **_common)
-settings.register_profile("ci", derandomize=True, database=None, max_examples=300, **_common)
+settings.register_profile("ci", derandomize=True, database=None, max_examples=100, **_common)
+settings.register_profile("full", derandomize=True, database=None, max_examples=1000, **_common)
 settings.register_profile("deep", derandomize=True, database=None, max_examples=5000, **_common)
 settings.register_profile("explore", max_examples=2000, **_common)
 
@@ -65,12 +71,14 @@ def why_no_gpu() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job: programs that tests interrupt inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen = config.getoption("-m") or ""
     few = any(name in chosen and f"not {name}" not in chosen for name in ("quick", "sample"))
-    usual = "quick" if few else "ci"
-    settings.load_profile(os.environ.get("KVBM_HYPOTHESIS", usual))
+    usual = "quick" if few else "full" if "full" in chosen else "ci"
+    settings.load_profile(os.environ.setdefault("KVBM_HYPOTHESIS", usual))  # programs that tests start look at it
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU, torch, and kvbm built with CUDA kernels")
-    config.addinivalue_line("markers", "full: the whole matrix, minutes to an hour; runs only with -m full")
+    config.addinivalue_line("markers", "full: more cases of what another test shows; runs only with full in -m")
     config.addinivalue_line("markers", "slow: a test of half a second or more, which sample and quick leave out")
     config.addinivalue_line("markers", "sanitize: all of its cases run under AddressSanitizer, not only the quick ones")
     config.addinivalue_line("markers", "threads: runs on several threads, without `thread` in its name: for ThreadSanitizer")
@@ -132,12 +140,12 @@ def choose(items: Iterable[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    choose(items)
     if "full" not in (config.getoption("-m") or ""):
         dropped = [item for item in items if item.get_closest_marker("full")]
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if not item.get_closest_marker("full")]
+    choose(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -4,11 +4,11 @@
 #   tools/sanitize.sh [address,undefined] [thread]      both if none is named
 #
 # PYTHON      the interpreter; its environment has what builds and tests need (.venv/bin/python)
-# PYTEST_ARGS options of pytest (-n auto)
+# PYTEST_ARGS options of pytest (-n auto --dist worksteal)
 #
 # The extension is built in build/<the first sanitizer>/lib, which is found before what is installed. Under AddressSanitizer run the
 # sample, and all cases of those with the marker `sanitize`; under ThreadSanitizer those with `thread` in their name or
-# the marker `threads`. A new file of tests belongs to them, unless it is named in `others` below.
+# the marker `threads`. A new file of tests belongs to them, unless it is named in `others` below. Each has three times its limit.
 # Each report is a file build/<the first sanitizer>/report.*: one is a failure, even if no test failed. Leaks are not looked for:
 # what CPython and NumPy keep until they end cannot be told from them.
 # UndefinedBehaviorSanitizer writes to the standard error alone, which pytest must therefore not capture.
@@ -19,9 +19,10 @@ PYTHON=${PYTHON:-.venv/bin/python}
 # Tests that run no compiled code of kvbm, or mostly that of others: PyTorch, JAX, NVRTC (which does not find its own
 # libraries where a sanitizer stands before dlopen).
 set -f # the shell must not take them for files here
-others=(address_map advice autotune bench* bridge* build cache calling catalogue cli codegen cost_model docs* engines figure
-  gpu_extra identity import layout locks modules nvcc nvrtc oracle packaging placement plan presets processes readme report reshard
-  reshard_docs reshard_figure schema shapes spec store testing* torch* *_gpu)
+others=(*_gpu address_map advice autotune bench* bridge* build cache calling catalogue cli codegen command_messages conventions
+  cost_model declare derived docs* engines figure figures gpu_extra identity import install layout locks log messages
+  modules nvcc nvrtc operate_docs oracle packaging placement plan presets processes readme report reshard reshard_docs
+  reshard_figure schema shapes site spec store taken testing* torch*)
 skip=()
 set +f
 for name in "${others[@]}"; do skip+=("--ignore-glob=*/test_$name.py"); done
@@ -59,7 +60,7 @@ check() {
   env PYTHONPATH="$folder/lib" LD_PRELOAD="$preload" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
     ASAN_OPTIONS="$common:detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32" UBSAN_OPTIONS="$common" \
     TSAN_OPTIONS="$common:suppressions=$PWD/tests/data/tsan.supp:die_after_fork=0:halt_on_error=1" \
-    "$PYTHON" -m pytest --capture=sys "${skip[@]}" "$@" || status=$?
+    "$PYTHON" -m pytest --capture=sys --timeout=900 "${skip[@]}" "$@" || status=$?
   for found in "$folder"/report.*; do
     [[ -e $found ]] || break
     cat "$found"
@@ -68,7 +69,7 @@ check() {
   [[ $status == 0 ]] || { echo "tools/sanitize.sh: $sanitizers: failed"; return 1; }
 }
 
-read -ra args <<< "${PYTEST_ARGS:--n auto}"
+read -ra args <<< "${PYTEST_ARGS:--n auto --dist worksteal}"
 [[ $# -gt 0 ]] || set -- address,undefined thread
 for sanitizers in "$@"; do
   if [[ $sanitizers == thread ]]; then

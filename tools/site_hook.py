@@ -10,6 +10,7 @@ are marked, so that they alone may break there.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import posixpath
@@ -25,6 +26,10 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]+)((?:#[^)\s]*)?\))
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r'(?<!">)<img\b[^>]*?\bsrc="([^"]+)"[^>]*>')
 LONG = re.compile(r"<code>(?=[^<]{21,}</code>)")
+ALONE = {"index.md", "tutorial.md"}  # the only pages of their sections: a list of pages beside them has one entry
+#: Pages that come first in the search, among those that have what is searched: how often their words count.
+#: Names of errors begin as those of commands do, and are found anyway.
+BOOST = {"reference/cli.md": 4, "reference/environment.md": 16, "reference/python/": 2, "reference/errors.md": 0.1}
 NO_DEFAULT = "<td><code>Sentinel.UNSET</code></td>"  # mkdocs-click, of an option without a default, since click 8.3
 log = logging.getLogger("mkdocs.hooks.site")
 
@@ -47,16 +52,34 @@ def targets(text: str, page: str) -> set[str]:
 
 
 def on_startup(command: str, dirty: bool) -> None:  # noqa: ARG001
-    """Load the commands that `kvbm` loads when they are used: mkdocs-click shows no others."""
-    from click import Context
+    """Load the commands that `kvbm` loads when they are used: mkdocs-click shows no others.
+
+    The options that every command has are described once on the page, and not in each table.  Examples, which mkdocs-click does not
+    know, become part of the description.
+    """
+    from click import Command, Context, Group
 
     from kvbm.cli.app import main
+    from kvbm.cli.commands import GLOBAL
 
+    for option in GLOBAL:
+        option.hidden = True
     context = Context(main)
     for name in main.lazy:
         loaded = main.get_command(context, name)
         assert loaded is not None
         main.add_command(loaded, name)
+
+    def show_examples(command: Command) -> None:
+        if examples := getattr(command, "examples", ()):
+            lines = "\n".join(examples)
+            command.help = f"{inspect.cleandoc(command.help or '')}\n\n**Examples:**\n\n```sh\n{lines}\n```"
+        for name in command.list_commands(context) if isinstance(command, Group) else ():
+            below = command.get_command(context, name)
+            assert below is not None
+            show_examples(below)
+
+    show_examples(main)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -79,8 +102,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Turn links between files of the repository into links between pages of the site."""
+    """Turn links between files of the repository into links between pages of the site; say what the theme shows of a page."""
     here = page.file.src_uri
+    if here in ALONE:
+        page.meta["hide"] = ["navigation"]
+    for start, boost in BOOST.items():
+        if here.startswith(start):
+            page.meta.setdefault("search", {})["boost"] = boost
     folder = posixpath.dirname(in_repository(here))
 
     def turned(link: re.Match[str]) -> str:

@@ -106,11 +106,23 @@ def serve(port: int, prefill: str, decode: str, push: tuple[int, int] | None = N
     return server  # type: ignore[no-any-return]
 
 
+def url(text: str) -> str:
+    """An engine's URL as it was given.  Without a scheme, no request would reach the engine."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise argparse.ArgumentTypeError(f"expected http://HOST:PORT, got {text!r}")
+    return text
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--prefill", default="http://127.0.0.1:8100", help="the engine that prefills")
-    parser.add_argument("--decode", default="http://127.0.0.1:8200", help="the engine that decodes")
+    parser.add_argument("--prefill", type=url, default="http://127.0.0.1:8100", help="the engine that prefills")
+    parser.add_argument("--decode", type=url, default="http://127.0.0.1:8200", help="the engine that decodes")
     parser.add_argument("--push", action="store_true", help="ask both at once: the prompt is sent while it is computed")
     parser.add_argument("--kv-port", type=int, default=14600, help="with --push: of the engine that prefills")
     parser.add_argument("--workers", type=int, default=1, help="with --push: its workers, tp by pp")

@@ -12,6 +12,7 @@ NumPy and the compiled part are imported when they are first used.  torch is nev
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from ._shown import Shown as _Shown
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .layout.layout import Layout
     from .layout.shapes import BlockShape, load_shape, shape_names
     from .layout.spec import layouts, load
+    from .matching.declare import declare
     from .matching.match import Match, match
     from .planner.cast import Scale
     from .planner.plan import Plan, plan
@@ -75,6 +77,7 @@ _HOME = {
     "Transfer": "copy.transfer",
     "cast_report": "copy.cast_report",
     "convert": "copy.transfer",
+    "declare": "matching.declare",
     "layouts": "layout.spec",
     "load": "layout.spec",
     "load_shape": "layout.shapes",
@@ -113,6 +116,7 @@ __all__ = [
     "TransferTimeoutError",
     "cast_report",
     "convert",
+    "declare",
     "kernels",
     "layouts",
     "load",
@@ -143,3 +147,6 @@ def __dir__() -> list[str]:
 
 #: The pictures of notebooks are imported when the first is asked for.
 _Shown.view = staticmethod(lambda: importlib.import_module(".show.notebook", __name__))
+
+if os.environ.get("KVBM_LOG"):
+    importlib.import_module(".system.log", __name__).show()

@@ -15,20 +15,6 @@ from typing import Any, TypeVar
 
 from .errors import BindError, KvbmError, printable
 
-__all__ = [
-    "flag",
-    "is_real",
-    "listed",
-    "number",
-    "quoted",
-    "require_a",
-    "require_like",
-    "require_text",
-    "seconds",
-    "whole",
-    "wholes",
-]
-
 T = TypeVar("T")
 
 

@@ -34,8 +34,6 @@ from .memory.array_info import Array, describe
 from .planner.cast import Cast, Scale, as_cast
 from .pool.pool import Pool
 
-__all__ = ["Bridge", "views"]
-
 
 class Bridge(NamedTuple):
     """Describes and creates a framework's arrays, and has the two functions of every bridge.

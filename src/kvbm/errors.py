@@ -23,6 +23,7 @@ __all__ = [
     "KvbmError",
     "LayoutError",
     "MissingKernelError",
+    "MissingPackageError",
     "NotEnoughMemoryError",
     "PeerLostError",
     "PlanError",
@@ -124,6 +125,12 @@ class NotEnoughMemoryError(KvbmError, MemoryError):
     """The machine does not have the memory.  The message says how many bytes are needed, and how many are available."""
 
     exit_code = 25
+
+
+class MissingPackageError(KvbmError, ImportError):
+    """An optional package is not installed, or is too old.  The message has the line that installs it."""
+
+    exit_code = 26
 
 
 class BuildError(KvbmError, RuntimeError):

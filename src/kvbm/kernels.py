@@ -24,12 +24,13 @@ import numpy.typing as npt
 from . import _core
 from ._arguments import flag, listed, quoted
 from .compile.prepare import prepare
-from .copy.executor import current_stream, require_compatible, require_disjoint, torch_stream
+from .copy.executor import current_stream, require_compatible, require_disjoint
 from .errors import BindError, DTypeError
 from .layout.layout import Layout
 from .layout.shapes import ITEMSIZE, BlockShape
 from .layout.spec import load, parse
 from .memory.array_info import TOLD, Array, dense, describe, written
+from .memory.streams import torch_stream
 from .planner.plan import plan
 from .pool.pool import Pool
 

@@ -30,6 +30,7 @@ def test_quick_runs_and_the_table(tmp_path: Path) -> None:
     found = run(cast.cast, *ON_CPU, "--quick", "--out", str(out))
     assert found.exit_code == 0, (found.output, found.exception)
     assert "across: left out: it needs a GPU" in found.stderr and "quantise" in found.stdout
+    assert "reload of 256 tokens, nvfp4" in found.stdout
     assert out.read_text("utf-8").startswith("# kvbm abc1234")
 
 

@@ -482,7 +482,9 @@ def test_cupy_pools_and_refusals() -> None:
     with pytest.raises(kvbm.BindError, match=r"cupy.convert: input #0 is a numpy.ndarray; expected a cupy.ndarray"):
         kvbm.cupy.convert([np.zeros((2, 3, 4, 16, 2, 32), "float32")], "vllm/LBHNC", "vllm/BLHNC", SIZES)
     with pytest.raises(kvbm.BindError, match=r"cupy.convert: input #0: .* a copy by cupy.ascontiguousarray works"):
-        kvbm.cupy.convert([view[..., ::2].repeat(2, -1)[..., ::-1]], "vllm/LBHNC", "vllm/BLHNC", SIZES)
+        kvbm.cupy.convert([view.repeat(2, -1)[..., ::2]], "vllm/LBHNC", "vllm/BLHNC", SIZES)
+    with pytest.raises(kvbm.BindError, match=r"cupy.convert: input #0: .* it is a reversed view"):
+        kvbm.cupy.convert([view[..., ::-1]], "vllm/LBHNC", "vllm/BLHNC", SIZES)
     with pytest.raises(kvbm.BindError, match=r"cupy.arrays: the pool is on cpu"):
         kvbm.cupy.arrays(kvbm.Pool.allocate(kvbm.load("vllm/LBHNC"), of("float32"), 3))
     del view

@@ -593,7 +593,7 @@ class Side:
 
 PLANES = [name for name in _core.kernel_names() if name.startswith(("record_", "page_", "sum_record_"))]
 # Those that only digest are test_digest's, those that cast are test_cast's.
-ELSEWHERE = (*PLANES, *(name for name in _core.kernel_names() if name.startswith(("digest", "sum_digest", "cast"))))
+ELSEWHERE = (*PLANES, *(name for name in _core.kernel_names() if name.startswith(("digest", "cast", "sum_cast"))))
 ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name not in ELSEWHERE]
 FEW = [name for name in ONE_PART if name.startswith("few_")]
 

@@ -746,7 +746,7 @@ REFUSED = {
     "wrong shape": (
         bad(at={1: lambda x: x.transpose(2, 3).contiguous()}),
         ValueError,
-        r"convert: input #1: axis 't': expected 16, got 4 \(shape .*\.reshape\(",
+        r"convert: input #1: axis 't': expected 16, got 4 \(shape .*if its axes are o b h t d, use a layout with its order",
     ),
     "another number of blocks": (
         bad(at={1: lambda x: x[:, :2].contiguous()}),

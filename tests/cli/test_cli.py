@@ -54,7 +54,8 @@ def test_help() -> None:
         assert "Usage" in ok(command, "--help")
     assert kvbm.__version__ in ok("--version")
     for group in ((), ("link",)):
-        listed = CliRunner().invoke(main, [*group, "--help"], env={"COLUMNS": "80"}).output.partition("Commands:")[2]
+        title = "Commands:" if group else "Layouts and shapes:"
+        listed = CliRunner().invoke(main, [*group, "--help"], env={"COLUMNS": "80"}).output.partition(title)[2]
         assert len(listed.splitlines()) > 2 and "..." not in listed, "sentences are whole"
 
 
@@ -228,6 +229,37 @@ def test_reshard(tmp_path: Path) -> None:
     printed = json.loads(ok("reshard", file, "vllm:tp2,nt64", "--shape", SHAPE, "--json"))
     assert printed["fingerprint"] == made.fingerprint and len(printed["messages"]) == 4
     assert [m["bytes"] for m in printed["messages"]] == [2 * 2 * 16 * 32 * 2] * 4
+
+
+def test_reshard_with_a_cast() -> None:
+    """Red: the command knew no cast."""
+    engines, shape = ("vllm:tp4", "vllm:tp2,nt64"), "llama-3.1-8b,nl=2"
+    layouts, fp8 = ("--from", "nhd", "--to", "record/per_token_head_fp8_planes"), "float8_e4m3fn"
+    text = ok("reshard", *engines, "--shape", shape, "--cast", "amax", *layouts)
+    assert "cast 'amax': data: bfloat16 → float8_e4m3fn" in text and "every scale from a message that has all" in text
+    many = '{"k": [0.5, 0.25], "v": 1}'
+    codes = ("--dtype", fp8, "--from", "nhd", "--to", "hnd")
+    found = json.loads(ok("reshard", *engines, "--shape", shape, "--cast", many, *codes, "--json"))
+    shapes = [kvbm.load_shape(f"{shape},dtype={dtype}") for dtype in ("bfloat16", fp8)]
+    sides = [reshard.load(*one) for one in zip(engines, shapes, strict=True)]
+    made = reshard.plan(*sides, cast=kvbm.Scale(k=[0.5, 0.25], v=1), layouts=("nhd", "hnd"))
+    assert found["fingerprint"] == made.fingerprint and found["cast"]["scale"] == {"k": [0.5, 0.25], "v": 1.0}
+    step = ok("reshard", *engines, "--shape", shape, "--gather", "--cast", "0.5", *codes)
+    assert "Cast: values change from bfloat16 to float8_e4m3fn, with the scale 0.5 of the caller." in " ".join(step.split())
+    for more, code, says in (
+        (("--cast", "[1]"), kvbm.PlanError.exit_code, "expected one number for each of the 2 layers of the model, got 1"),
+        (("--cast", "amax", *layouts[:2]), 2, "--from and --to: expected both, beside --cast, or none"),
+        (layouts, 2, "--from and --to: expected both, beside --cast, or none"),
+        (("--dtype", fp8), kvbm.PlanError.exit_code, "or cast= to change values on the way"),
+        (("--cast", "amax", *codes), kvbm.PlanError.exit_code, "no plane of scales takes part"),
+        (("--cast", "[0.5,"), 2, "expected amax, a number, or JSON"),
+        (("--cast", "[0.5, true]"), 2, "layer 1: expected a number from"),
+        (("--cast", "[" * 9999), 2, "expected amax, a number, or JSON"),
+        (("--cast", '{"k": null, "v": null}'), 2, "expected numbers for k and v, got {'k': None, 'v': None}"),
+        (("--cast", '{"k": 1, "k": 0.5, "v": 1}'), 2, "'k' is there twice"),
+    ):
+        result = call("reshard", *engines, "--shape", shape, *more)
+        assert result.exit_code == code and says in " ".join(result.stderr.split()), (more, result.stderr)
 
 
 def test_reshard_of_replicas() -> None:
@@ -714,7 +746,7 @@ def test_convert_casts(tmp_path: Path) -> None:
     codes.put(casting.expected(src, codes, [0, 1, 2], [0, 1, 2], 0.5))
     assert casting.tensors(three) == _held(codes)
     assert "verified" in ok("convert", three, tmp_path / "moved", "--to", "hnd") and "all as they were" in ok("verify", three)
-    for cast in ("amax", "0.5"):
+    for cast in ("amax", "0.5", "[0.5,0.5]", '{"k": 0.5, "v": [0.5, 0.5]}'):
         ok("convert", tmp_path / "moved", two, "--to", "nhd", "--cast", cast, "--force")
         values = Side("nhd", (2, 2, 3, 4, 64), "bfloat16", 3, dst=True)
         values.put(casting.expected(codes, values, [0, 1, 2], [0, 1, 2], 0.5, source=codes.after.copy()))
@@ -729,10 +761,10 @@ def test_convert_refuses_casts(tmp_path: Path) -> None:
         (kvbm.BindError, ("hnd", "--dtype", "bfloat16"), "only a cast makes it bfloat16"),
         (kvbm.PlanError, ("record/mxfp8_tensors", "--cast", "amax"), "expected the same planes on both sides"),
         (kvbm.PlanError, ("record/mxfp8_tensors",), "expected the same planes on both sides; cast='amax' (--cast amax) quantises"),
-        (2, ("hnd", "--cast", "max"), "--cast': expected amax, or a number from 2**-100 to 2**100, got 'max'"),
-        (2, ("hnd", "--cast", "nan"), "expected amax, or a number"),
-        (2, ("hnd", "--cast", "-1"), "expected amax, or a number"),
-        (2, ("hnd", "--cast", "1e40"), "expected amax, or a number"),
+        (2, ("hnd", "--cast", "max"), "--cast': expected amax, a number, or JSON: a list with one for each layer, or an object of"),
+        (2, ("hnd", "--cast", "nan"), "expected a number from 2**-100 to 2**100"),
+        (2, ("hnd", "--cast", "-1"), "expected a number from 2**-100 to 2**100"),
+        (2, ("hnd", "--cast", "1e40"), "expected a number from 2**-100 to 2**100"),
         (kvbm.DTypeError, ("hnd", "--cast", "amax", "--dtype", "f7"), "dtype"),
     ):
         said = _fails(tmp_path, error, "--to", *args)
@@ -1223,7 +1255,7 @@ def test_convert_planes_refuses(tmp_path: Path) -> None:
 def test_ctrl_c_ends_every_command_with_130() -> None:
     import click
 
-    from kvbm.cli.common import Group
+    from kvbm.cli.commands import Group
 
     for group in (Group("kvbm"), Group("outer")):
         @group.command("stopped")

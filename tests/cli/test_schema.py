@@ -86,6 +86,24 @@ def _shipped_files(path: Path) -> None:
     assert refused(kind, path.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("like: nhd", True),
+        ("like: vllm/deepseek_v4\npitch: {b: 4096 B}", True),
+        ("like: vllm/deepseek_v4\naxes: {s: 9}\nplanes: {scale: {offset: 3}}\ntitle: x", True),
+        ("like: x.yaml\npitch: {q: 3}", True),
+        ("like: nhd\norder: b l o h t d", False),
+        ("like: [nhd]", False),
+        ("like: vllm/deepseek_v4\nplanes: {scale: {order: s t}}", False),
+        ("title: x", False),
+        ("order: '[l] b <a b>'\nplanes: {a: {order: t d}}", False),
+    ],
+)
+def test_like_another(text: str, good: bool) -> None:
+    assert bool(refused("layout", text)) is not good
+
+
 def test_bad_files() -> None:
     for path in BAD:
         with in_case(path):

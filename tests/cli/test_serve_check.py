@@ -131,6 +131,23 @@ def test_between_engines() -> None:
     assert to["prefill"]["kv_transfer_config"]["kv_connector"] == "KvbmConnector"
 
 
+def test_between_engines_of_other_formats() -> None:
+    """fp8 is sent: half as many bytes, in as large chunks.  Both engines have the same `cast`."""
+    words = LLAMA, "--tp", "2", "--to", "tp=1,block-size=64,kv-cache-dtype=fp8", "--tokens", "8192"
+    to = told(*words, "--cast", "0.5")["disaggregation"]
+    assert to["bytes"] == 8192 * 131_072 // 2 and to["chunks"] == (1 << 29) // (16 << 20)
+    assert to["casts"] == ["Values change from bfloat16 to float8_e4m3fn, with the scale 0.5 of the caller"]
+    assert to["plans"][0]["cast"]["scale"] == 0.5
+    many = {"k": [0.5] * 31 + [2.0], "v": 0.25}
+    to = told(*words, "--cast", json.dumps(many))["disaggregation"]
+    assert "with 64 scales of the caller, 0.25 to 2" in to["casts"][0]
+    for side in ("prefill", "decode"):
+        assert to[side]["kv_transfer_config"]["kv_connector_extra_config"] == {"host": "127.0.0.1", "cast": many}
+    assert "  values change from bfloat16 to float8_e4m3fn" in run(*words, "--cast", "0.5").stdout
+    same = told(LLAMA, "--to", "tp=1", "--cast", "0.5")["disaggregation"]
+    assert same["casts"] == [] and same["bytes"] == 8192 * 131_072
+
+
 def test_between_engines_a_window_is_sent_and_no_more() -> None:
     """Of 2,000 tokens in blocks of 16, those from 976 on: 1,024 before the next token, rounded down to a block."""
     found = told(GEMMA, "--to", "tp=1", "--tokens", "2000")["disaggregation"]
@@ -204,6 +221,25 @@ def test_quantised_values_in_host_memory(path: str, words: tuple[str, ...], valu
     assert values in " ".join(run(path, "--host-values", *words).output.split())
 
 
+def test_files_behind_host_memory() -> None:
+    """The settings are in the printed configuration; what a folder cannot hold is refused."""
+    files = ("--folder", "/kv", "--folder-bytes", "2TiB")
+    extra = told(LLAMA, *files)["offloading"]["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra == {
+        "cpu_bytes_to_use": 64 << 30, "folder": "/kv", "folder_bytes": 2 << 40, "host_layout": "universal"
+    }  # fmt: skip
+    quantised = told(LLAMA, *files, "--host-values", "fp8")["offloading"]["kv_transfer_config"]["kv_connector_extra_config"]
+    assert "host_layout" not in quantised and quantised["folder"] == "/kv"
+    for words, says in (
+        (("--pp", "2"), "folder: pipeline_parallel_size: expected 1, got 2; blocks of other ranks' layers or tokens are not"),
+        (("--tp", "16", "--dcp", "2"), "folder: decode_context_parallel_size: expected 1, got 2"),
+        (("--block-size", "17"), "folder: unit_tokens: expected a number that divides the blocks of 17 tokens, got 16"),
+        (("--host-layout", "pages"), "host_layout: expected a layout, as folder is set"),
+    ):
+        done = run(LLAMA, *files, *words)
+        assert done.exit_code == BindError.exit_code and says in done.stderr, done.stderr
+
+
 def test_stages_that_lack_a_group(tmp_path: Path) -> None:
     """A rank knows only the layers of its own stage: sending to another engine is a named error, not a traceback."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -266,7 +302,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         models.read(str(tmp_path / "none"))
     for text in ("{", "[]", "[" * 100_000):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
-        with pytest.raises(SpecError, match=r"not JSON|expected an object"):
+        with pytest.raises(SpecError, match=r"got no JSON|expected an object"):
             models.read(str(tmp_path))
 
 
@@ -291,8 +327,8 @@ def test_a_model_in_the_cache_of_hugging_face(tmp_path: Path, monkeypatch: pytes
         (("--tp", "4", "--dcp", "2"), 11, "expected the ranks of a group to hold one head"),
         (("--layout", "HND"), 11, "layout: expected one of LBHNC"),
         (("--kv-cache-dtype", "nvfp4"), 11, "kv-cache-dtype: expected one of auto"),
-        (("--to", "tp"), 11, "--to: expected KEY=VALUE"),
-        (("--to", "sp=2"), 11, "--to: expected KEY=VALUE"),
+        (("--to", "tp"), 11, "--to: expected tpN, ppN, dcpN, ntN, block-size=N, layout=…, kv-cache-dtype=…, backend=…, got 'tp'"),
+        (("--to", "sp=2"), 11, "--to: expected tpN, .*, got 'sp=2'"),
         (("--to", "tp=0"), 11, "--to: tp: expected a number"),
         (("--to", "tp=1,tp=2"), 11, "--to: tp: expected once"),
         (("--host-layout", "none"), 11, "none"),
@@ -302,12 +338,18 @@ def test_a_model_in_the_cache_of_hugging_face(tmp_path: Path, monkeypatch: pytes
         (("--host-values", "fp9"), 14, "refused: KvbmOffloadingConnector: .*host_values: expected one of fp8, .* got 'fp9'"),
         (("--host-values", "fp8", "--host-layout", "nhd"), 14, "host_layout: expected none beside host_values, .* got 'nhd'"),
         (("--host-values", "fp8", "--kv-cache-dtype", "fp8"), 14, "expected a cache of bfloat16, .* got float8_e4m3fn"),
-        (("--backend", "CPU_ATTN"), 14, "refused: Pool.from_vllm: .*CPU_ATTN, LBHNC: .*pass layout="),
+        (("--backend", "CPU_ATTN"), 14, "refused: Pool.from_vllm: backend: CPU_ATTN orders K and V by .* here: FLASH"),
         (("--backend", "ROCM_ATTN"), 14, "refused: Pool.from_vllm: .*kvbm does not know"),
         (("--tp", "16", "--dcp", "2", "--to", "tp=1,dcp=1"), 14, "refused: KvbmConnector: prefill: dcp: expected 1, got 2"),
         (("--to", "tp=16,dcp=2"), 14, "refused: KvbmConnector: decode: dcp: expected 1, got 2"),
         (("--to", "kv-cache-dtype=fp8"), 13, "refused: KvbmConnector: "),
-        (("--to", "backend=CPU_ATTN"), 14, "refused: KvbmConnector: .*CPU_ATTN"),
+        (("--to", "kv-cache-dtype=fp8", "--cast", "amax"), 13, "refused: KvbmConnector: .*no plane of scales takes part"),
+        (("--to", "kv-cache-dtype=fp8", "--cast", "[1, 2]"), 13, "refused: KvbmConnector: .*for each of the 32 layers of the mod"),
+        (("--to", "backend=CPU_ATTN"), 14, "refused: KvbmConnector: decode: .*CPU_ATTN"),
+        (("--tp", "16", "--dcp", "2", "--to", "tp1"), 11, "--to: dcp: expected a divisor of tp 1, got 2"),
+        (("--cast", "1.0"), 2, "--cast goes with --to"),
+        (("--block-size", "17"), 14, "refused: vLLM: block-size: expected a multiple of 16 for FLASH_ATTN, got 17"),
+        (("--tokens-per-block", "32"), 2, "No such option.*--tokens-per-block.*--block-size"),
     ],
     ids=str,
 )  # fmt: skip
@@ -315,6 +357,17 @@ def test_what_is_refused(words: tuple[str, ...], code: int, message: str) -> Non
     done = run(LLAMA, *words)
     assert done.exit_code == code, done.output
     assert re.search(message, done.stderr.replace("\n", " ")), done.stderr
+
+
+def test_block_sizes_that_vllm_takes() -> None:
+    """Those of the kernels of each backend, as vLLM's `supports_block_size` has them; a backend that is not known has no limit."""
+    for name, size, taken in (("FLASHMLA", 64, True), ("FLASHMLA", 32, False), ("TRITON_MLA", 32, True), ("CPU_MLA", 17, True)):
+        engine = serving.Engine(models.read(DEEPSEEK), nt=size, backend=name)
+        if taken:
+            engine.require_block_size()
+        else:
+            with pytest.raises(BindError, match="--to: block-size: expected a multiple of 64 for FLASHMLA, got 32"):
+                engine.require_block_size("--to: ")
 
 
 def test_other_refusals() -> None:
@@ -328,9 +381,20 @@ def test_other_refusals() -> None:
 
 # ---- what is printed -----------------------------------------------------------------------------------------------------
 
+
+def test_each_command_is_printed() -> None:
+    """Red: those of both connectors in one engine were in the JSON alone."""
+    found = json.loads(run(LLAMA, "--to", "block-size=32", "--json").stdout)
+    lines = run(LLAMA, "--to", "block-size=32").stdout.splitlines()
+    for name in ("disaggregation", "together"):
+        for side in ("prefill", "decode"):
+            assert found[name][side]["command"] in lines, (name, side)
+    assert found["offloading"]["command"] in lines
+
+
 SCHEMA = {
     "type": "object", "additionalProperties": False,
-    "required": ["model", "engine", "offloading", "disaggregation", "refused"],
+    "required": ["model", "engine", "offloading", "disaggregation", "together", "refused"],
     "properties": {
         "model": {
             "type": "object",
@@ -350,8 +414,12 @@ SCHEMA = {
         },
         "disaggregation": {
             "type": ["object", "null"],
-            "required": ["prefill", "decode", "tokens", "bytes", "chunks", "messages", "plans", "proofs"],
+            "required": ["prefill", "decode", "tokens", "bytes", "chunks", "messages", "plans", "proofs", "casts"],
             "properties": {"messages": {"items": {"required": ["group", "from", "to", "bytes", "chunks"]}}},
+        },
+        "together": {
+            "type": ["object", "null"], "required": ["prefill", "decode"],
+            "additionalProperties": {"required": ["kv_transfer_config", "command"]},
         },
         "refused": {"type": "array", "items": {"required": ["what", "why", "error"]}},
     },
@@ -375,8 +443,15 @@ def test_commands_are_lines_for_a_shell() -> None:
     for one in (found["offloading"], found["disaggregation"]["prefill"], found["disaggregation"]["decode"]):
         assert one["command"] in lines
         split = shlex.split(one["command"])
-        assert split[:3] == ["VLLM_KV_CACHE_LAYOUT=LBHNC", "vllm", "serve"]
+        assert split[:4] == ["VLLM_KV_CACHE_LAYOUT=LBHNC", "vllm", "serve", "MODEL"]  # a file of any name is no model of vLLM
         assert json.loads(split[split.index("--kv-transfer-config") + 1]) == one["kv_transfer_config"]
+
+
+def test_the_model_of_a_command_is_one_that_vllm_takes(tmp_path: Path) -> None:
+    """The folder of a config.json, whether the file or the folder was given."""
+    (tmp_path / "config.json").write_bytes(Path(LLAMA).read_bytes())
+    for given in (tmp_path, tmp_path / "config.json"):
+        assert shlex.split(told(str(given))["offloading"]["command"])[3] == str(tmp_path)
 
 
 def test_without_a_table_no_speed_is_told() -> None:

@@ -19,7 +19,7 @@ import emulation
 import processes
 from kvbm import _core
 
-pytestmark = [pytest.mark.slow, pytest.mark.sanitize]
+pytestmark = pytest.mark.slow
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "torture.py"
 
@@ -76,17 +76,35 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("casts.random", (0, 60)),
     ("casts.ids_on_the_gpu", ("d2d", "direct")),
     ("casts.ids_on_the_gpu", ("d2h", "direct")),
+    ("casts.fused_digests", (1,)),
+    ("casts.fused_digests", (None,)),
+    ("casts.random_digests", (0, 60)),
     ("casts.digests", ("d2d", "direct")),
     ("casts.digests", ("h2d", "staged")),
     ("casts.digests", ("d2h", "staged")),
+    ("reshards.casts_on_few", (1500, 1)),
 ]
 
 
-@pytest.mark.parametrize(("program", "arguments"), PROGRAMS, ids=["-".join(map(str, (p, *a))) for p, a in PROGRAMS])
+def first_or_full(number: int) -> list[pytest.MarkDecorator]:
+    """Each program runs once; in all its forms under sanitizers, which are part of .ci/run, and in `make full`."""
+    is_first = PROGRAMS[number][0] not in [program for program, _ in PROGRAMS[:number]]
+    return [] if is_first or "KVBM_SANITIZE" in os.environ else [pytest.mark.full]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        pytest.param(program, arguments, id="-".join(map(str, (program, *arguments))), marks=first_or_full(number))
+        for number, (program, arguments) in enumerate(PROGRAMS)
+    ],
+)
 def test_programs(emulated: partial[str], program: str, arguments: tuple[object, ...]) -> None:
     emulated(program, *arguments, FAKE_DEVICES="2")
 
 
+@pytest.mark.sanitize
 def test_rounds(emulated: partial[str], tmp_path: Path) -> None:
     """Copies and digests of the torture campaign: random layouts, shapes, addresses, strategies, orders of streams."""
     command = [sys.executable, TOOL, "--device", "fake", "--kind", "copies", "--rounds", "30", "--seed", "7"]
@@ -101,84 +119,94 @@ def test_rounds(emulated: partial[str], tmp_path: Path) -> None:
     assert done.returncode == 0 and "30 right" in done.stdout, done.stdout + done.stderr
 
 
-#: Kernels, what of their code is replaced, by what, and what then fails.
+# Not under sanitizers: what is broken there says nothing of the code that is shipped.
+
+ROWS, NARROW, TILE, SUM_ROWS = "rows_o1_i3_w16", "rows_o1_i3_w8", "tile_o1_r1_e2_w16", "sum_rows_o1_i3_w16"
+TO_FP8, TO_FP4, TO_INT8 = (f"cast_bf16_{name}_o4_i6_e8" for name in ("e4m3_f32", "e2m1_e4m3", "i8_f32"))
+FROM_FP4, FROM_INT8 = (f"cast_{name}_o4_i6_e8" for name in ("e2m1_bf16_e4m3", "i8_bf16_f32"))
+TO_ANY = "cast_any_plain_o4_i8_e1"
+SUM_FP4, SUM_FP4_OF_TURNS = "sum_cast_bf16_e2m1_e4m3_o4_i6_e8", "sum_cast_f16_e2m1_e4m3_o4_i6_e8"  # the layouts of each differ
+
+#: Kernels, what of their code is replaced, by what, and what `programs.nests.each` then says of them.
 BROKEN = [
-    ("rows_o1_i3_w16", "    Mine::sync();\n    const bool copies", "    const bool copies", "bytes differ"),
-    ("rows_o1_i3_w16", "index + u * width < last) load(", "index + u * width + 1 < last) load(", "bytes differ"),
-    ("rows_o1_i3_w8", "load(v[u], at.src + from[u])", "load(v[u], at.src + from[u] + 4)", "multiple of its word"),
-    ("tile_o1_r1_e2_w16", "words[slot[u] + j * tb]", "words[slot[u] + j]", "bytes differ"),
-    (
-        "tile_o1_r1_e2_w16",
-        "    Mine::sync();\n\n    const uint32_t stores",
-        "    const uint32_t stores",
-        "bytes differ",
-    ),
-    ("sum_rows_o1_i3_w16", "distance = width / 2; distance;", "distance = width / 2; distance > 1;", "digests"),
-    ("sum_rows_o1_i3_w16", "    wait_for_clear();\n", "", "digests"),
-    ("sum_rows_o1_i3_w16", "    if (!SUMS && !copies) return;", "    if (!copies) return;", "never comes"),
+    (ROWS, "    Mine::sync();\n    const bool copies", "    const bool copies", "bytes differ"),
+    (ROWS, "index + u * width < last) load(", "index + u * width + 1 < last) load(", "bytes differ"),
+    (NARROW, "load(v[u], at.src + from[u])", "load(v[u], at.src + from[u] + 4)", "multiple of its word"),
+    (TILE, "words[slot[u] + j * tb]", "words[slot[u] + j]", "bytes differ"),
+    (TILE, "    Mine::sync();\n\n    const uint32_t stores", "    const uint32_t stores", "bytes differ"),
+    (SUM_ROWS, "distance = width / 2; distance;", "distance = width / 2; distance > 1;", "digests"),
+    (SUM_ROWS, "    wait_for_clear();\n", "", "digests"),
+    (SUM_ROWS, "    if (!SUMS && !copies) return;", "    if (!copies) return;", "never comes"),
 ]
 
-
-@pytest.mark.parametrize(("kernel", "code", "instead", "said"), BROKEN, ids=range(len(BROKEN)))
-def test_what_is_broken_is_seen(
-    fake_gpu: processes.FakeDriver, tmp_path: Path, kernel: str, code: str, instead: str, said: str
-) -> None:
-    found = 0
-
-    def broken(text: str) -> str:
-        nonlocal found
-        found += text.count(code)
-        return text.replace(code, instead)
-
-    libraries = emulation.compile_kernels(tmp_path, [kernel], broken)
-    assert found
-    with pytest.raises(AssertionError, match=re.escape(said)):
-        fake_gpu("nests.each", (kernel,), FAKE_KERNELS=libraries)
-
-
-#: What of the device code of casts is replaced, by what; all of `programs.casts.few` then differs.
+#: The same of kernels that cast, and `programs.casts.few`.
 BROKEN_CASTS = [
-    ("other = 1; other < width", "other = 2; other < width"),
-    ("other = 2; other < width", "other = 4; other < width"),
-    ("i += mine.width) cast_item(p, of, at, i, factor);", "i += 2 * mine.width) cast_item(p, of, at, i, factor);"),
-    ("mine.lane < 2 && (odd", "mine.lane < 1 && (odd"),
-    ("factor[0] = odd ? other : own", "factor[0] = own"),
-    ("if (has_item[u]) store_item(p, place[u].dst, cast(", "if (has_item[u] && mine.lane) store_item(p, place[u].dst, cast("),
-    ("p.inner[kGroup].extent.n % 2 ?", "false ?"),
-    ("has_group[u] = group + u < tile.last", "has_group[u] = true"),
-    ("min((tile + 1) * p.tile_words, p.words)", "p.words - 1"),
-    ("if (code < FROM::kInfinite) most = larger(most, code);", "most = larger(most, code);"),
-    ("larger(both & 0xffff, both >> 16)", "both & 0xffff"),
-    ("second * uint32_t(p.inner[1].dst)", "0"),
-    ("(size >> kShift & 1)", "1"),
-    ("bits_of(scale) < kLeastNormal ? kLeastNormal : bits_of(scale)", "bits_of(scale)"),
-    ("return size > kInfinity ? all<U>(NOT_A_NUMBER) : code;", "return code;"),
-    ("normal < LARGEST ? normal : all<U>(LARGEST)", "normal"),
-    ("bits_of(float_of(size) + float_of(kUnit)) - kUnit", "all<U>(0u)"),
-    ("4194307.0f", "4194306.0f"),
-    ("whole < 6.0f ? whole : 6.0f", "whole"),
-    ("size > 1.0f ? size : 1.0f", "size"),
-    ("0x08080808", "0"),
-    ("0xc0804000", "0xc0800000"),
-    ("four << 4, 0x1504", "four << 4, 0x5140"),
-    ("12582912.0f));  // 1.5 * 2^23", "12582913.0f));"),
-    ("codes[i] ^ 0x80808080", "codes[i]"),
+    (TO_FP8, "other = 1; other < width", "other = 2; other < width"),
+    (TO_FP8, "other = 2; other < width", "other = 4; other < width"),
+    (TO_ANY, "i += mine.width) cast_item(p, of, at, i, factor);", "i += 2 * mine.width) cast_item(p, of, at, i, factor);"),
+    (TO_FP8, "mine.lane < 2 && (odd", "mine.lane < 1 && (odd"),
+    (TO_FP8, "{odd ? other : own, odd", "{own, odd"),
+    (TO_FP8, "if (!has_item[u]) return;", "if (!has_item[u] || !mine.lane) return;"),
+    (TO_FP8, "is_apart = p.inner[kGroup].extent.n % 2", "is_apart = false"),
+    (TO_FP4, "has_group[u] = group + u < tile.last", "has_group[u] = true"),
+    (TO_ANY, "min((tile + 1) * p.tile_words, p.words)", "p.words - 1"),
+    (TO_FP8, "if (code < FROM::kInfinite) most = larger(most, code);", "most = larger(most, code);"),
+    (TO_FP8, "larger(both & 0xffff, both >> 16)", "both & 0xffff"),
+    (TO_ANY, "second * uint32_t(p.inner[1].dst)", "0"),
+    (TO_FP8, "(size >> kShift & 1)", "1"),
+    (TO_FP8, "bits_of(scale) < kLeastNormal ? kLeastNormal : bits_of(scale)", "bits_of(scale)"),
+    (TO_FP4, "return size > kInfinity ? all<U>(NOT_A_NUMBER) : code;", "return code;"),
+    (TO_FP4, "normal < LARGEST ? normal : all<U>(LARGEST)", "normal"),
+    (TO_FP8, "bits_of(float_of(size) + float_of(kUnit)) - kUnit", "all<U>(0u)"),
+    (TO_FP4, "4194307.0f", "4194306.0f"),
+    (TO_FP4, "whole < 6.0f ? whole : 6.0f", "whole"),
+    (TO_FP4, "size > 1.0f ? size : 1.0f", "size"),
+    (TO_FP4, "0x08080808", "0"),
+    (FROM_FP4, "0xc0804000", "0xc0800000"),
+    (FROM_FP4, "four << 4, 0x1504", "four << 4, 0x5140"),
+    (TO_INT8, "12582912.0f));  // 1.5 * 2^23", "12582913.0f));"),
+    (FROM_INT8, "codes[i] ^ 0x80808080", "codes[i]"),
+]
+
+#: The same of kernels that also digest, and `programs.casts.fused_digests` for layouts of that format.
+OF_FP4 = range(26, 38)
+BROKEN_SUMS = [
+    (SUM_FP4, "number_ % 2 ? 0x3715", "number_ % 2 ? 0x6240"),
+    (SUM_FP4_OF_TURNS, "row % 2 ? 0x3276", "row % 2 ? 0x5410"),
+    (SUM_FP4, "has_item && !is_first", "has_item"),
+    (SUM_FP4, "has_item && !second", "has_item"),
+    (SUM_FP4, "from_lane(cell.x[0], 2 * width_)", "from_lane(cell.x[0], width_)"),
+    (SUM_FP4, "from_lane(cell.x[1], 4 * width_)", "from_lane(cell.x[1], 2 * width_)"),
+    (SUM_FP4_OF_TURNS, "turns_ = count_ < 4 ? count_ : 4", "turns_ = 4"),
+    (SUM_FP4, "if (odd) key = is_apart", "if (false) key = is_apart"),
+    (SUM_FP4, "turn + 1 < turns_ && !is_last", "turn + 1 < turns_"),
+    (SUM_FP4, "key = odd ? key : earlier_key_", "key = earlier_key_"),
+    (SUM_FP4, "sums.take()", "0"),
+]
+
+MUTANTS = [
+    *(("nests.each", ((kernel,),), kernel, *rest) for kernel, *rest in BROKEN),
+    *(("casts.few", (), *each, "bytes differ") for each in BROKEN_CASTS),
+    *(("casts.fused_digests", (1, "fake", OF_FP4), *each, "found == wanted") for each in BROKEN_SUMS),
 ]
 
 
-@pytest.mark.parametrize(("code", "instead"), BROKEN_CASTS, ids=range(len(BROKEN_CASTS)))
-def test_broken_casts_are_seen(fake_gpu: processes.FakeDriver, tmp_path: Path, code: str, instead: str) -> None:
-    found = 0
+@pytest.fixture(scope="module")
+def mutants(emulated: partial[str], tmp_path_factory: pytest.TempPathFactory) -> partial[str]:
+    """As `emulated`, with the kernels of FAKE_MUTANT broken: all mutants are in one library, which is compiled once."""
+    broken = [(kernel, code, instead) for *_, kernel, code, instead, _ in MUTANTS]
+    folder = processes.made_once(tmp_path_factory, "mutants", partial(emulation.compile_mutants, mutants=broken))
+    return partial(emulated.func, FAKE_KERNELS=f"{folder / 'libmutants.so'}:{emulated.keywords['FAKE_KERNELS']}")
 
-    def broken(text: str) -> str:
-        nonlocal found
-        found += text.count(code)
-        return text.replace(code, instead)
 
-    formats = "bf16_e4m3_f32", "e4m3_bf16_f32", "bf16_e2m1_e4m3", "e2m1_bf16_e4m3", "bf16_i8_f32", "i8_bf16_f32", "plain", "any"
-    casts = tuple(f"cast_{each}_" for each in formats)
-    names = [name for name in _core.kernel_names() if name.startswith(casts)]
-    libraries = emulation.compile_kernels(tmp_path, names, broken)
-    assert found
-    with pytest.raises(AssertionError, match="bytes differ"):
-        fake_gpu("casts.few", FAKE_KERNELS=libraries)
+def test_nothing_is_broken_without_a_mutant(mutants: partial[str]) -> None:
+    mutants("nests.each", (ROWS, NARROW, TILE, SUM_ROWS), FAKE_MUTANT="-1")
+    mutants("casts.few", FAKE_MUTANT="-1")
+    mutants("casts.fused_digests", 1, "fake", OF_FP4[:2], FAKE_MUTANT="-1")
+
+
+@pytest.mark.parametrize("number", range(len(MUTANTS)))
+def test_what_is_broken_is_seen(mutants: partial[str], number: int) -> None:
+    program, arguments, *_, said = MUTANTS[number]
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        mutants(program, *arguments, FAKE_MUTANT=str(number))

@@ -16,13 +16,16 @@ import casting
 import kvbm
 import oracle
 import plane_oracle
+import processes
 from cast_oracle import PLAIN
 from casting import Own, Part, Planar, Side, Sizes, convert_and_check, expected, planar, plane
 from coordinates import in_case
 from kvbm import _core
 from kvbm.compile import prepare
 from kvbm.copy.executor import Executor
+from kvbm.digest import cells
 from kvbm.layout import spec
+from kvbm.planner import lowering
 from kvbm.planner.cast import AMAX
 from kvbm.planner.plan import between_layers
 from plane_oracle import TABLE
@@ -786,6 +789,14 @@ def test_digests_are_those_of_the_quantised_blocks(name: str) -> None:
         assert found[1] == 0 and found[0] != 0
 
 
+@pytest.mark.sanitize
+@pytest.mark.slow  # 1 s
+def test_digests_in_the_pass_of_the_cast_on_the_cpu(fake_driver: processes.FakeDriver) -> None:
+    """All formats, forms of cells, and layouts with random orders; a digest of the result is another pass."""
+    fake_driver("casts.fused_digests", None, "cpu")
+    fake_driver("casts.random_digests", 0, 60, "cpu")
+
+
 def test_digests_with_a_scale_of_the_caller() -> None:
     for src_type, dst_type in (("bfloat16", E4M3), (E5M2, "float32"), ("float32", "int8")):
         src, dst = Side("nhd", (2, 2, 3, 3, 16), src_type, 4), Side("hnd", (2, 2, 3, 3, 16), dst_type, 4, dst=True)
@@ -858,6 +869,47 @@ def test_digests_of_parts(quantises: bool) -> None:
         side, ids = (dst, [1, 2]) if quantises else (src, [2, 0])
         places = [unit % (8 // mine.tokens) * mine.tokens for unit in (2, 0)] if mine.tokens else 0
         assert found.tolist() == side.given.digest(ids, tokens=places).tolist(), (mine, theirs)
+
+
+def test_what_is_not_digested_in_the_same_pass_is_said() -> None:
+    """It is digested in a pass of its own."""
+
+    def fused(src: Side, dst: Side, **model: Any) -> Any:
+        keys = cells.keys_of(dst.pool.whole.of, kvbm.Model(**model) if model else None)
+        return cells.fused(src.pool.whole.of, dst.pool.whole.of, keys, (256, 256), "a to b", AMAX)
+
+    sizes = (2, 1, 1, 4, 32)
+    for order in ("[b] l o h t d", "[t l b] o h d"):
+        src = Side(Own(order), sizes, "bfloat16", 3)
+        dst = Side(planar("[b] l o h <>", *_scaled("data", "d")), sizes, "bfloat16", 3, dst=True)
+        assert not isinstance(fused(src, dst), str)
+        # Tokens are 3 * 2**29 keys apart, or 3 * 2**31, and kernels have steps of 32 bits.
+        assert not isinstance(fused(src, dst, layers=range(2), nl=1 << 29), str), order
+        assert "keys of a cast go beyond 32 bits" in fused(src, dst, layers=range(2), nl=(1 << 31) - 1), order
+
+    a, b = plane("a", "bfloat16", "t d", "d", 32), plane("b", "bfloat16", "t c", "c", 32)
+    src = Side(planar("[b] l o h <>", a, *_scaled("b", "c"), scales=(("of_b", "b"),)), sizes, "bfloat16", 3)
+    dst = Side(planar("[b] l o h <>", b, *_scaled("a", "d"), scales=(("of_a", "a"),)), sizes, "bfloat16", 3, dst=True)
+    assert "planes are cast in both directions, and digests are those of one side" in fused(src, dst)
+    found = np.ones(2, np.uint64)
+    kvbm.Transfer(src.pool, dst.pool, cast="amax").copy([2, 0], [1, 2], digests=found)
+    casting.check(src, dst, expected(src, dst, [2, 0], [1, 2]))
+    assert found.tolist() == dst.pool.digest([1, 2]).tolist()
+
+
+def _scaled(name: str, axis: str) -> list[Any]:
+    """A plane of e4m3 and that of its scales, one for each token."""
+    return [plane(name, E4M3, f"t {axis}", axis, 32), plane("scale" if name == "data" else f"of_{name}", "float32", "t")]
+
+
+def test_kernels_that_take_a_limit_of_multiprocessors_are_built_in() -> None:
+    sizes = (2, 1, 1, 4, 32)
+    src = Side("nhd", sizes, "bfloat16", 3)
+    dst = Side("vllm/per_token_head_fp8", sizes, "bfloat16", 3, dst=True)
+    made = between_layers(src.pool.whole.of, dst.pool.whole.of, "a to b", None, AMAX)
+    launches = lowering.lower(made.launches(256, 256, pages=False), prepare._kernels_on(-1), sm_limited=True)
+    assert [launch.kernel[0].sm_limited for launch in launches] == [True]
+    assert prepare.kernel_notes(launches, -1) == []
 
 
 # ---- random layouts --------------------------------------------------------------------------------------------------

@@ -557,6 +557,31 @@ def test_digests_are_those_of_the_quantised_blocks(direction: str, strategy: str
             assert found.cpu().numpy().view(np.uint64).tolist() == on_host.pool.digest(ids, tokens=tokens).tolist()
 
 
+@pytest.mark.parametrize("most", [None, 1])
+def test_digests_in_the_pass_of_the_cast(most: int | None) -> None:
+    """All forms of cells, with one turn of the threads and with several."""
+    import torch
+
+    for (layout, order, sizes, scale), quantises in itertools.product(casting.digested(), (True, False)):
+        small = "bfloat16" if isinstance(layout, casting.Planar) else E4M3
+        both: Any = [(Own(order), "bfloat16"), (layout, small)]
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src, dst = Side(a, sizes, a_type, 4, where="cuda"), Side(b, sizes, b_type, 4, dst=True, where="cuda")
+        ids, found = ([3, -1, 0], [1, 2, 3]), torch.ones(3, dtype=torch.int64, device="cuda")
+        move = kvbm.Transfer(src.pool, dst.pool, max_sms=most, cast=casting.cast_of(scale))
+        torch.cuda.synchronize()
+        with in_case(sizes, order, quantises):
+            move.copy(*ids, digests=found, tokens=[4, 8, 0], stream=stream_of()).synchronize()
+            check(src, dst, *ids, scale)
+            side, mine = (dst, ids[1]) if quantises else (src, ids[0])
+            on_host = Side(side.meant, sizes, side.dtype, 4)
+            on_host.put(side.after)
+            wanted = on_host.pool.digest(mine, tokens=[4, 8, 0])
+            wanted[1] = 0
+            assert found.cpu().numpy().view(np.uint64).tolist() == wanted.tolist()
+            assert "Digests are fused into direct copies (one launch of sum_cast_" in move.explain(3)
+
+
 def test_the_cpu_writes_the_same_bits() -> None:
     for (name, plain, sizes, dtype), quantises in itertools.product(FEW, (True, False)):
         src, dst = ends("d2d", name, plain, sizes, dtype, quantises)

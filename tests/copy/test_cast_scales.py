@@ -113,6 +113,27 @@ def test_layouts_of_ones_own() -> None:
         convert_and_check(src, dst, [2, 0], [1, 3], Given((0.5, 3.0), 0.25))
 
 
+def test_a_plane_that_layers_or_halves_share_has_one_scale() -> None:
+    """Red: it had that of K, or of the first layer."""
+    sizes = (2, 2, 2, 4, 32)
+    for around, order, shared, given, says in (
+        ("[b] l h <>", "o t d", "o", Given(0.5, 0.25), "K and V"),
+        ("[b] h <>", "l o t d", "l", Given((0.5, 0.25)), "all layers"),
+        ("[b] h <>", "l o t d", "l", Given((0.5, 0.25), 0.5), "all layers"),
+    ):
+        less = order.replace(shared, "").strip()
+        sides = [
+            planar(around, plane("x", dtype, order, "d", 32), plane("y", dtype, less, "d", 32, shared=shared), scales=())
+            for dtype in ("", "int8")
+        ]
+        refused = f"plane 'y' has one element for {says}, and Scale.* different numbers; expected the same"
+        for a, b in (sides, sides[::-1]):
+            src, dst = Side(a, sizes, "float16", 3), Side(b, sizes, "float16", 4, dst=True)
+            with pytest.raises(kvbm.PlanError, match=refused):
+                kvbm.convert(src.pool, dst.pool, [2, 0], [1, 3], cast=given.cast)
+            convert_and_check(src, dst, [2, 0], [1, 3], Given((0.5, 0.5), 0.5))
+
+
 def test_latents_have_scales_by_layer() -> None:
     for quantises in (True, False):
         for dtype in ("bfloat16", "float32"):
@@ -346,6 +367,11 @@ def test_scales_that_do_not_fit_the_pools() -> None:
     with pytest.raises(kvbm.PlanError, match="for each of the 3 layers of the destination, got 2"):
         move.copy([0], [1], layers=(range(2), range(2)))
     assert dst.untouched
+    # Red: an IndexError, as the source has more layers than there are scales.
+    ends = src.pool.section(l=range(3)), dst.pool.section(l=range(2))
+    for call in (kvbm.convert, kvbm.Transfer, kvbm.plan):
+        with pytest.raises(kvbm.PlanError, match="the source has the sizes d=64 h=2 l=3 o=2 t=4, the destination d=64 h=2 l=2 o=2"):
+            call(*ends, cast=kvbm.Scale([1, 2]))
 
 
 def test_a_scale_of_one_kind_is_not_taken_for_another() -> None:

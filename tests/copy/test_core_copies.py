@@ -269,14 +269,13 @@ DEVIATIONS = {
 }
 
 
-@pytest.mark.parametrize("what", DEVIATIONS)
-def test_what_is_wrong_is_said_as_from_python(lists: FakeDriver, what: str) -> None:
+def test_what_is_wrong_is_said_as_from_python(lists: FakeDriver) -> None:
     """Read in C or in Python: the same result and message; the destination is unchanged unless the copy is right."""
-    text = lists("tensor_lists.what_is_wrong_is_said_as_from_python", DEVIATIONS[what])
-    outcomes = eval(text)
-    harmless = {"a chunk twice": 1, "a whole tensor twice": 1}  # read twice: that is no race
-    assert sum(outcome is None for outcome in outcomes) == harmless.get(what, 0), outcomes
-    assert all(outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError") for outcome in outcomes)
+    said = eval(lists("tensor_lists.each_as_from_python", "wrong_lists", list(DEVIATIONS.values())))
+    for what, outcomes in zip(DEVIATIONS, said, strict=True):
+        harmless = {"a chunk twice": 1, "a whole tensor twice": 1}  # read twice: that is no race
+        assert sum(outcome is None for outcome in outcomes) == harmless.get(what, 0), (what, outcomes)
+        assert all(outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError") for outcome in outcomes), what
 
 
 @pytest.mark.slow
@@ -309,12 +308,12 @@ WRONG_CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_CHUNKS)
-def test_wrong_chunks_are_said_as_from_python(lists: FakeDriver, what: str) -> None:
+def test_wrong_chunks_are_said_as_from_python(lists: FakeDriver) -> None:
     """Read in C or in Python: the same result and message."""
-    outcome = eval(lists("tensor_lists.wrong_chunks_are_said_as_from_python", WRONG_CHUNKS[what]))
-    assert (outcome is None) is (what in ("a source twice", "nothing")), outcome
-    assert outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError")
+    said = eval(lists("tensor_lists.each_as_from_python", "wrong_chunks", list(WRONG_CHUNKS.values())))
+    for what, outcome in zip(WRONG_CHUNKS, said, strict=True):
+        assert (outcome is None) is (what in ("a source twice", "nothing")), (what, outcome)
+        assert outcome is None or outcome[0] in ("BindError", "DTypeError", "LayoutError"), (what, outcome)
 
 
 def test_destinations_count_as_written(lists: FakeDriver) -> None:

@@ -229,11 +229,11 @@ def test_many_pairs_and_few_digests(pools: Any) -> None:
     for block in range(6):
         for at in product(ALL):
             flip(dst, block, at)
-    text = str(diff.locate(src.whole, dst.whole, *BATCH, most_pairs=2))
+    text = str(diff._located(src.whole, dst.whole, *BATCH, None, None, most_pairs=2))
     assert text.splitlines()[2] == "and 4 more: pairs 2–5"
-    text = str(diff.locate(src.whole, dst.whole, [0], [5], most_digests=60))
+    text = str(diff._located(src.whole, dst.whole, [0], [5], None, None, most_digests=60))
     assert text == "pair 0 (block 0 → block 5): within all layers, K and V, all heads, all tokens, elements 0–7"
-    text = str(diff.locate(src.whole, dst.whole, [0], [5], most_digests=10))
+    text = str(diff._located(src.whole, dst.whole, [0], [5], None, None, most_digests=10))
     assert text == "pair 0 (block 0 → block 5): within all layers, K and V, all heads, all tokens"
 
 

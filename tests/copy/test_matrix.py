@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import matrix
 import oracle
 from coordinates import in_case
 from memory import aligned, only, views
+
+load = cache(kvbm.load)
 
 
 def _shape(case: matrix.Case) -> kvbm.BlockShape:
@@ -60,7 +63,7 @@ def _run(case: matrix.Case, copy: Copy) -> None:
 
 def _pools(case: matrix.Case, arenas: list[oracle.Arena], buffers: list[Any], kind: str) -> list[kvbm.Pool]:
     return [
-        kvbm.Pool(kvbm.load(name), _shape(case), views(arena, buffer, case.dtype, kind))
+        kvbm.Pool(load(name), _shape(case), views(arena, buffer, case.dtype, kind))
         for name, arena, buffer in zip((case.src, case.dst), arenas, buffers, strict=True)
     ]
 

@@ -624,6 +624,14 @@ def test_explain_says_what_runs() -> None:
     assert "nhd → vllm/paged_attn_v0" in repr(move) and "h2h" in repr(move)
 
 
+def test_explain_of_the_cpu_has_no_words_of_a_gpu() -> None:
+    shape = kvbm.BlockShape(2, 2, 4, 16, 32, "bfloat16")
+    for dst in ("vllm/paged_attn_v0", "universal", "sglang/host_page_head"):
+        text = kvbm.Transfer(kvbm.Pool.allocate("nhd", shape, 2), kvbm.Pool.allocate(dst, shape, 2)).explain()
+        assert "shared memory" not in text and "threads" not in text.partition("becomes")[2], text
+        assert dst != "vllm/paged_attn_v0" or "The CPU copies one tile of both after the other" in text
+
+
 def test_explain_says_how_digests_are_made() -> None:
     """After they were requested: the kernel that computes them, or why a separate one does; and the cost of `verify`."""
     src, dst = Bound("nhd", SHAPE, 6), Bound("universal", SHAPE, 6, dst=True)

@@ -85,7 +85,7 @@ inline void leave(State state) {
 #endif
   if (!_setjmp(me.at)) _longjmp(scheduler, 1);
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(me.fake_stack, nullptr, nullptr);
+  __sanitizer_finish_switch_fiber(me.fake_stack, &scheduler_stack, &scheduler_bytes);  // it may be another thread's by now
 #endif
 }
 

@@ -128,12 +128,18 @@ typedef struct Work {
     kvbm_pairs pairs;
     Clear clear;
   };
+  long number; /* of its submission */
   struct Work *next;
 } Work;
 typedef struct Queue {
   Work *first, **last;
 } Queue;
-static Queue queue = {NULL, &queue.first};
+static struct Lane { /* what waits on a stream; a lane that is empty is anybody's */
+  Handle stream;
+  Queue work;
+} lanes[64];
+static int num_lanes;
+static long submitted;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 unsigned fake_seed; /* 0: work is done in the order of its submission; else in any that streams and events allow */
 
@@ -353,31 +359,43 @@ static void run_work(Work *work) {
   if (work->kind == EVENT) ((Record *)work->to)->done = 1;
 }
 
-/* The next work of all, or of one stream: what is first on its stream and has nothing to wait for. */
-static Work **choose(Handle stream) {
-  Handle seen[64];
-  Work **ready[64];
-  int streams = 0, choices = 0, looked = 0;
-  for (Work **at = &queue.first; *at; at = &(*at)->next) {
-    if (choices && ++looked > 4000) break; /* far enough ahead */
-    int known = 0;
-    while (known < streams && seen[known] != (*at)->stream) ++known;
-    if (known < streams) continue;
-    if (streams == 64) abort();
-    seen[streams++] = (*at)->stream;
-    if ((*at)->kind == WAIT && !((Record *)(*at)->to)->done) continue;
-    if (stream && (*at)->stream == stream) return at;
+/* The lane of a stream; NULL if nothing waits there. */
+static struct Lane *lane_of(Handle stream) {
+  for (int i = 0; i < num_lanes; ++i)
+    if (lanes[i].work.first && lanes[i].stream == stream) return &lanes[i];
+  return NULL;
+}
+
+static struct Lane *new_lane(Handle stream) {
+  int i = 0;
+  while (i < num_lanes && lanes[i].work.first) ++i;
+  if (i == 64) abort();
+  num_lanes += i == num_lanes;
+  lanes[i] = (struct Lane){stream, {NULL, &lanes[i].work.first}};
+  return &lanes[i];
+}
+
+/* The lane of the next work of all, or of one stream: its first has nothing to wait for. */
+static struct Lane *choose(Handle stream) {
+  struct Lane *ready[64], *earliest = NULL;
+  int choices = 0, waiting = 0;
+  for (struct Lane *at = lanes; at < lanes + num_lanes; ++at) {
+    const Work *work = at->work.first;
+    waiting += work != NULL;
+    if (!work || (work->kind == WAIT && !((Record *)work->to)->done)) continue;
+    if (stream && at->stream == stream) return at;
+    if (!earliest || work->number < earliest->work.first->number) earliest = at;
     ready[choices++] = at;
-    if (!fake_seed && !stream) break;
   }
-  if (queue.first && !choices) abort(); /* a deadlock */
-  return choices ? ready[fake_seed ? rand_r(&fake_seed) % choices : 0] : NULL;
+  if (waiting && !choices) abort(); /* a deadlock */
+  return fake_seed && choices ? ready[rand_r(&fake_seed) % choices] : earliest;
 }
 
 static int run_one(Handle stream) {
-  Work **at = choose(stream), *work = at ? *at : NULL;
-  if (!work) return 0;
-  if (!(*at = work->next)) queue.last = at;
+  struct Lane *at = choose(stream);
+  if (!at) return 0;
+  Work *work = at->work.first;
+  if (!(at->work.first = work->next)) at->work.last = &at->work.first;
   run_work(work);
   free(work);
   return 1;
@@ -432,7 +450,13 @@ static void append(Queue *to, Work work) {
 static void submit(Work work) {
   pthread_mutex_lock(&lock);
   work.stream = resolved(work.stream);
-  append(is_captured(work.stream) ? &capture->work : &queue, work);
+  work.number = submitted++;
+  if (is_captured(work.stream)) {
+    append(&capture->work, work);
+  } else {
+    struct Lane *lane = lane_of(work.stream);
+    append(lane ? &lane->work : &new_lane(work.stream)->work, work);
+  }
   while (!deferred && run_one(NULL));
   pthread_mutex_unlock(&lock);
 }
@@ -574,13 +598,14 @@ static int submit_launch(Handle name, unsigned gx, unsigned x, unsigned shared, 
   if (device_of(stream) != current_device()) return INVALID_HANDLE;
   const int clears = !strcmp(name, "kvbm_clear");
   launches += !clears; /* it comes with every kernel that digests */
-  if (!strncmp(name, "few_", 4) && gx > few_ctas) few_ctas = gx;
   Work work = {.kind = LAUNCH, .stream = stream, .from = name, .bytes = gx, .device = current_device(), .threads = x, .shared = shared,
                .early = early};
   if (clears)
     work.clear = (Clear){*(Address *)parameters[0], *(uint64_t *)parameters[1]};
   else
     memcpy(&work.args, parameters[0], sizeof work.args);
+  const int few = !strncmp(name, "few_", 4) || work.args.inline_mask & KVBM_SM_LIMITED;
+  if (!clears && few && gx > few_ctas) few_ctas = gx;
   if (early && work.args.digest.out != cleared) abort(); /* it would wait for something else */
   cleared = clears ? work.clear.digests : 0;
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
@@ -753,12 +778,7 @@ int cuStreamSynchronize(Handle stream) {
   stream = resolved(stream);
   if (is_captured(stream)) return ++broken_captures, 900;
   pthread_mutex_lock(&lock);
-  for (;;) {
-    const Work *work = queue.first;
-    while (work && work->stream != stream) work = work->next;
-    if (!work) break;
-    run_one(stream);
-  }
+  while (lane_of(stream)) run_one(stream);
   return pthread_mutex_unlock(&lock), 0;
 }
 int cuStreamIsCapturing(Handle stream, int *capturing) { return *capturing = 0, 0; }

@@ -52,7 +52,7 @@ def test_the_notebook() -> None:
     names: dict[str, object] = {}
     for cell in cells:
         exec(compile("".join(cell["source"]), "layouts.ipynb", "exec"), names)
-    assert names["layout"].order_text == "[l] o b t h d"  # type: ignore[attr-defined]
+    assert names["layout"].order_text == "l b h t o d"  # type: ignore[attr-defined]
 
 
 def test_every_example_is_listed() -> None:

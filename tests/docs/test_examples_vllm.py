@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -168,6 +169,17 @@ def test_docs_name_what_is_exported() -> None:
 
 
 # ---- the router ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["127.0.0.1:8100", "ftp://here:1", "http://", "http://here:x", ""])
+@pytest.mark.parametrize("option", ["--prefill", "--decode"])
+def test_the_router_takes_urls_only(option: str, given: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Red: without http:// it started, and each request failed."""
+    monkeypatch.setattr(sys, "argv", ["router.py", "--port", "-1", option, given])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "router.py"), run_name="__main__")
+    assert f"{option}: expected http://HOST:PORT, got {given!r}" in capsys.readouterr().err
+
 
 
 class Engine(ThreadingHTTPServer):

@@ -25,7 +25,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 (MINE,) = blocks(TUTORIAL, "yaml")
 (SHORT,) = blocks(README, "python")
-SHIPPED, NUMPY, TORCH, CUDA = blocks(TUTORIAL, "python")
+SHIPPED, NUMPY, TORCH, CUDA, OWN = blocks(TUTORIAL, "python")
 (API,) = blocks(pages.read("docs/reference/python/index.md"), "python")
 SERVING, _, LISTS = blocks(OFFLOAD, "python")
 
@@ -44,17 +44,30 @@ def passes(folder: Path, *parts: str) -> str:
 
 
 def test_five_lines(tmp_path: Path) -> None:
-    """Six lines with the import and the check of the result, which fails for another element."""
+    """Six lines with the import and the check of the result, which fails for another element; other presets pass, too."""
     assert len([line for line in SHORT.splitlines() if line]) == 7
     passes(tmp_path, SHORT)
-    wrong = {"[0][3, 2, 1]": "[0][2, 2, 1]", "[1, 5, :, 3]": "[0, 5, :, 3]", "src_ids=[5, 0, 2]": "src_ids=[4, 0, 2]"}
+    wrong = {"[0][-1, 2, 0]": "[0][-1, 2, 1]", "[2, 5, -1, :, 0]": "[2, 5, -2, :, 0]", "src_ids=[5, 0, 2]": "src_ids=[4, 0, 2]"}
     for right, other in wrong.items():
         assert right in SHORT and execute(tmp_path, SHORT.replace(right, other)).returncode
+    for preset in ("llama-3.2-1b/tp8", "deepseek-v3", "phi-4/tp5"):  # one head, a latent, an odd number of heads
+        passes(tmp_path, SHORT.replace("llama-3.1-8b", preset))
+    assert SHORT in blocks(pages.read("docs/index.md"), "python")
 
 
 def test_shipped(tmp_path: Path) -> None:
     passes(tmp_path, SHIPPED)
-    assert execute(tmp_path, SHIPPED.replace("[1, 5, :, 3]", "[0, 5, :, 3]")).returncode
+    for right, other in (("[2, 5, 3, :, 1]", "[2, 5, 3, :, 0]"), ("[2, 5, 3, :, 1]", "[1, 5, 3, :, 1]")):
+        assert right in SHIPPED and execute(tmp_path, SHIPPED.replace(right, other)).returncode
+
+
+def test_own_arrays(tmp_path: Path) -> None:
+    """The declared file is the one that the command prints."""
+    passes(tmp_path, OWN)
+    [said] = [block for block in blocks(TUTORIAL, "console") if " declare " in block]
+    assert (tmp_path / "own.yaml").read_text("utf-8") == said.partition("\n")[2]
+    for right, other in (("memory[2, 1, 5", "memory[2, 0, 5"), ('"[l o] b t h d"', '"[o l] b t h d"')):
+        assert right in OWN and execute(tmp_path, OWN.replace(right, other)).returncode
 
 
 def test_the_readme_is_short() -> None:
@@ -161,6 +174,23 @@ def test_shipped_names_are_shipped() -> None:
         mentioned = set(re.findall(rf"`((?:{folders})/\w+)`", text))
         assert mentioned <= names, (page, mentioned - names)
     assert {name for name in names if "/" not in name} <= set(re.findall(r"`(\w+)`", pages.read("docs/gallery/README.md")))
+
+
+def test_numbers_of_layouts_are_those_of_the_shipped_ones() -> None:
+    """A new layout changes them: README, the page on declarations, the output of doctor, and the changelog."""
+    import kvbm
+
+    names = kvbm.layouts()
+    different = len({kvbm.load(name).fingerprint for name in names})
+    for page, pattern, want in (
+        ("README.md", r"(\d+) names of layouts", [len(names)]),
+        ("docs/explanation/declared.md", r"(\d+) names are (\d+) different", [len(names), different]),
+        ("docs/reference/cli.md", r"layouts +(\d+) in /", [len(names)]),
+        ("CHANGELOG.md", r"(\d+) names for (\d+) layouts", [len(names), different]),
+    ):
+        found = re.search(pattern, pages.read(page))
+        assert found is not None, f"{page}: expected a number of layouts, got none"
+        assert [*map(int, found.groups())] == want, f"{page}: expected {want}, got {found[0]!r}: write the new numbers"
 
 
 def test_the_internals_name_every_file_of_the_compiled_half() -> None:

@@ -77,3 +77,42 @@ def test_the_search_splits_names_of_layouts() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     (separator,) = re.findall(r"^ +separator: '(.+)'", text, re.MULTILINE)
     assert re.split(separator, "vllm/flash_attn_nhd hd-128, b.l") == ["vllm", "flash", "attn", "nhd", "hd", "128", "b", "l"]
+
+
+def test_what_the_search_shows_first(site: Any) -> None:
+    """Pages of commands, variables and Python count more; the sources have no front matter, which a code host would show."""
+    def boost(uri: str) -> Any:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
+        site.on_page_markdown("text", page, None, None)
+        return page.meta.get("search", {}).get("boost", 1)
+
+    order = ["reference/cli.md", "reference/python/pools.md", "engines/vllm.md"]
+    assert sorted(order, key=boost, reverse=True) == order and len({boost(uri) for uri in order}) == 3
+    assert boost("reference/errors.md") < 1 < boost("reference/cli.md") < boost("reference/environment.md")
+    for uri in ("reference/cli.md", "reference/environment.md", "reference/errors.md", "reference/python/pools.md"):
+        assert (ROOT / "docs" / uri).is_file()
+
+
+def test_nothing_is_cut(site: Any) -> None:
+    """Long lines of code wrap, long names in tables may break, and the copy button leaves prompts and output out."""
+    style = (ROOT / "docs" / "site.css").read_text(encoding="utf-8")
+    style = re.sub(r"/\*.*?\*/", "", style, flags=re.DOTALL)
+    rules = {head.strip(): body for head, body in re.findall(r"([^{}]+?)\{([^{}]*)\}", style)}
+    assert "pre-wrap" in rules[".md-typeset pre > code"]
+    assert "overflow-wrap: anywhere" in rules[".md-typeset table:not([class]) td code.long"]
+    assert "display: none" in rules["[data-md-copying] .gp,\n[data-md-copying] .go"]
+
+
+def test_commands_and_output_are_told_apart() -> None:
+    """By the lexer of ``console``, which every block with prompts has: the copy button goes by its classes."""
+    pygments = pytest.importorskip("pygments")
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import get_lexer_by_name
+
+    import pages
+
+    for page in pages.PAGES:
+        for spoken, _, body in pages.fences(pages.read(page)):
+            assert spoken == "console" or not body.startswith("$ "), (page, body[:80])
+    html = pygments.highlight("$ kvbm doctor\nok     kvbm\n", get_lexer_by_name("console"), HtmlFormatter())
+    assert '<span class="gp">$ </span>' in html and '<span class="go">ok     kvbm</span>' in html

@@ -54,12 +54,16 @@ class Program:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the tests for workers
             "NIXL_LOG_LEVEL": "FATAL", "PYTHONUNBUFFERED": "1", **variables,
         }  # fmt: skip
-        self._command = [sys.executable, str(HERE / "programs" / f"{program}.py"), *map(str, arguments)]
+        self._command = self.words(program, arguments)
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         self._process = subprocess.Popen(
             self._command, env=environment, stdin=subprocess.DEVNULL, stdout=self._file, stderr=subprocess.STDOUT,
             process_group=0,
         )  # fmt: skip
+
+    def words(self, program: str, arguments: tuple[Any, ...]) -> list[str]:
+        """The words of its command."""
+        return [sys.executable, str(HERE / "programs" / f"{program}.py"), *map(str, arguments)]
 
     @property
     def printed(self) -> str:

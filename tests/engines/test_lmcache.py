@@ -30,6 +30,7 @@ import kvbm  # noqa: E402
 from kvbm.integrations.lmcache import KvbmCpuDeviceSpec, KvbmDeviceSpec  # noqa: E402
 from kvbm.integrations.lmcache.blocks import FORMATS  # noqa: E402
 from kvbm.integrations.lmcache.ops import KvbmCpuOps, KvbmCudaOps  # noqa: E402
+from kvbm.integrations.taken import lacking  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler:DeprecationWarning")  # LMCache's own
 
@@ -342,9 +343,13 @@ def test_keys_of_engines_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks something is refused by its name."""
+    assert list(lacking("LMCache")) == []
     monkeypatch.setattr("lmcache._version.__version__", "0.6.0")
+    monkeypatch.delattr("lmcache.v1.platform.devices.cuda.CudaDeviceSpec.is_available")
+    monkeypatch.delattr("lmcache.v1.platform.base.device_spec.DeviceSpec.is_available")
     monkeypatch.setattr(kvbm.integrations, "lmcache", kvbm.integrations.lmcache)  # the import below replaces it, too
     for name in [name for name in sys.modules if name.startswith("kvbm.integrations.lmcache")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(kvbm.BindError, match=r"LMCache 0.5.6 or newer, before 0.5.7, got 0.6.0"):
+    with pytest.raises(kvbm.BindError, match=r"LMCache 0.5.6 or newer, before 0.5.7, got 0.6.0, which lacks lmcache"):
         importlib.import_module("kvbm.integrations.lmcache").KvbmDeviceSpec  # noqa: B018

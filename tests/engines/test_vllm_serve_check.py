@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.config.cache import CacheConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -19,6 +18,7 @@ from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import models as config_json
 from kvbm.integrations.vllm import serving
 from kvbm.integrations.vllm.block_shapes import host_bytes
+from kvbm.testing.engines import _kv_cache_planning
 
 MODELS = Path(__file__).resolve().parent.parent / "data" / "models"
 
@@ -49,8 +49,8 @@ def made_by_vllm(engine: serving.Engine) -> tuple[Any, Any]:
         attention_config=SimpleNamespace(hisparse_config=None), speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1), model_config=SimpleNamespace(),
     )  # fmt: skip
-    groups = get_kv_cache_groups(config, specs)
-    return groups, get_kv_cache_config_from_groups(config, groups, 1 << 40)
+    groups = _kv_cache_planning().get_kv_cache_groups(config, specs)
+    return groups, _kv_cache_planning().get_kv_cache_config_from_groups(config, groups, 1 << 40)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_chunks_of_host_memory(name: str, tp: int, host_values: str | None) -> N
     config = SimpleNamespace(
         extra_config={"cpu_bytes_to_use": 3 << 30}, worker_kv_bytes_per_block=nbytes,
         parallel=SimpleNamespace(world_size=tp), replicated_layout=engine.is_shared, enable_kv_cache_events=False,
+        model=SimpleNamespace(max_model_len=0),
         groups=[SimpleNamespace(tokens_per_block=16)], cache=SimpleNamespace(blocks_per_chunk=1, tokens_per_hash=16),
     )  # fmt: skip
     spec.__init__(config)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata, TransferStats
 from vllm.v1.kv_offload.base import (
@@ -20,18 +23,47 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+import taking
 from kvbm import BindError, DigestError, load
 from kvbm.integrations import vllm as integration
-from kvbm.integrations.versions import require_version
+from kvbm.integrations.taken import TAKEN, lacking
 from kvbm.integrations.vllm import offload
 from kvbm.integrations.vllm.copier import Copier, HostMemory
 from kvbm.integrations.vllm.pages import pages_of
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "dev"])
-def test_other_versions_are_refused(version: str) -> None:
-    with pytest.raises(BindError, match=rf"expected vLLM 0\.32 or newer, before 0\.33, got {version}"):
-        require_version("vLLM", version, *integration.VERSIONS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM's modules import
+def test_this_version_has_all_that_is_taken_of_it() -> None:
+    """And each method that kvbm replaces here is compared with the engine's."""
+    assert list(lacking("vLLM")) == [] and list(lacking("vLLM lmcache")) == []
+    known = {name: names[name] for key in ("vLLM", "vLLM lmcache") for names in TAKEN[key].values() for name in names}
+    classes = {name: getattr(import_module(module), name) for key in TAKEN if "vLLM" in key for module, names in TAKEN[key].items()
+               for name in names}  # fmt: skip
+    seen = 0
+    for name, bases, methods, _ in taking.replaced():
+        for base in bases & classes.keys() - {"CPULoadStoreSpec"}:
+            for method in methods:
+                if method in vars(object) or method == "supports_sleep_mode" or not hasattr(classes[base], method):  # not in 0.32
+                    continue
+                assert f"def {method}(" in known[base], f"{name}.{method}: add it to {base} in integrations/taken.py"
+                seen += 1
+    assert seen > 45
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_another_version_warns_or_is_refused_by_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    assert integration.KvbmOffloadingSpec is offload.KvbmOffloadingSpec
+    said = [record.getMessage() for record in caplog.records if record.name == "vllm.kvbm"]
+    assert len(said) == 1 and "vLLM 0.99.0 was not tested" in said[0]
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    monkeypatch.delattr(KVConnectorFactory, "register_connector")
+    says = r"got 0\.99\.1, which lacks vllm\.\S*factory\.KVConnectorFactory\.register_connector \(expected it, got none\)"
+    with pytest.raises(BindError, match=says):
+        _ = integration.KvbmOffloadingSpec
 
 
 def test_names() -> None:
@@ -211,6 +243,7 @@ def spec(**extra: Any) -> offload.KvbmOffloadingSpec:
         extra_config={"cpu_bytes_to_use": 1 << 20, **extra}, groups=[], enable_kv_cache_events=False,
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1), canonical_layout=extra.get("canonical_layout", False),
         parallel=SimpleNamespace(world_size=2), worker_kv_bytes_per_block=1 << 16, replicated_layout=False,
+        model=SimpleNamespace(max_model_len=0),
     )  # fmt: skip
     return offload.KvbmOffloadingSpec(config)
 

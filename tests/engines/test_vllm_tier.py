@@ -26,9 +26,10 @@ from conftest import result, run
 from kvbm import BindError, Pool, load
 from kvbm.integrations.vllm import tiered
 from kvbm.integrations.vllm.offload import KvbmOffloadingManager
-from kvbm.integrations.vllm.shelf import Shelf
-from kvbm.integrations.vllm.tier import Chain, KvbmTier
 from kvbm.integrations.vllm.tiered import Search, Settings, Tiered, TierIndex, TierWorker, Units
+from kvbm.store.folder import Folder
+from kvbm.store.keys import Chain
+from kvbm.store.shelf import Shelf
 
 Models = Callable[[str], Path]
 
@@ -143,7 +144,7 @@ def test_stored_by_one_rank(models: Models, tmp_path: Path, name: str) -> None:
     [
         ({"folder": "here", "folder_bytes": 1}, r"folder: expected an absolute path, got 'here'"),
         ({"folder": 7, "folder_bytes": 1}, r"folder: expected an absolute path, got 7"),
-        ({"folder": "/here"}, r"folder_bytes: expected a number from 1 on, got None"),
+        ({"folder": "/here"}, r"folder_bytes: expected with folder, the most bytes of all its files, got none"),
         ({"folder": "/here", "folder_bytes": 0}, r"folder_bytes: expected a number from 1 on, got 0"),
         ({"folder": "/here", "folder_bytes": 1, "unit_tokens": "16"}, r"unit_tokens: expected a number from 1 on, got '16'"),
         ({"folder": "/here", "folder_bytes": 1, "model_key": 3}, r"model_key: expected a text, got 3"),
@@ -425,7 +426,7 @@ def worker(folder: Path) -> tuple[TierWorker, Tiered]:
     found._shelves = [Shelf(content, host, range(4), threads=1)]
     found._threads, found._reads, found._writes, found._stores = ThreadPoolExecutor(1), {}, {}, {}
     found._late = []
-    return found, Tiered(made._settings, made._contents, (Units(0, 1, 0, Chain(16, range(32)).names(0, 32)),))
+    return found, Tiered(made._settings, made._contents, (Units(0, 1, 0, Chain(16, range(32)).keys(0, 32)),))
 
 
 def test_a_folder_that_a_worker_cannot_write_to(tmp_path: Path) -> None:
@@ -547,7 +548,7 @@ def test_requests_of_more_than_tokens(tmp_path: Path) -> None:
         assert hasattr(made.store_spec, "tiered") == ("cache_salt" in more)
         one.manager.complete_store(keys[2:], context, success=False)
     half, _ = one.new(request(cache_salt="\ud800"))  # half a character, as JSON may have one
-    assert half.get_state(Chain).names(0, 16) != one.context.get_state(Chain).names(0, 16)
+    assert half.get_state(Chain).keys(0, 16) != one.context.get_state(Chain).keys(0, 16)
     one.context.load_tier_filter = TierFilter(matchers=())
     assert one.looked_up()[0] is MISS
 
@@ -568,4 +569,4 @@ def test_names_are_free_of_seeds(tmp_path: Path) -> None:
     context, keys = one.new(request(), b"another process")
     assert not {*keys} & {*one.keys}
     assert one.tier.units(keys[1], context) == one.tier.units(one.keys[1], one.context)
-    assert isinstance(one.tier._tiers[0], KvbmTier)
+    assert isinstance(one.tier._tiers[0], Folder)

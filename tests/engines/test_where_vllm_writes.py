@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheLayout, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import allocate_kv_cache
 
 import kvbm
 from kvbm.engines.vllm import ORDERS, groups
-from kvbm.testing.engines import vllm_caches, vllm_writes
+from kvbm.testing.engines import _kv_cache_planning, vllm_caches, vllm_writes
 
 # vLLM has a library for each kind of CPU; not all have all operators.
 HAS_AVX512 = torch.cpu._is_avx512_supported()
@@ -106,7 +105,7 @@ def test_layers_of_one_group_whose_sizes_differ(order: str) -> None:
     specs = dict.fromkeys(group.layer_names, group.kv_cache_spec)
     specs[group.layer_names[1]] = dataclasses.replace(group.kv_cache_spec, head_size=64, head_size_v=64)
     held = KVCacheGroupSpec(group.layer_names, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
-    kv_cache_config = get_kv_cache_config_from_groups(vllm_config, [held], 1)
+    kv_cache_config = _kv_cache_planning().get_kv_cache_config_from_groups(vllm_config, [held], 1)
     kv_caches = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout[order])
     found = groups(vllm_config, kv_cache_config)
     assert [(one.index, one.layers, one.shape.hd) for one in found] == [(0, (0, 2), 32), (0, (1,), 64)]

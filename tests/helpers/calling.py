@@ -479,6 +479,7 @@ VALID: dict[str, Callable[[random.Random], Any]] = {
     "packer": lambda rng: _packer(),
     "wire": _wire,
     "name": lambda rng: "a",
+    "axes": lambda rng: rng.choice(("[l] b h t d", "[l] o b t h d", "[l] b t (h d)", "b")),
     "rank": lambda rng: 0,
     "heads": lambda rng: 8,
     "degree": lambda rng: 4,

@@ -18,7 +18,7 @@ import casting
 import kvbm
 import reshard_oracle
 from cast_oracle import PLAIN, QUANTISED
-from casting import Meant, Side
+from casting import Given, Meant, Scales, Side
 from kvbm import reshard
 from reshard_oracle import Case, Engine, Told
 
@@ -36,15 +36,11 @@ class Kind:
     no: int = 2
     nh: int = 4
     hd: int = 32
-    scale: float | None = None
+    scale: Scales = None
 
     @property
     def back(self) -> Kind:
         return replace(self, name=f"{self.name}, back", layouts=self.layouts[::-1], dtypes=self.dtypes[::-1])
-
-    @property
-    def cast(self) -> Any:
-        return casting.cast_of(self.scale)
 
 
 _FORTH = (
@@ -52,8 +48,9 @@ _FORTH = (
     Kind("fp8 records", ("operational_hnd", "vllm/per_token_head_fp8"), ("float32", "uint8"), hd=64),
     Kind("int8", ("universal", "record/per_token_head_int8_planes"), ("float16", "float16"), nh=6),
     Kind("mxfp8", ("hnd", "record/mxfp8_universal"), ("bfloat16", "bfloat16"), hd=64),
-    Kind("nvfp4", ("nhd", "record/nvfp4_universal"), ("bfloat16", "bfloat16"), scale=0.25),
+    Kind("nvfp4", ("nhd", "record/nvfp4_universal"), ("bfloat16", "bfloat16"), scale=Given(0.25, (0.5, 0.01, 3.0))),
     Kind("constant", ("nhd", "universal"), ("bfloat16", "float8_e4m3fn"), scale=0.5),
+    Kind("by layer", ("vllm/LBHNC", "hnd"), ("float32", "int8"), scale=Given((0.5, 0.01, 3.0), (0.25, 0.02, 7.0))),
     Kind("wider", ("nhd", "hnd"), ("bfloat16", "float32"), scale=1.0),
     Kind("mla", ("record/mla_joined", "vllm/fp8_ds_mla"), ("bfloat16", "bfloat16"), no=1, nh=1, hd=576),
 )
@@ -102,6 +99,8 @@ class CastRun:
 
     def __init__(self, case: Case, kind: Kind, own: Callable[[np.ndarray], Any] | None = None, where: str = "cpu") -> None:
         self.case, self.kind = case, kind
+        self.scale = kind.scale.first(case.nl) if isinstance(kind.scale, Given) else kind.scale
+        self.told = casting.cast_of(self.scale)
         models = [kvbm.BlockShape(case.nl, case.no, case.nh, 4, case.hd, dtype) for dtype in kind.dtypes]
         self.places = [
             engine.placement(model, name)
@@ -158,7 +157,6 @@ class CastRun:
         """Codes of every plane of the destination."""
         src, dst = self.ranks[0][0], self.ranks[1][0]
         ours, theirs = self._planes(0), self._planes(1)
-        given = float(np.float32(1.0 if self.kind.scale is None else self.kind.scale))
         found: dict[str, np.ndarray] = {}
         for one, other in casting.matched(src, dst):
             axes, _, here = ours[one]
@@ -172,19 +170,24 @@ class CastRun:
                 continue
             scaled = of_dst or of_src
             if scaled is None:
-                found[other] = _alone(codes, here, there, given)
+                found[other] = np.empty(codes.shape, np.uint32)
+                for some, given in casting.each_scale(self.scale, axes, codes.shape, None):
+                    found[other][some] = _alone(codes[some], here, there, given)
                 continue
             scale_axes, scale_sizes, scale_dtype = (theirs if of_dst else ours)[scaled]
             count = scale_sizes[scale_axes.index("s")] if "s" in scale_axes else 1
             as_plane = casting.Plane(scaled, scale_dtype, dict(zip(scale_axes, scale_sizes, strict=True)))
             number = casting.grouped(np.arange(codes.size).reshape(codes.shape), axes, as_plane, count)
-            grouped, g = codes.reshape(-1)[number], given if scale_dtype == "float8_e4m3fn" else 1.0
+            grouped = codes.reshape(-1)[number]
+            made, bits = np.empty(grouped.shape, np.uint32), np.empty(grouped.shape[:-1], np.uint32)
+            scale = self.scale if scale_dtype == "float8_e4m3fn" else None
+            for some, g in casting.each_scale(scale, scale_axes, grouped.shape, None):
+                if of_dst:
+                    made[some], bits[some], _ = cast_oracle.quantise(casting.to_float32(grouped[some], here), there, scale_dtype, g)
+                else:
+                    made[some] = cast_oracle.dequantise(grouped[some], values[scaled][some], here, scale_dtype, there, g)
             if of_dst:
-                made, bits, _ = cast_oracle.quantise(casting.to_float32(grouped, here), there, scale_dtype, g)
-                assert bits is not None
                 found[of_dst] = bits
-            else:
-                made = cast_oracle.dequantise(grouped, values[scaled], here, scale_dtype, there, g)
             back = np.empty(number.size, np.uint32)
             back[number] = made
             found[other] = back.reshape(codes.shape)
@@ -260,7 +263,7 @@ class CastRun:
     # ---- one process
 
     def plans(self, **options: Any) -> list[reshard.Resharding]:
-        options = {"cast": self.kind.cast, **options}
+        options = {"cast": self.told, **options}
         if self.case.gather:
             return list(reshard.gather(*self.places, **options))
         return [reshard.plan(*self.places, stripe=self.case.stripe, **options)]

@@ -458,6 +458,10 @@ class Given:
     def cast(self) -> Any:
         return kvbm.Scale(self.k) if self.v is None else kvbm.Scale(k=self.k, v=self.v)
 
+    def first(self, layers: int) -> Given:
+        """Those of the first layers."""
+        return Given(*(of[:layers] if isinstance(of, tuple) else of for of in (self.k, self.v)))  # type: ignore[arg-type]
+
     def of(self, layer: int, half: int) -> float:
         mine = self.k if self.v is None or half == 0 else self.v
         return float(np.float32(mine[layer] if isinstance(mine, tuple) else mine))
@@ -660,6 +664,41 @@ def planar(order: str, *planes: DrawnPlane, pitch: tuple[tuple[str, int], ...] =
     words = [[term if word == "<>" else word for word in text.strip("[ ").split()] for text in (table, inner)]
     made = Drawn(tuple(words[0]), tuple(words[1]), planes, pitch)
     return Planar(made, (("scale", "data"),) if scales is None else scales)
+
+
+def digested() -> Iterator[tuple[Meant, str, Sizes, Scales]]:
+    """Layouts of one plane of values, which casts digest in the same pass, with a plain order, sizes and the scale of the caller.
+
+    Cells have the scales of 1 to 16 groups, a group has a part of a cell or several, and their numbers are odd and even.  On one
+    multiprocessor threads take three or four turns in the layouts with the order of the keys.
+    """
+    e4m3, e8m0, e2m1 = "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn"
+    counts: list[tuple[str, str, int, tuple[int, ...]]] = [
+        (e4m3, "float32", 0, (16, 128, 80, 256)),  # one scale a row
+        ("int8", "float32", 128, (256, 512)),
+        ("float8_e5m2", "float32", 16, (32, 64)),
+        (e4m3, e8m0, 32, (32, 64, 128, 256, 512)),
+        (e2m1, e4m3, 16, (32, 64, 128, 256, 512)),
+        (e2m1, e4m3, 32, (128,)),
+        (e2m1, e8m0, 32, (32, 64, 128, 512)),
+    ]
+    turn = 0
+    for dtype, scale, group, widths in counts:
+        for width in widths:
+            tokens = (3, 4, 16, 5)[turn % 4]
+            order, turn = ("t h d", "h t d")[turn % 2], turn + 1
+            own = ("h t s", "t h s")[turn % 2] if group and width > group else "h t"
+            axis = ("s", width // group) if "s" in own else ("", 1)
+            given = 0.37 if scale == e4m3 and turn % 2 else None
+            data = plane("data", dtype, "l o h t d", "d", width)
+            layout = planar("[b] <>", data, plane("scale", scale, f"l o {own}", *axis))
+            yield layout, f"[b] l o {order}", (2, 2, 3, tokens, width), given
+            axes = "t l o h" + (" s" if group and width > group else "")
+            layout = planar("[b] <>", plane("data", dtype, "t l o h d", "d", width), plane("scale", scale, axes, *axis))
+            yield layout, "[b] t l o h d", (4, 2, 4, (1536, 2048)[turn % 2] // width, width), given
+    split = planar("[b] <>", plane("data", e4m3, "l o d/64 h d%64/16 t d%16", "d", 128), plane("scale", "float32", "l o h t"))
+    yield split, "[b] l o h t d", (2, 2, 3, 4, 128), None  # a group goes through three modes
+    yield Own("[b] l o t h d"), "[b] l o h t d", (2, 2, 3, 5, 128), 0.25
 
 
 def resized(one: Side, **sizes: int) -> Sizes:

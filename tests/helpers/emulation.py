@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import processes
-from kvbm.compile import codegen
+from kvbm.compile import codegen, nvcc
+from kvbm.system.cache import replacing
 
 CUDA = processes.HERE.parent / "cuda"  #: copy.cu is in no package.
-FILES = 8  #: Libraries that the kernels are dealt to.
+#: Libraries that the kernels are dealt to at most, and kernels that one compiles in about the time of the headers alone.
+FILES, SOME = 8, 10
 
 #: Functions, by what stands before their bodies, and their bodies instead of PTX.
 _INSTEAD = (
@@ -72,23 +75,85 @@ def without_ptx(text: str) -> str:
     return made + text[done:]
 
 
-def compile_kernels(folder: Path, names: Sequence[str], broken: Callable[[str], str] = lambda text: text) -> str:
-    """The value of FAKE_KERNELS for the kernels of these names; `broken` edits the device code."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for pattern in ("*.cuh", "*.cu", "kvbm.h"):
-        for path in CUDA.glob(pattern):
-            text = without_ptx(broken(path.read_text(encoding="utf-8")))
-            (folder / path.name).write_text(text, encoding="utf-8")
+#: A kernel of which one launch runs the text of the mutant whose number is in FAKE_MUTANT, or its own.
+_CHOICE = """extern "C" void emulated_{name}(const kvbm_args* args, uint32_t ctas, uint32_t threads, uint32_t shared) {{
+  void (*run)(const kvbm_args&, char*) = kvbm::{name};
+  switch (atoi(getenv("FAKE_MUTANT"))) {{
+{cases}
+  }}
+  emulated::launch<kvbm_args>(run, args, ctas, threads, shared);
+}}
+"""
 
-    def library(number: int) -> Path:
-        source, made = folder / f"kernels_{number}.cpp", folder / f"libkernels_{number}.so"
-        lines = [codegen.source(name).splitlines()[-1] for name in names[number::FILES]]
-        source.write_text("\n".join([_HEAD, "" if number else _COPY_PAIRS, *lines, ""]), encoding="utf-8")
-        command = ["g++", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{folder}", f"-I{processes.HERE / 'data'}"]
-        if sanitizers := os.environ.get("KVBM_SANITIZE"):
-            command += ["-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
-        subprocess.run([*command, "-o", made, source], check=True)
-        return made
+
+def _write(folder: Path, patterns: Sequence[str], edit: Callable[[str], str]) -> None:
+    """Write files of cuda/ without their PTX; `edit` is called with their text before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (path for pattern in patterns for path in CUDA.glob(pattern)):
+        (folder / path.name).write_text(without_ptx(edit(path.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+def _compile(folder: Path, name: str, text: str) -> Path:
+    """The library of a source; what was compiled before, from the same text, is taken again from build/emulated."""
+    source, made = folder / f"{name}.cpp", folder / f"lib{name}.so"
+    source.write_text(text, encoding="utf-8")
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-w"]
+    if sanitizers := os.environ.get("KVBM_SANITIZE"):
+        command += ["-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    compiler = subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
+    headers = sorted(path for end in ("cuh", "cu", "h") for path in folder.rglob(f"*.{end}"))
+    included = [source, processes.HERE / "data" / "emulated_gpu.h", *headers]
+    places = [str(path.parent.relative_to(folder)) for path in headers]
+    kept = CUDA.parent / "build" / "emulated" / f"{nvcc.digest(command, compiler, places, included)}.so"
+    if not kept.exists():
+        with replacing(kept) as part:
+            includes = f"-I{folder}", f"-I{processes.HERE / 'data'}"
+            subprocess.run([*command, *includes, "-o", part, source], check=True)
+    shutil.copyfile(kept, made)
+    return made
+
+
+def compile_kernels(folder: Path, names: Sequence[str]) -> None:
+    """Libraries, in a folder, for FAKE_KERNELS: the kernels of these names."""
+    _write(folder, ("*.cuh", "*.cu", "kvbm.h"), str)
+    files = min(FILES, -(-len(names) // SOME))
+
+    def library(number: int) -> None:
+        lines = [codegen.source(name).splitlines()[-1] for name in names[number::files]]
+        _compile(folder, f"kernels_{number}", "\n".join([_HEAD, "" if number else _COPY_PAIRS, *lines, ""]))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return ":".join(map(str, pool.map(library, range(min(FILES, len(names))))))
+        list(pool.map(library, range(files)))
+
+
+def compile_mutants(folder: Path, mutants: Sequence[tuple[str, str, str]]) -> None:
+    """One library for FAKE_KERNELS: kernels, each with what of its text is replaced, and by what.
+
+    A program with FAKE_MUTANT=n runs the n-th; the library must stand before those of `compile_kernels`.
+    """
+    _write(folder, ("*.cuh", "kvbm.h"), str)
+    text, choices = ['#include "emulated_gpu.h"', '#include "permute.cuh"'], dict.fromkeys(kernel for kernel, *_ in mutants)
+
+    def function(space: str, kernel: str) -> str:
+        kind = re.fullmatch(r"KVBM_KERNEL\(\w+, (.*)\)", codegen.source(kernel).splitlines()[-1])
+        assert kind
+        run = f"Kernel<{kind.group(1)}>::run(args, bytes);"
+        return f"namespace {space} {{ void {kernel}(const kvbm_args& args, char* bytes) {{ {run} }} }}"
+
+    for number, (kernel, code, instead) in enumerate(mutants):
+        found = 0
+
+        def edit(text: str, number: int = number, code: str = code, instead: str = instead) -> str:
+            nonlocal found
+            found += text.count(code)
+            mine = re.sub(r"\bnamespace kvbm\b", f"namespace mutant_{number}", text.replace(code, instead))
+            return f"// mutant {number}: no other file is the same, which `#pragma once` would leave out\n{mine}"
+
+        _write(folder / str(number), ["*.cuh"], edit)
+        assert found, f"mutant {number}: no header has {code!r}"
+        text += [f'#include "{number}/permute.cuh"', function(f"mutant_{number}", kernel)]
+    for kernel in choices:
+        mine = [number for number, (name, *_) in enumerate(mutants) if name == kernel]
+        cases = "\n".join(f"    case {number}: run = mutant_{number}::{kernel}; break;" for number in mine)
+        text += [function("kvbm", kernel), _CHOICE.format(name=kernel, cases=cases)]
+    _compile(folder, "mutants", "\n".join(text))

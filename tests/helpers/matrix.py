@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,17 +44,23 @@ SHIPPED = {
 }
 
 
-#: Layouts with a pitch, which the oracle takes only as numbers: test_catalogue says where their elements lie.
-PADDED = ("vllm/tpu",)
+def _files_with(key: str) -> tuple[str, ...]:
+    """Names of the shipped layouts whose file has a key."""
+    files = sorted(path for path in LAYOUTS.rglob("*.yaml") if path.relative_to(LAYOUTS).parts[0] not in ("shapes", "placements"))
+    has = re.compile(rf"^{key}:", re.MULTILINE)
+    return tuple(f.relative_to(LAYOUTS).with_suffix("").as_posix() for f in files if has.search(f.read_text("utf-8")))
 
 
 @cache
 def planar() -> tuple[str, ...]:
     """Layouts of several planes, which are tested in test_planes."""
-    files = sorted(LAYOUTS.rglob("*.yaml"))
-    return tuple(
-        f.relative_to(LAYOUTS).with_suffix("").as_posix() for f in files if "\nplanes:" in f.read_text("utf-8")
-    )
+    return _files_with("planes")
+
+
+@cache
+def padded() -> tuple[str, ...]:
+    """Layouts with a pitch, which the oracle takes only as numbers: test_catalogue says where their elements are."""
+    return tuple(name for name in _files_with("pitch") if name not in planar())
 
 
 @cache
@@ -62,7 +69,7 @@ def orders() -> dict[str, Order]:
     found = dict(SHIPPED)
     for path in sorted(LAYOUTS.rglob("*.yaml")):
         name = path.relative_to(LAYOUTS).with_suffix("").as_posix()
-        if not name.startswith("shapes/") and name not in found and name not in PADDED and name not in planar():
+        if not name.startswith("shapes/") and name not in found and name not in padded() and name not in planar():
             found[name] = read_yaml(path, name)
     return found
 

@@ -126,7 +126,7 @@ class Order:
 
 def read_yaml(path: Path, name: str) -> Order:
     """A shipped layout without a pitch."""
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     order = data["order"]
     if isinstance(order, dict):
         return Order(order["k"], order["v"], name=name)
@@ -270,11 +270,17 @@ class Arena:
             self.bases[entry] = at
             at += placed.spaces[entry].nbytes
         self.nbytes = at + GUARD
+        self._positions: dict[bytes, np.ndarray] = {}
 
     def positions(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Byte position in the buffer of every element, (len(ids), nl, no, nh, nt, hd)."""
-        entry, offset = self.placed.address(ids)
-        return np.asarray(self.bases, dtype=np.int64)[entry] + offset
+        """Byte position in the buffer of every element, (len(ids), nl, no, nh, nt, hd); read-only, as every salt asks for it."""
+        wanted = np.asarray(ids, dtype=np.int64).tobytes()
+        if wanted not in self._positions:
+            entry, offset = self.placed.address(ids)
+            found = np.asarray(self.bases, dtype=np.int64)[entry] + offset
+            found.flags.writeable = False
+            self._positions[wanted] = found
+        return self._positions[wanted]
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -303,12 +309,12 @@ def coded(placed: Placed, ids: Sequence[int] | np.ndarray, salt: int) -> np.ndar
 
 def noise(nbytes: int, seed: int) -> np.ndarray:
     """Bytes for guards, padding and blocks that no copy may touch."""
-    return np.random.Generator(np.random.Philox(seed)).integers(0, 256, nbytes, dtype=np.uint8)
+    return np.frombuffer(bytearray(np.random.Generator(np.random.SFC64(seed)).bytes(nbytes)), np.uint8)
 
 
 def salts(itemsize: int) -> tuple[int, ...]:
-    """Seeds of the codes.  One byte has 256 values, so two elements may agree by chance, but not for all three salts."""
-    return {1: (0, 1, 2), 2: (0, 1)}.get(itemsize, (0,))
+    """Seeds of the codes.  One byte has 256 values, so two elements may agree by chance, but hardly for both salts."""
+    return (0, 1) if itemsize == 1 else (0,)
 
 
 def scatter(buffer: np.ndarray, positions: np.ndarray, data: np.ndarray) -> None:

@@ -35,3 +35,17 @@ def fences(text: str) -> list[tuple[str, str, str]]:
 def blocks(text: str, language: str) -> list[str]:
     """The blocks of one language."""
     return [body for spoken, _, body in fences(text) if spoken == language]
+
+
+def pattern(shown: str) -> str:
+    """A regular expression of what a page shows.
+
+    ``…`` on a line of its own stands for any lines, inside a line for any text.  Spaces at the end of a line do not count.
+    """
+    pieces = re.split(r"(^…$|…)", "\n".join(line.rstrip() for line in shown.splitlines()), flags=re.MULTILINE)
+    return "".join("(?s:.*)" if i % 2 and _alone(pieces, i) else ".*" if i % 2 else re.escape(p) for i, p in enumerate(pieces))
+
+
+def _alone(pieces: list[str], i: int) -> bool:
+    """True if this ``…`` is all of its line."""
+    return (not pieces[i - 1] or pieces[i - 1].endswith("\n")) and (not pieces[i + 1] or pieces[i + 1].startswith("\n"))

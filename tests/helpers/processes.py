@@ -27,7 +27,8 @@ HERE = Path(__file__).resolve().parents[1]
 #: Folders of tests: programs share some of their parts.
 FOLDERS = sorted({str(path.parent) for path in HERE.glob("*/test_*.py") if path.parent.name != "engines"})
 COMPILER = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
-LIMIT = 120  #: Seconds that a program may take.
+#: Seconds that a program may take, beside other work.
+LIMIT = 720 if os.environ.get("KVBM_SANITIZE") else 240
 
 
 class Server:
@@ -97,8 +98,9 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 def context() -> Any:
     """Processes of `multiprocessing`, forked from one that has imported what connects engines and has not used it."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["programs.wires", "programs.links"])
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+    found.set_forkserver_preload(["programs.wires", "programs.links", "programs.trials"])
+    quiet = {"NIXL_LOG_LEVEL": os.environ.get("NIXL_LOG_LEVEL", "FATAL")}  # read at its import, which `kvbm link` sets it before
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), **quiet):
         forkserver.ensure_running()
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import mmap
 import random
@@ -142,7 +143,8 @@ class Life:
         while not all(handle.has_ended for handle in every):
             self.release()
             for handle in every:
-                handle._ended.wait(0.02)
+                with contextlib.suppress(KvbmError):
+                    handle.synchronize(0.02)
             if since is None and any(handle.has_ended and handle.has_failed for handle in every):
                 since = time.monotonic()
             if since is not None and time.monotonic() > since + GRACE:

@@ -230,5 +230,5 @@ def refinable(points: tuple[int, ...], others: tuple[int, ...]) -> bool:
 
 
 def cases(number: int) -> settings:
-    """The test's own number of cases in the profile ci; proportionally fewer in quick and more in deep."""
+    """The test's own number of cases in a profile of 300; a third of it in the profile ci, and in proportion in the others."""
     return settings(max_examples=max(number * settings.default.max_examples // 300, 10))  # type: ignore[union-attr]

@@ -20,12 +20,12 @@ NL, NB, BS, NH, HS = 5, 9, 4, 2, 8
 
 def test_versions() -> None:
     for right in ("0.5.6", "0.5.6.post1", "0.5.6rc1+cu13", "0.5.6.1"):
-        require_version("Engine", right, "0.5.6", "0.5.7")
-    for wrong in ("0.5.5", "0.5.7", "0.6", "1.0", "unknown", ""):
+        require_version("LMCache", right, "0.5.6", "0.5.7")
+    for wrong in ("0.5.5", "0.5.7", "0.6", "1.0", "unknown", ""):  # LMCache is not here
         with pytest.raises(
-            kvbm.BindError, match=r"integrations\.engine: expected Engine 0\.5\.6 or newer, before 0\.5\.7, got"
+            kvbm.BindError, match=r"lmcache: expected LMCache 0\.5\.6 or newer, before 0\.5\.7, got .*, which lacks lmcache"
         ):
-            require_version("Engine", wrong, "0.5.6", "0.5.7")
+            require_version("LMCache", wrong, "0.5.6", "0.5.7")
 
 
 def pages(device: str, count: int = 4) -> tuple[list[Any], HostPages]:

@@ -18,9 +18,10 @@ from kvbm.integrations.host_values import FORMATS, HostValues, latent_and_rope  
 from kvbm.integrations.vllm.copier import Copier, HostMemory  # noqa: E402
 from kvbm.integrations.vllm.host_layout import row_bytes  # noqa: E402
 from kvbm.integrations.vllm.pages import Pages  # noqa: E402
-from kvbm.integrations.vllm.shelf import Shelf, Shelved  # noqa: E402
-from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier  # noqa: E402
 from kvbm.layout.spec import parse  # noqa: E402
+from kvbm.store.folder import Folder  # noqa: E402
+from kvbm.store.keys import Chain, Content  # noqa: E402
+from kvbm.store.shelf import Shelf, Shelved  # noqa: E402
 
 KV = BlockShape(nl=2, no=2, nh=4, nt=8, hd=64, dtype="bfloat16")
 LATENT = BlockShape(nl=2, no=1, nh=1, nt=4, hd=256 + 32, dtype="bfloat16")
@@ -267,11 +268,14 @@ def test_sizes_of_heads(hd: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 UNIT = replace(KV, nt=4)
-NAMES = Chain(4, range(32)).names(0, 32)
+NAMES = Chain(4, range(32)).keys(0, 32)
 
 
 def content(name: str | None, shape: BlockShape = UNIT, rope: int = 0) -> Content:
-    return Content("weights", "org/a model", (0, 1), shape, HostValues(name, rope) if name else None)
+    if not name:
+        return Content("weights", "org/a model", (0, 1), shape)
+    values = HostValues(name, rope)
+    return Content("weights", "org/a model", (0, 1), shape, values.layout, values.text(shape.dtype))
 
 
 def quantised(values: HostValues, nt: int, heads: range) -> Pool:
@@ -287,7 +291,7 @@ def quantised(values: HostValues, nt: int, heads: range) -> Pool:
     return pool
 
 
-def shelved(of: Content, pool: Pool, heads: range, tier: KvbmTier, *, reads: bool) -> Shelved:
+def shelved(of: Content, pool: Pool, heads: range, tier: Folder, *, reads: bool) -> Shelved:
     shelf = Shelf(of, pool, heads, threads=1)
     ids, firsts = np.arange(pool.num_blocks), [4 * unit for unit in range(8)]
     return shelf.read(tier, ids, NAMES, firsts) if reads else shelf.write(tier, ids, pool.digest(ids), NAMES, firsts)
@@ -298,7 +302,7 @@ def test_files_of_other_ranks_and_block_sizes(tmp_path: Path, name: str) -> None
     """Two ranks with blocks of 8 tokens write quantised units, one with blocks of 16 reads them: the same bits, and the reverse."""
     of, values = content(name), HostValues(name)
     for folder, writes, reads in ((tmp_path / "a", (2, 8), (1, 16)), (tmp_path / "b", (1, 32), (4, 4))):
-        tier = KvbmTier(folder, of, 1 << 30)
+        tier = Folder(folder, of, 1 << 30)
         size = values.block_bytes(UNIT)
         for rank in range(writes[0]):
             heads = range(4 * rank // writes[0], 4 * (rank + 1) // writes[0])
@@ -318,11 +322,11 @@ def test_files_of_other_ranks_and_block_sizes(tmp_path: Path, name: str) -> None
 def test_a_file_of_a_quantised_unit(tmp_path: Path) -> None:
     """It says what its values are, and `kvbm.store` reads it as what it is; a flipped bit is a miss, and the file is removed."""
     of, values = content("nvfp4"), HostValues("nvfp4")
-    tier, heads = KvbmTier(tmp_path, of, 1 << 30), range(4)
+    tier, heads = Folder(tmp_path, of, 1 << 30), range(4)
     shelved(of, quantised(values, 4, heads), heads, tier, reads=False)
     path = tier.home(NAMES[2]) / "heads-0-3.safetensors"
     with store.read(path) as file:
-        assert file.metadata["tier.values"] == "fp4 e2m1, one e4m3 per 16 elements, from bfloat16"
+        assert file.metadata["store.values"] == "fp4 e2m1, one e4m3 per 16 elements, from bfloat16"
         assert file.layout_name == "record/nvfp4_universal"
         held = file.pool("record/nvfp4_universal")
         assert np.array_equal(held.arrays[0], quantised(values, 4, heads).arrays[2])
@@ -343,11 +347,11 @@ def test_other_values_share_nothing(tmp_path: Path) -> None:
     latent = replace(LATENT, nt=4)
     known = [content(None), *map(content, FORMATS), content("fp8", replace(UNIT, dtype="float16"))]
     known += [content(None, latent), *(content(name, latent, rope) for name in FORMATS for rope in (32, 160))]
-    assert len({one.key for one in known}) == len({one.folder for one in known}) == len(known)
-    assert "values" not in content(None).fields  # its key is that of versions without the setting
+    assert len({one.key for one in known}) == len({one.key[:16] for one in known}) == len(known)
+    assert content(None).fields["values"] == "bfloat16"
     assert content("fp8").fields["values"] == "fp8 e4m3, one float32 per token and head, from bfloat16"
     heads, values = range(4), HostValues("fp8")
-    fp8, plain = (KvbmTier(tmp_path, of, 1 << 30) for of in (content("fp8"), content(None)))
+    fp8, plain = (Folder(tmp_path, of, 1 << 30) for of in (content("fp8"), content(None)))
     shelved(content("fp8"), quantised(values, 4, heads), heads, fp8, reads=False)
     assert all(map(fp8.holds, NAMES)) and not any(map(plain.holds, NAMES))
     plain.root.parent.mkdir(exist_ok=True)

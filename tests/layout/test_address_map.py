@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from test_layout import block_shape
 
 import kvbm
@@ -81,7 +81,7 @@ def test_equal_maps_are_equal_objects(drawn: Any) -> None:
 
 @pytest.mark.slow  # each drawn layout at every box
 @given(strategies.one(limit=500), st.data())
-@settings(max_examples=400)
+@strategies.cases(400)
 def test_window_and_fix(drawn: Any, data: Any) -> None:
     """The boxes of a window, one after the other, cover exactly the requested coordinates."""
     if (found := maps(drawn)) is None:
@@ -202,7 +202,7 @@ def test_halves_whose_bytes_hold_other_pairs() -> None:
 
 @pytest.mark.slow  # each drawn layout in every dtype
 @given(st.data())
-@settings(max_examples=300)
+@strategies.cases(300)
 def test_four_bits_move_or_are_refused(data: Any) -> None:
     """Any two orders of small four-bit blocks: each element arrives, or the plan is refused."""
     sizes = {axis: data.draw(st.sampled_from([1, 2, 4])) for axis in "lhtd"}

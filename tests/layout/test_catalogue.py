@@ -20,12 +20,14 @@ import kvbm
 import plane_oracle
 from coordinates import in_case
 from kvbm.layout import spec
+from kvbm.layout.grammar import parse
 from kvbm.layout.shapes import data_dir
 
 LAYOUTS = Path(data_dir())
 
 #: Sizes in the engines' own words, all different where they can be: x elements are 16 bytes, g heads are a group.
-SIZES = SimpleNamespace(nl=3, nb=2, bs=16, nh=4, hs=32, x=8, g=2)
+#: No block is a whole number of 4 KiB, so a pitch that rounds up to pages adds padding.
+SIZES = SimpleNamespace(nl=3, nb=2, bs=16, nh=6, hs=48, x=8, g=2)
 MLA = SimpleNamespace(nl=3, nb=5, bs=4, nh=1, hs=24)
 SCALES = SimpleNamespace(nl=1, nb=3, bs=256, nh=1, hs=12)  # rows are bs, groups are hs
 
@@ -267,6 +269,7 @@ def test_every_file_says_where_it_is_from() -> None:
 
 def _every_file_says_where_it_is_from(name: str) -> None:
     said = yaml.safe_load((LAYOUTS / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert "order" in said and "like" not in said, "a shipped file says it all, whatever becomes of another"
     assert said["title"] and (said.get("used_by") or said["read_from"].startswith("this project"))
     if name in CATALOGUE:
         assert "/" in said["read_from"] or "layouts.md" in said["read_from"]
@@ -289,18 +292,47 @@ def plane_bytes(name: str) -> bytes:
 
 def test_aliases_mean_the_same_and_nothing_else_does() -> None:
     """Layouts have equal fingerprints exactly if all their addresses are equal."""
-    layouts = spec.load_dir(LAYOUTS)
-    places: dict[bytes, set[str]] = {}
-    for layout in layouts:
+    places: dict[bytes, list[spec.Layout]] = {}
+    for layout in spec.load_dir(LAYOUTS):
         if layout.name in plane_oracle.TABLE:
-            places.setdefault(plane_bytes(layout.name), set()).add(layout.fingerprint)
-            continue
-        engine = CATALOGUE[layout.name]
-        sizes, halves = sizes_of(engine)
-        key = b"".join(tensor.tobytes() for tensor in written(engine, sizes, halves))
-        opaque = "{" in layout.order_text
-        places.setdefault(key + b"|%d|%d" % (opaque, len(written(engine, sizes, halves))), set()).add(
-            layout.fingerprint
+            key = plane_bytes(layout.name)
+        else:
+            engine = CATALOGUE[layout.name]
+            memory = written(engine, *sizes_of(engine))
+            key = b"".join(tensor.tobytes() for tensor in memory) + b"|%d|%d" % ("{" in layout.order_text, len(memory))
+        places.setdefault(key, []).append(layout)
+    first: dict[str, str] = {}
+    for same in places.values():
+        for layout in same:
+            assert layout.fingerprint == same[0].fingerprint, (
+                f"{layout.name}.yaml and {same[0].name}.yaml: expected one fingerprint, because their engines write every "
+                f"row at the same place, got {layout.fingerprint} and {same[0].fingerprint}. If one of them has padding "
+                "that the other has not, the table's sizes must not make it zero"
+            )
+        other = first.setdefault(same[0].fingerprint, same[0].name)
+        assert other == same[0].name, (
+            f"{same[0].name}.yaml and {other}.yaml: expected two fingerprints, because their engines write rows at "
+            f"different places, got {same[0].fingerprint} for both"
         )
-    assert all(len(prints) == 1 for prints in places.values())
-    assert len(places) == len({layout.fingerprint for layout in layouts})
+
+
+def test_sizes_show_padding_to_pages() -> None:
+    """A layout whose blocks, heads or layers are padded to pages takes more memory than one without padding."""
+    for sizes, halves in ((SIZES, 2), (MLA, 1)):
+        shape = kvbm.BlockShape(nl=sizes.nl, no=halves, nh=sizes.nh, nt=sizes.bs, hd=sizes.hs, dtype="bfloat16")
+        heads = "h o" if halves == 2 else "h"
+        for order, axis, nbytes in (
+            (f"[l] b {heads} t d", "b", "nh*no*nt*hd*es"),
+            (f"[l] b {heads} t d", "h", "no*nt*hd*es"),
+            (f"b l {heads} t d", "b", "nl*nh*no*nt*hd*es"),
+            (f"b l {heads} t d", "l", "nh*no*nt*hd*es"),
+        ):
+            for page in (4096, 65536):
+                with in_case(f"{order}, {axis} padded to {page} B"):
+                    padding = f'pitch: {{{axis}: "round_up({nbytes}, {page}) B"}}'
+                    plain = parse(f'order: "{order}"')
+                    padded = parse(f'order: "{order}"\n{padding}')
+                    sizes_in_bytes = [
+                        sum(a.nbytes for a in layout.resolve(shape, sizes.nb).allocations) for layout in (plain, padded)
+                    ]
+                    assert sizes_in_bytes[0] < sizes_in_bytes[1]

@@ -111,13 +111,13 @@ def test_every_file_is_listed_and_titled(name: str) -> None:
 def test_names() -> None:
     names = kvbm.layouts()
     assert names == sorted(set(names))
-    assert set(names) == {*matrix.orders(), *matrix.PADDED, *matrix.planar()}
+    assert set(names) == {*matrix.orders(), *matrix.padded(), *matrix.planar()}
 
 
 def test_fingerprints_differ_by_meaning() -> None:
     prints = {
         name: kvbm.load(name).fingerprint
-        for name in (*matrix.SHIPPED, *matrix.further(), *matrix.PADDED, *matrix.planar())
+        for name in (*matrix.SHIPPED, *matrix.further(), *matrix.padded(), *matrix.planar())
     }
     # nhd with blocks of [b l o] and [l o] are two meanings; the catalogue's aliases are left out
     assert len(set(prints.values())) == len(prints)

@@ -76,7 +76,7 @@ def test_units_that_ids_do_not_reach_are_refused() -> None:
         kvbm._core.Pairs([0, 1, 2], cells, 8, NUM_CELLS)
 
 
-@pytest.mark.parametrize("number", range(40))
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.full] * (n >= 20)) for n in range(40)])
 @pytest.mark.slow  # 0.8 s
 @pytest.mark.sanitize
 def test_every_byte(number: int) -> None:
@@ -160,7 +160,7 @@ def test_a_call_that_fails_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", ["device", "pinned", "few", "far"])
 def test_every_byte_through_the_fake_driver(fake_gpu: processes.FakeDriver, kind: str) -> None:
-    fake_gpu("reshards.chunks", 80_000, 40, kind)
+    fake_gpu("reshards.chunks", 80_000, 20, kind)
 
 
 # ---- one pair, looked at closely ---------------------------------------------------------------------------------------

@@ -85,10 +85,16 @@ def lend_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.threads
 @pytest.mark.parametrize(
-    ("faults", "is_lent"), [(0.0, False), (0.02, False), (0.02, True)], ids=["whole", "faults", "faults, lent at once"]
+    ("faults", "is_lent", "first"),
+    [  # each twenty of the random cases in one way; with -m full in all three
+        pytest.param(faults, is_lent, 20 * turn, id=f"{name}-{20 * turn}", marks=[pytest.mark.full] * (turn % 3 != number))
+        for number, (name, faults, is_lent) in enumerate(
+            [("whole", 0.0, False), ("faults", 0.02, False), ("faults, lent at once", 0.02, True)]
+        )
+        for turn in range(4)
+    ],
 )
-@pytest.mark.parametrize("first", range(0, 80, 20))
-def test_every_byte(first: int, faults: float, is_lent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_byte(faults: float, is_lent: bool, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random placements, layouts, planes, ranges, windows of layers, holes in tables, shares that are passed on; lost notes."""
     right = many = 0
     if is_lent:

@@ -15,7 +15,8 @@ import pytest
 from test_direct import mapped_wires, shared_bytes
 
 import kvbm
-from cast_resharding import KINDS, CastRun, Kind, drawn
+from cast_resharding import KINDS, CastRun, Kind, drawn, engine
+from casting import Given
 from kvbm import (
     BindError,
     BlockShape,
@@ -45,8 +46,10 @@ TOKENS = range(60)
 HERE, THERE = Span([5, 3, 8, 1], TOKENS), Span([2, 0], TOKENS)
 
 
-def linked(kind: Kind, seed: int, *, direct: bool = False, where: str = "cpu", wires: Any = None, **options: Any) -> Linked:
-    case = drawn(kind, seed, clear_tail=False)
+def linked(
+    kind: Kind, seed: int, *, direct: bool = False, where: str = "cpu", wires: Any = None, changes: Any = (), **options: Any
+) -> Linked:
+    case = drawn(kind, seed, clear_tail=False, **dict(changes))
     room = {"chunk_bytes": 1 << 18, "ring_bytes": 1 << 22}
     run = CastRun(case, kind, shared_bytes if direct and where == "cpu" else None, where)
     return Linked(case, mapped_wires() if direct else wires, run=run, **{**room, **options})
@@ -83,6 +86,15 @@ def test_every_byte(kind: Kind, direct: bool) -> None:
     assert require_right(kind, range(2), direct=direct)
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["ring", "direct"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if isinstance(kind.scale, Given)], ids=lambda kind: kind.name)
+def test_each_layer_has_its_scale_in_every_partition(kind: Kind, direct: bool) -> None:
+    """Red: with the scales of a rank's layers, counted from 0."""
+    for src, dst in (({"nt": 4, "tp": 4}, {"nt": 16, "tp": 2}), ({"nt": 16, "pp": 2}, {"nt": 4}), ({"nt": 8}, {"nt": 8, "pp": 3})):
+        changes = {"nl": 3, "layers": None, "src": engine(**src, nl=3), "dst": engine(**dst, nl=3)}
+        assert any(require_right(kind, range(seed, seed + 1), direct=direct, changes=changes) for seed in range(9))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("direct", [False, True], ids=["ring", "direct"])
 @pytest.mark.parametrize("first", range(100, 400, 20))
@@ -92,9 +104,10 @@ def test_every_byte_of_many(first: int, direct: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("max_sms", [None, 4])
 @pytest.mark.parametrize("direct", [False, True], ids=["ring", "direct"])
 @pytest.mark.parametrize("kind", KINDS, ids=NAMES)
-def test_every_byte_on_a_gpu(kind: Kind, direct: bool) -> None:
+def test_every_byte_on_a_gpu(kind: Kind, direct: bool, max_sms: int | None) -> None:
     import torch
 
     def read(buffer: Any) -> np.ndarray:
@@ -102,7 +115,7 @@ def test_every_byte_on_a_gpu(kind: Kind, direct: bool) -> None:
         found: np.ndarray = buffer.cpu().numpy()
         return found
 
-    assert require_right(kind, range(1000, 1003), read, where="cuda", direct=direct)
+    assert require_right(kind, range(1000, 1003), read, where="cuda", direct=direct, max_sms=max_sms)
 
 
 # ---- one rank each ---------------------------------------------------------------------------------------------------
@@ -194,7 +207,7 @@ def bits(pool: Pool) -> list[np.ndarray]:
 @pytest.mark.parametrize("layouts", [(NHD, FP8), (FP8, NHD), (NHD, NVFP4), (NVFP4, NHD)], ids=lambda pair: " to ".join(pair))
 def test_digests_are_of_the_quantised_bits(layouts: tuple[str, str], direct: bool) -> None:
     """On both paths, whoever casts: equal to what the quantised pool says of itself."""
-    with Pair(layouts, direct=direct) as found:
+    with Pair(layouts, direct=direct, max_sms=4) as found:  # of no matter on a CPU
         found.meet()
         quantised = 0 if layouts[1] == NHD else 1
         for verify in ("after", "before"):
@@ -353,9 +366,14 @@ def test_an_abort_and_the_next_attempt(direct: bool) -> None:
     ("casts", "says"),
     [
         (("amax", None), ("cast: 'amax' here and none on the other side", "cast: none here and 'amax' on the other side")),
-        ((None, Scale(1.0)), ("cast: none here and 1.0 on the other side", "cast: 1.0 here and none on the other side")),
-        (("amax", Scale(1.0)), ("cast: 'amax' here and 1.0 on", "cast: 1.0 here and 'amax' on")),
-        ((Scale(0.1), Scale(0.2)), ("cast: 0.10000000149011612 here and 0.2", "expected the same: values change")),
+        ((None, Scale(1)), (r"cast: none here and Scale\(1.0\) on the other", r"cast: Scale\(1.0\) here and none on")),
+        (("amax", Scale(1.0)), (r"cast: 'amax' here and Scale\(1.0\) on the other", r"cast: Scale\(1.0\) here and 'amax' on")),
+        ((Scale(0.1), Scale(0.2)), (r"cast: Scale\(0.10000000149011612\) here and Scale\(0.2", "expected the same: values change")),
+        ((Scale([1.0, 2.0, 4.0]), Scale([1.0, 2.0, 3.0])), ("on the other side, which differ in layer 2; expected the same",) * 2),
+        ((Scale(k=1.0, v=[1.0, 2.0, 4.0]), Scale(k=1.0, v=[1.0, 3.0, 4.0])), ("which differ in V of layer 1; expected",) * 2),
+        ((Scale(k=1.0, v=2.0), Scale(1.0)), ("which differ in V; expected",) * 2),
+        ((Scale([1.0, 2.0, 4.0]), Scale([1.0, 2.0])), ("which differ in the number of layers; expected",) * 2),
+        ((Scale([0.5] * 3), Scale(0.5)), (r"cast: Scale\(\(0.5, 0.5, 0.5\)\) here and Scale\(0.5\) on the other side", "the same")),
         ((None, None), (r"planes: .* on the other side; expected the same, or cast= on both sides",) * 2),
     ],
 )  # fmt: skip
@@ -383,7 +401,7 @@ def test_an_earlier_version_refuses_the_card(monkeypatch: pytest.MonkeyPatch) ->
         assert card["kvbm-link"] == 4 and old["kvbm-link"] == 3
         assert card.keys() - old.keys() == {"cast"} and card["groups"][""].keys() - old["groups"][""].keys() == {"layout"}
         monkeypatch.setattr(endpoints, "_CASTING", 3)
-        with pytest.raises(BindError, match="card: expected version 3: both sides need the same kvbm"):
+        with pytest.raises(BindError, match=r"card: expected version 3, or .*: both sides need the same kvbm, got version 4"):
             plain.ends[1][0].meet(found.cards[0])
 
 
@@ -398,7 +416,9 @@ def _changed(card: bytes, **changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cast": None}, {"cast": "max"}, {"cast": 1}, {"cast": True}, {"cast": -1.0}, {"cast": [1.0]}, {"kvbm-link": 3},
+        {"cast": None}, {"cast": "max"}, {"cast": 0.1}, {"cast": True}, {"cast": -1.0}, {"cast": []}, {"cast": [[1.0]]},
+        {"cast": [0.5, "1"]}, {"cast": {"k": 0.5}}, {"cast": {"k": 0.5, "v": []}}, {"cast": {"k": [0.5], "v": [0.5] * 2}},
+        {"kvbm-link": 3},
         {"kvbm-link": 5}, {"layout": None}, {"layout": 3}, {"layout": "x" * 9000}, {"layout": "[" * 999}, {"layout": "order: b l"},
         {"layout": "order: b l o t h d"}, {"planes": "data int8, scale float32"},
     ],
@@ -412,7 +432,9 @@ def test_cards_that_are_none(changes: dict[str, Any]) -> None:
     ("changes", "says"),
     [
         ({"kvbm-link": 3}, "card: expected version 4 for a card with a cast, got version 3"),
-        ({"cast": None}, "card: expected 'cast' of 'amax' or a number, got None"),
+        ({"kvbm-link": 5}, "card: expected version 3, or 4 with a cast: both sides need the same kvbm, got version 5"),
+        ({"kvbm-link": None}, "card: expected version 3, or 4 with a cast: both sides need the same kvbm, got {'"),
+        ({"cast": None}, "card: expected 'cast' of 'amax', a number, or numbers by layer, got None"),
     ],
 )
 def test_a_card_of_a_version_that_has_no_cast(changes: dict[str, Any], says: str) -> None:
@@ -479,8 +501,6 @@ def test_what_an_endpoint_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     place, pool = Placement("tp1", model=MODEL, nt=16), Pool.allocate(NHD, MODEL, 4)
     with pytest.raises(PlanError, match="cast: expected 'amax' or a kvbm"):
         Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="fp8")
-    with pytest.raises(BindError, match="max_sms: messages that cast take no limit of multiprocessors"):
-        Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="amax", max_sms=4)
     monkeypatch.setattr(direct, "_MOST_TEXT", 8)
     with pytest.raises(BindError, match=r"endpoint a: cast: nhd: its layout's text has .* characters"):
         Endpoint("a", place, 0, pool, wire=wire.memory("a"), cast="amax")

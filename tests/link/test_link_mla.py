@@ -211,16 +211,18 @@ class Pushed(random.Random):
         return 0.9
 
 
-class Seen(threading.Event):
-    """Set when a receive has ended.  It keeps what its blocks hold then."""
+class Seen:
+    """The lock that a receive holds until it has ended.  It keeps what its blocks hold then."""
 
-    def __init__(self, buffer: Any) -> None:
-        super().__init__()
-        self.buffer, self.held = buffer, None
+    def __init__(self, lock: Any, buffer: Any) -> None:
+        self.lock, self.buffer, self.held = lock, buffer, None
 
-    def set(self) -> None:
-        self.held = np.array(self.buffer)
-        super().set()
+    def acquire(self, timeout: float = -1) -> bool:
+        return bool(self.lock.acquire(timeout=timeout))
+
+    def release(self) -> None:
+        self.held = np.array(self.buffer) if self.held is None else self.held
+        self.lock.release()
 
 
 @pytest.mark.parametrize("what", ["share", "passed on", "abort", "kill", "close"])
@@ -238,9 +240,9 @@ def test_a_failed_receive_leaves_zeros_before_it_is_told(what: str) -> None:
             with held(*found.all_ends):
                 handles = found.begin(Pushed(first), timeout=60)
                 came = {one.link.endpoint.rank: one for one in handles if not isinstance(one, reshard.Sending)}
-                seen = [Seen(buffer) for buffer in found.run.buffers[1]]
+                seen = [Seen(came[rank]._running, buffer) for rank, buffer in enumerate(found.run.buffers[1])]
                 for rank, one in came.items():
-                    one._ended = seen[rank]
+                    one._running = seen[rank]
             if what in ("abort", "close"):
                 parts = [part for one in came.values() for part in one._parts[:2]]
                 until(lambda parts=parts: any(one.zero or one.has_ended for one in parts), "something was written")  # type: ignore[misc]

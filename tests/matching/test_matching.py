@@ -187,7 +187,10 @@ def test_from_vllm_takes_what_is_advised() -> None:
     assert len(advised) == 6
     with pytest.raises(kvbm.BindError, match=r'expected 6 axes .*Pool.from_vllm\(tensors, "vllm/LBHNC"\).*\(b h t o\*d\)'):
         kvbm.Pool("vllm/LBHNC", shape, views)
-    with pytest.raises(kvbm.BindError, match=r"expected 6 axes \(l b h t o d\), got shape \(5, 8\)$"):
+    with pytest.raises(
+        kvbm.BindError,
+        match=r"expected 1 array of 6 axes \(l b h t o d\), got 3, the first of shape \(5, 8\)",
+    ):
         kvbm.Pool("vllm/LBHNC", shape, [view[:, :, 0, 0] for view in views])
 
 
@@ -562,14 +565,15 @@ def test_what_is_printed_for_tensors_of_torch_binds_the_same() -> None:
     assert count > 5
 
 
-@pytest.mark.slow  # 25 s
+@pytest.mark.slow  # 4 s
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_printed_binds_and_reads_right_for_every_layout(form: str) -> None:
-    """Each layout with one of the shapes; over the forms, with all of them."""
+    """Each layout in two of the seven forms, with another shape in each; `-m full` has all of both."""
     first, count = list(FORMS).index(form), 0
     for number, name in enumerate(kvbm.layouts()):
-        count += hold([name], (LAW_SHAPES[(first + number) % len(LAW_SHAPES)],), [form])
-    assert count > 100
+        if (first - number) % len(FORMS) in (0, 3):
+            count += hold([name], (LAW_SHAPES[(first + number) % len(LAW_SHAPES)],), [form])
+    assert count > 30
 
 
 @pytest.mark.full  # 150 s a form
@@ -648,10 +652,12 @@ def test_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch
     assert hold_padded(6) > 10
 
 
-@pytest.mark.slow
-def test_many_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "draws", [pytest.param(40, marks=pytest.mark.slow), pytest.param(120, marks=[pytest.mark.full, pytest.mark.slow])]
+)
+def test_many_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch: Any, draws: int) -> None:
     monkeypatch.chdir(tmp_path)
-    assert hold_padded(120) > 100
+    assert hold_padded(draws) > draws
 
 
 def test_k_192_and_v_128_in_one_row_of_320_are_k_and_v() -> None:

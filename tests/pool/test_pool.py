@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+import re
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -172,7 +174,9 @@ def test_non_contiguous() -> None:
     arrays[0] = np.zeros((2, 6, 4, 3, 8), "float32")[:, :3]
     _refused(arrays, r"array 0.*contiguous")
     arrays[0] = np.broadcast_to(np.zeros((1, 1, 1, 1, 8), "float32"), (2, 3, 4, 3, 8))
-    _refused(arrays, r"array 0.*(contiguous|read-only)")
+    _refused(arrays, r"array 0.*stride of 0 bytes along axis 0 of 2")
+    arrays[0] = np.zeros((2, 3, 4, 3, 8), "float32")[:, ::-1]
+    _refused(arrays, r"array 0.*stride of -\d+ bytes along axis 1 of 3.*reversed")
 
 
 def test_wrong_stride_where_the_layout_has_a_pitch() -> None:
@@ -497,12 +501,35 @@ def test_which_memory_a_pool_has() -> None:
 def test_reshape_is_advised_only_where_it_makes_no_copy() -> None:
     """Of an array that is not contiguous it does: the result of a copy would not be in the caller's array."""
     sizes = "nl=1,no=2,nh=8,nt=16,hd=128,dtype=float16"
-    whole = np.zeros((2, 6, 8, 16, 128), np.float16)
-    with pytest.raises(kvbm.BindError, match=r"call \.reshape\(2, 6, 16, 8, 128\)"):
-        kvbm.Pool("vllm/flash_attn_nhd", sizes, [whole])
-    with pytest.raises(kvbm.BindError, match="check the shape") as info:
-        kvbm.Pool("vllm/flash_attn_nhd", sizes, [np.zeros((2, 6, 8, 128, 16), np.float16).transpose(0, 1, 2, 4, 3)])
-    assert "reshape" not in str(info.value)
+    for shape in ((2, 96, 8, 128), (2, 6, 4, 32, 128), (2 * 6 * 16 * 8 * 128,)):
+        with pytest.raises(kvbm.BindError, match=r"call \.reshape\(2, 6, 16, 8, 128\)"):
+            kvbm.Pool("vllm/flash_attn_nhd", sizes, [np.zeros(shape, np.float16)])
+    for strided in (
+        np.zeros((2, 6, 8, 256, 16), np.float16).transpose(0, 1, 2, 4, 3),
+        np.zeros((2, 192, 8, 128), np.float16)[:, ::2],
+    ):
+        with pytest.raises(kvbm.BindError, match="check the shape") as info:
+            kvbm.Pool("vllm/flash_attn_nhd", sizes, [strided])
+        assert "reshape" not in str(info.value)
+
+
+def test_a_permutation_that_is_advised_is_accepted() -> None:
+    """For each order of the axes of a view, and no other advice where the memory has another order, too."""
+    sizes, dims = "nl=1,no=2,nh=8,nt=16,hd=128,dtype=float16", (2, 6, 16, 8, 128)
+    for order in itertools.permutations(range(5)):
+        if order == (0, 1, 2, 3, 4):
+            continue
+        view = np.zeros(dims, np.float16).transpose(order)
+        with pytest.raises(kvbm.BindError, match=r"expected \(2, 6, 16, 8, 128\)|these strides") as info:
+            kvbm.Pool("vllm/flash_attn_nhd", sizes, [view])
+        if found := re.search(r"\.permute\(([0-9, ]+)\)", str(info.value)):
+            again = view.transpose([int(axis) for axis in found[1].split(",")])
+            assert kvbm.Pool("vllm/flash_attn_nhd", sizes, [again]).num_blocks == 6
+        else:
+            assert view.shape[0] == 2, "the sizes that do not fit say it"
+        with pytest.raises(kvbm.BindError) as info:
+            kvbm.Pool("vllm/flash_attn_nhd", sizes, [np.ascontiguousarray(view)])
+        assert "permute(" not in str(info.value) and "reshape(" not in str(info.value)
 
 
 def test_arguments_of_foreign_types_end_in_errors_of_kvbm() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 
 from kvbm import PeerLostError, wire
 from kvbm.link.ring import Ring
@@ -14,12 +15,20 @@ def carrier(name: str, port: int | str) -> wire.Mapped:
     return wire.mapped(wire.torch(name, meeting.join(port), drop_seconds=20), drop_seconds=20)
 
 
+def meet(mine: wire.Mapped, peer: str) -> None:
+    """Wait until both processes have connected: a process that is stopped before would let the other one wait for it."""
+    mine.note(peer, b"here")
+    while not mine.poll():
+        time.sleep(0.001)
+
+
 def main(port: str) -> None:
     mine = carrier("borrower", port)
     ring = Ring("cpu", 4096, 1, 1)
     mine.register(ring.slab)
     print(mine.card().decode(), flush=True)
     peer = mine.connect(input().encode())
+    meet(mine, peer)
     is_told = False
     try:
         while True:

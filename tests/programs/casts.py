@@ -275,6 +275,83 @@ def random(first: int, count: int) -> None:
     assert done > count / 2
 
 
+def _digested(move: kvbm.Transfer, ids: tuple[list[int], list[int]], tokens: list[int], where: str) -> list[int]:
+    """The digests of a copy.  The second of its three pairs is skipped."""
+    found = np.ones(3, np.uint64)
+    if where == "cpu":
+        move.copy(*ids, digests=found, tokens=tokens)
+    else:
+        move.copy(*map(ids_on_gpu, map(np.array, ids)), stream=5, digests=ids_on_gpu(found), tokens=tokens).synchronize()
+    return found.tolist()
+
+
+def fused_digests(most: int | None, where: str = "fake", numbers: range = range(1000)) -> None:
+    """Digests in the pass of the cast, on all multiprocessors or on `most`: of all formats and forms of cells, or of these numbers.
+
+    On all of a GPU's, where no thread takes several turns, half of the widths of each format.
+    """
+    for number, (layout, order, sizes, scale) in enumerate(casting.digested()):
+        if number not in numbers or (where == "fake" and most is None and number // 2 % 2):
+            continue
+        for quantises in (True, False):
+            small = "bfloat16" if isinstance(layout, casting.Planar) else "float8_e4m3fn"
+            both: Any = [(Own(order), ("bfloat16", "float16")[number % 2]), (layout, small)]
+            (a, a_type), (b, b_type) = both if quantises else both[::-1]
+            src = Side(a, sizes, a_type, 4, seed=number, where=where)
+            dst = Side(b, sizes, b_type, 4, dst=True, where=where)
+            ids = ([3, -1, 0], [1, 2, 3])
+            move = kvbm.Transfer(src.pool, dst.pool, max_sms=most, cast=casting.cast_of(scale))
+            found = _digested(move, ids, [4, 8, 0], where)
+            casting.check(src, dst, casting.expected(src, dst, *ids, scale), (sizes, order, quantises))
+            side, mine = (dst, ids[1]) if quantises else (src, ids[0])
+            on_host = Side(side.meant, sizes, side.dtype, 4)
+            on_host.put(side.after)
+            wanted = on_host.pool.digest(mine, tokens=[4, 8, 0])
+            wanted[1] = 0
+            assert found == wanted.tolist(), (layout, sizes, quantises)
+            is_fused = "Digests are fused into direct copies (one launch of sum_cast_" in move.explain(3)
+            has_small_scales = isinstance(layout, casting.Planar) and "dtype: float32" not in str(layout)
+            assert is_fused is not (where == "cpu" and has_small_scales), (sizes, move.explain(3))
+
+
+def random_digests(first: int, count: int, where: str = "fake") -> None:
+    """Rows of elements in layouts with random orders: axes, groups, planes apart or in records, K and V, odd sizes."""
+    fused = 0
+    for number in range(first, first + count):
+        rng = np.random.default_rng(number)
+        dtype, scale = FORMATS[int(rng.integers(6))]
+        sizes = tuple(int(rng.choice((1, 2, 3, 5, 8))) for _ in "loht")
+        sizes = (sizes[0], min(sizes[1], 2), *sizes[2:])
+        width, group = int(rng.choice((32, 64, 96, 128, 256, 272))), int(rng.choice((16, 32, 512)))
+        groups = width // group if width % group == 0 else 1
+        outer, *orders = (" ".join(rng.permutation(list(axes))) for axes in ("bl", "oht", "oht", "lohtb"))
+        own = ("s", groups) if groups > 1 else ("", 1)
+        scales = f"{orders[1]} s".strip() if groups > 1 else orders[1]
+        bracket = "[b] l" if rng.integers(2) else outer
+        layout = planar(f"{bracket} <>", plane("data", dtype, f"{orders[0]} d", "d", width), plane("scale", scale, scales, *own))
+        rows = f"d/{group} {orders[2]} d%{group}" if groups > 1 and rng.integers(2) else f"{orders[2]} d"
+        both: Any = [(Own(rows), PLAIN[int(rng.integers(2))]), (layout, "bfloat16")]
+        quantises = bool(rng.integers(2))
+        (a, a_type), (b, b_type) = both if quantises else both[::-1]
+        src = Side(a, (*sizes, width), a_type, 4, seed=number, where=where)
+        dst = Side(b, (*sizes, width), b_type, 4, dst=True, where=where)
+        ids, tokens = ([3, -1, 0], [1, 2, 3]), [7, 0, 1 << 40]
+        if where == "fake":
+            seed(number % 4)
+        most = 1 if rng.integers(2) and where == "fake" else None
+        move = kvbm.Transfer(src.pool, dst.pool, max_sms=most, cast="amax")
+        found = _digested(move, ids, tokens, where)
+        casting.check(src, dst, casting.expected(src, dst, *ids), number)
+        side, mine = (dst, ids[1]) if quantises else (src, ids[0])
+        on_host = Side(side.meant, side.sizes, side.dtype, 4)
+        on_host.put(side.after)
+        wanted = on_host.pool.digest(mine, tokens=tokens)
+        wanted[1] = 0
+        assert found == wanted.tolist(), (number, layout, move.explain(3))
+        fused += "Digests are fused" in move.explain(3)
+    assert fused > count / (9 if where == "cpu" else 3), fused
+
+
 def digests(direction: str, strategy: str) -> None:
     """Of the quantised blocks: with and without skipped pairs, in slots of two blocks."""
     here, there = SIDES[direction]

@@ -22,7 +22,7 @@ from kvbm import BlockShape, DigestError
 from kvbm.copy import executor
 from kvbm.digest.cells import alone, keys_of
 from memory import FakeCuda
-from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
+from programs.fake_gpu import count, defer, driver, half, handle, ids_on_gpu, pump, refused, seed
 from programs.sections import SIDES, batches, check, ends
 
 SHAPE = BlockShape(nl=3, no=2, nh=2, nt=8, hd=16, dtype="float16")
@@ -77,7 +77,7 @@ def every_strategy(direction: str, strategy: str) -> None:
     defer(1)
     device = 0
     apart = fused = 0
-    for number, (s, d, ours, theirs) in enumerate(sides(direction)):
+    for number, (s, d, ours, theirs) in half(sides(direction), direction, strategy):
         here, there = ours.of(s.pool), theirs.of(d.pool)
         slot = max(part.of.packed().accesses[0].block[0] for part in (here, there))
         for chunk in (None, 3 * slot) if strategy == "staged" else (None,):
@@ -282,7 +282,7 @@ def ids_on_the_gpu(direction: str, strategy: str) -> None:
 def graphs(direction: str, strategy: str) -> None:
     """Captured copies that digest: each replay writes those of what is there then."""
     rng = random.Random(3)
-    for number, (s, d, ours, theirs) in enumerate(sides(direction)):
+    for number, (s, d, ours, theirs) in half(sides(direction), direction, strategy):
         here, there = ours.of(s.pool), theirs.of(d.pool)
         n = min(here.num_ids, there.num_ids, 60) - 1
         src_ids, dst_ids = (np.array(rng.sample(range(part.num_ids), n)) for part in (here, there))
@@ -330,7 +330,7 @@ def verified(direction: str, strategy: str) -> None:
     rng = random.Random(4)
     wrong = ctypes.c_long.in_dll(driver, "fake_wrong")
     defer(1)
-    for number, (s, d, ours, theirs) in enumerate(sides(direction)):
+    for number, (s, d, ours, theirs) in half(sides(direction), direction, strategy):
         here, there = ours.of(s.pool), theirs.of(d.pool)
         with kvbm.Transfer(here, there, strategy, verify=True) as move:
             n = min(here.num_ids, there.num_ids, 40)

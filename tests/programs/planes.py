@@ -6,7 +6,7 @@ import numpy as np
 from test_planes import PAIRS, SOME_PAIRS, Side, check, shapes
 
 import kvbm
-from programs.fake_gpu import count, defer, pump, seed
+from programs.fake_gpu import count, defer, half, pump, seed
 
 SIDES = {"d2d": ("fake", "fake"), "d2h": ("fake", "fake pinned"), "h2d": ("fake pinned", "fake")}
 WAYS = ("steps", "rows", "scattered")
@@ -14,7 +14,7 @@ WAYS = ("steps", "rows", "scattered")
 
 def every_strategy(direction: str, strategy: str) -> None:
     defer(1)
-    for number, (src, dst) in enumerate(SOME_PAIRS):
+    for number, (src, dst) in half(SOME_PAIRS, direction, strategy):
         a, b = SIDES[direction]
         # Where a copy of the engine moves one byte, few of them are enough.
         shape = shapes(src)[0 if (src != "sglang/mxfp8" and dst != "sglang/mxfp8") or strategy != "engine" else 2]

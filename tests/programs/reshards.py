@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import random
 import types
 from typing import Any
 
 import numpy as np
+from test_link_cast import require_right
 from test_planes import fake_arrays
 
 import kvbm
 import plane_oracle
 import reshard_oracle
+from cast_resharding import KINDS, CastRun, drawn
 from chunking import Carried, far_cells, is_sendable
 from kvbm import _core, reshard, wire
 from kvbm.digest import run as digesting
+from kvbm.link import direct
 from kvbm.link.ring import Ring
+from kvbm.reshard.local import cuts_of
 from kvbm.wire import _mapped
 from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
 from memory import FakeCuda
-from programs.fake_gpu import alive, count, defer, pump, refused, seed
+from programs.fake_gpu import alive, count, defer, driver, pump, refused, seed
 from programs.transfers import POOL, grant
 
 
@@ -336,3 +341,39 @@ def many_chunks() -> None:
         done.synchronize()
         assert len(digesting.pinned._watched) <= 60, (call, len(digesting.pinned._watched))
     assert len(digesting.pinned._slabs) <= 8, len(digesting.pinned._slabs)
+
+
+def casts_on_few(first: int, cases: int) -> None:
+    """Chunks and direct copies that cast, on at most three multiprocessors: each format to or fro."""
+    few, read, most = ctypes.c_long.in_dll(driver, "few_ctas"), 0, [0, 0]
+    kinds = KINDS[::2] * cases
+    for number, kind in enumerate(kinds, first):
+        few.value = 0
+        require_right(kind, range(number, number + 1), where="fake", max_sms=3)
+        most[0] = max(most[0], few.value)
+        case = drawn(kind, number, clear_tail=False, gather=False)
+        run = CastRun(case, kind, where="fake")
+        layouts = [side[0].layout for side in run.ranks]
+        [made] = run.plans(layouts=layouts, cuts=[cuts_of(side) for side in run.pools])
+        few.value = 0
+        try:
+            read += sum(_read(run, made, rank) for rank in {message.dst for message in made.messages})
+        except kvbm.BindError as error:
+            assert "has no block for some of the tokens" in str(error)
+            continue
+        run.check()
+        most[1] = max(most[1], few.value)
+    assert most == [3, 3] and read > len(kinds), (most, read)
+
+
+def _read(run: CastRun, made: reshard.Resharding, rank: int) -> int:
+    """Copy what a rank receives out of its peers' pools; the number of copies."""
+    packer, count = reshard.Packer(made, rank, run.pools[1][rank], side="dst", max_sms=3), 0
+    for peer, (tokens, *told) in itertools.product(dict.fromkeys(packer.peers), run.case.sequences):
+        reader, work = direct.Reader(packer, peer, run.pools[0][peer]), direct.Pass()
+        here, there = (kvbm.Span(one.tables[at], tokens, one.origins[at]) for one, at in zip(told, (peer, rank), strict=True))
+        for piece in reader.pieces(there, here.table, here.origin, run.case.layers or range(run.case.nl)):
+            reader.begin(piece, work, {"stream": 5, "wait": None})
+            count += 1
+        work.synchronize()
+    return count

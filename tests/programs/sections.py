@@ -13,7 +13,7 @@ from test_sections import Meant, Plain, Planar, moved
 
 import kvbm
 from kvbm import BlockShape
-from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, refused, seed
+from programs.fake_gpu import count, defer, driver, half, handle, ids_on_gpu, pump, refused, seed
 
 SIDES = {"d2d": (0, 0), "d2h": (0, "pinned"), "h2d": ("pinned", 0), "p2p": (0, 1)}
 
@@ -84,7 +84,7 @@ def check(s: Any, d: Any, ours: Meant, theirs: Meant, src_ids: Any, dst_ids: Any
 def every_strategy(direction: str, strategy: str) -> None:
     rng = random.Random(1)
     defer(1)
-    for number, (s, d, ours, theirs) in enumerate(ends(direction)):
+    for number, (s, d, ours, theirs) in half(ends(direction), direction, strategy):
         here, there = ours.of(s.pool), theirs.of(d.pool)
         slot = max(part.of.packed().accesses[0].block[0] for part in (here, there))
         for chunk in (None, 3 * slot) if strategy == "staged" else (None,):
@@ -154,7 +154,7 @@ def ids_on_the_gpu(direction: str, strategy: str) -> None:
 def graphs(direction: str, strategy: str) -> None:
     """A captured copy of units, replayed on other bytes; with ids on the GPU, of other units."""
     rng = random.Random(3)
-    for s, d, ours, theirs in ends(direction):
+    for _, (s, d, ours, theirs) in half(ends(direction), direction, strategy):
         here, there = ours.of(s.pool), theirs.of(d.pool)
         n = min(here.num_ids, there.num_ids) - 1
         with kvbm.Transfer(here, there, strategy) as move:

@@ -139,7 +139,16 @@ def chunks_and_layers_are_looked_at_from_c() -> None:
     kernels._look_closely, kernels._look_closely_at_chunks = look_closely, at_chunks
 
 
-def wrong_chunks_are_said_as_from_python(deviation: str) -> None:
+def each_as_from_python(look: str, deviations: list[str]) -> None:
+    """What a function below says to each deviation, first with the reading in C and then without it."""
+    by_c, said = _core.whole_tensors, []
+    for deviation in deviations:
+        said.append(globals()[look](deviation))
+        _core.whole_tensors = by_c
+    print(said)
+
+
+def wrong_chunks(deviation: str) -> tuple[str, str] | None:
     """`deviation`: a statement that changes `src` or `dst`."""
     src = [[made(*CHUNK) for _ in range(PER)] for _ in range(NB)]
     dst = [[made(NH, NT, HD) for _ in range(PER)] for _ in range(NB)]
@@ -154,11 +163,11 @@ def wrong_chunks_are_said_as_from_python(deviation: str) -> None:
 
     from_c = outcome()
     _core.whole_tensors = lambda *_: None
-    assert outcome() == from_c, (outcome(), from_c)
-    print(from_c)
+    assert outcome() == from_c, (deviation, outcome(), from_c)
+    return from_c
 
 
-def what_is_wrong_is_said_as_from_python(deviation: str) -> None:
+def wrong_lists(deviation: str) -> list[tuple[str, str] | None]:
     """`deviation`: a statement that changes `chunks` or `whole`."""
     scope = {**globals(), **dict(zip(("chunks", "whole"), batch(), strict=True))}
     exec(deviation, scope)
@@ -175,8 +184,8 @@ def what_is_wrong_is_said_as_from_python(deviation: str) -> None:
 
     from_c = outcomes()
     _core.whole_tensors = lambda *_: None
-    assert outcomes() == from_c, (outcomes(), from_c)
-    print(from_c)
+    assert outcomes() == from_c, (deviation, outcomes(), from_c)
+    return from_c
 
 
 def destinations_count_as_written() -> None:

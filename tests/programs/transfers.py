@@ -25,7 +25,7 @@ from kvbm import _core
 from kvbm.kernels import MemcpyBatchMode as Mode
 from kvbm.kernels import memcpy_batch, vectorized_copy
 from memory import FakeCuda, numpy_views, placed
-from programs.fake_gpu import count, defer, driver, handle, ids_on_gpu, pump, random, refused, seed
+from programs.fake_gpu import count, defer, driver, half, handle, ids_on_gpu, pump, random, refused, seed
 
 SHAPE = kvbm.BlockShape(nl=3, no=2, nh=2, nt=8, hd=16, dtype="bfloat16")
 SMALL = kvbm.BlockShape(nl=2, no=2, nh=1, nt=2, hd=16, dtype="int16")
@@ -143,7 +143,7 @@ def why(call: Callable[[], Any]) -> str:
 def every_pair(direction: str, strategy: str) -> None:
     staged = strategy in ("staged", "auto")
     defer(1)
-    for number, (src, dst) in enumerate(itertools.product(NAMES, NAMES)):
+    for number, (src, dst) in half(itertools.product(NAMES, NAMES), direction, strategy):
         if number % 3 and src != "universal" and dst != "vllm/paged_attn_v0":
             continue
         for chunk in (None, 1, 3) if staged else (None,):
@@ -171,9 +171,8 @@ def every_pair(direction: str, strategy: str) -> None:
 def batches(direction: str, strategy: str) -> None:
     slot = {"staged": 20 * SMALL.nbytes}.get(strategy)
     defer(1)
-    for turn, (src, dst) in enumerate(
-        (("nhd", "universal"), ("vllm/LBHNC", "vllm/flash_attn_nhd"), ("universal", "hf/dynamic_cache"))
-    ):
+    pairs = ("nhd", "universal"), ("vllm/LBHNC", "vllm/flash_attn_nhd"), ("universal", "hf/dynamic_cache")
+    for turn, (src, dst) in half(pairs, direction, strategy):
         for n in (0, 1, 7, 700):
             s, d = ends(direction, src, dst, n + 20, n + 30, shape=SMALL)
             seed(turn)
@@ -296,12 +295,14 @@ def a_batch_moves_what_its_pairs_say(direction: str, strategy: str) -> None:
     device_ids = strategy in ("direct", "auto") or (strategy, direction) == ("staged", "h2d")
 
     for row, blocks in enumerate(((2, 500), (500, 2), (2, 2), (70, 500), (3, 40))):
+        both = [ends(direction, *names, *blocks, shape=SMALL) for names in (("universal", "nhd"), ("nhd", "universal"))]
         for column, n in enumerate((1, 2, 5, 20, 64, 65, 500)):
             # Each number of pairs with each share that is skipped; ids on the device with half of them.
             for turn in (row + column, row + column + 1):
                 skipped = (0, 0.5, 0.97)[turn % 3]
                 seed(turn % 5)
-                s, d = ends(direction, *(("universal", "nhd"), ("nhd", "universal"))[turn % 2], *blocks, shape=SMALL)
+                s, d = both[turn % 2]
+                d.refill(0)
                 with kvbm.Transfer(s.pool, d.pool, strategy, chunk_bytes=slot) as move:
                     src = random.integers(0, blocks[0], n)
                     dst = np.full(n, -1)
@@ -321,7 +322,7 @@ def a_batch_moves_what_its_pairs_say(direction: str, strategy: str) -> None:
 
 def layers(direction: str, strategy: str) -> None:
     stage = replace(SHAPE, nl=2)
-    for src, dst in itertools.product(NAMES[:5], NAMES[:5]):
+    for _, (src, dst) in half(itertools.product(NAMES[:5], NAMES[:5]), direction, strategy):
         a, b = SIDES[direction]
         s, d = End(src, 6, a), End(dst, 7, b, dst=True, shape=stage)
         move = kvbm.Transfer(s.pool, d.pool, strategy)
@@ -366,7 +367,7 @@ def graphs(direction: str, strategy: str) -> None:
             pump()
             check(s, d, order, to, (n, turn))
         slots, held = count("slots"), count("allocated_bytes")
-        for again in range(20 if n < 800 else 4):
+        for again in range(8 if n < 800 else 3):
             for graph in graphs:
                 driver.fake_destroy_graph(graph)
             d.refill(0)

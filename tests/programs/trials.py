@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 from kvbm.cli.app import main
@@ -18,6 +20,15 @@ def tell() -> None:
         return send(self, tokens, **options)
 
     trial.Sender._send = told  # type: ignore[method-assign]
+
+
+def forked(arguments: list[str], *pipes: Connection) -> None:
+    """In a process of its own, whose standard output and standard error are the pipes."""
+    for number, pipe in enumerate(pipes, 1):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    tell()
+    main(arguments)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,6 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("copy/executor.py", "cast"): ("kvbm.convert", "kvbm.Transfer"),
     ("copy/executor.py", "strategy"): ("kvbm.Transfer",),
     ("copy/transfer.py", "digests"): ("kvbm.Transfer.copy",),
-    ("digest/run.py", "out"): ("kvbm.Pool.digest", "kvbm.PoolSection.digest"),
-    ("digest/run.py", "tokens"): ("kvbm.Pool.digest", "kvbm.PoolSection.digest", "kvbm.Transfer.copy"),
     ("engines/adapters.py", "group"): ("kvbm.Pool.from_vllm",),
     ("engines/adapters.py", "kv_cache_config"): ("kvbm.Pool.from_vllm",),
     ("engines/adapters.py", "layout"): ("kvbm.Pool.from_sglang",),
@@ -64,6 +62,7 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("integrations/transformers/batching.py", "new_id"): ("kvbm.integrations.transformers.HandOver.__call__",),
     ("kernels.py", "stream"): ("kvbm.kernels.vectorized_copy", "kvbm.kernels.memcpy_batch"),
     ("layout/shapes.py", "nl"): ("kvbm.BlockShape",),
+    ("matching/declare.py", "shape"): ("kvbm.declare",),
     ("link/chunk.py", "most"): ("kvbm.reshard.chunks", "kvbm.reshard.Cut"),
     ("link/endpoint.py", "cast"): ("kvbm.reshard.Endpoint",),
     ("link/endpoint.py", "direct"): ("kvbm.reshard.Endpoint",),
@@ -89,6 +88,8 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
         "kvbm.store.save",
         "kvbm.testing.locate",
     ),
+    ("pool/digester.py", "out"): ("kvbm.Pool.digest", "kvbm.PoolSection.digest"),
+    ("pool/digester.py", "tokens"): ("kvbm.Pool.digest", "kvbm.PoolSection.digest", "kvbm.Transfer.copy"),
     ("pool/pool.py", "num_blocks"): ("kvbm.Pool",),
     ("reshard/presets.py", "layers"): ("kvbm.reshard.presets.of_vllm",),
     ("reshard/presets.py", "model"): ("kvbm.reshard.presets.of_vllm",),
@@ -228,7 +229,7 @@ def test_each_command_and_flag_that_is_named_exists() -> None:
         known = {
             option
             for one in [command, *around, *_under(command)]
-            for param in one.params
+            for param in one.get_params(click.Context(one))
             for option in (*param.opts, *param.secondary_opts)
         }
         for flag in _FLAG.findall(rest):
@@ -240,7 +241,7 @@ def test_each_command_and_flag_that_is_named_exists() -> None:
 @pytest.mark.slow  # 0.7 s
 def test_each_flag_in_a_message_is_one_of_some_command() -> None:
     def flags(command: click.Command) -> Iterator[str]:
-        for param in command.params:
+        for param in command.get_params(click.Context(command)):
             yield from (*param.opts, *param.secondary_opts)
         for name in command.list_commands(click.Context(command)) if isinstance(command, click.Group) else ():
             under = command.get_command(click.Context(command), name)

@@ -53,7 +53,7 @@ FACADES = ("kvbm", "kvbm.reshard", "kvbm.reshard.metrics", "kvbm.shapes", "kvbm.
 COMMANDS = {("kvbm.cli.app", "kvbm.bench.cli"), ("kvbm.cli.app", "kvbm.testing.smoke")}
 
 
-def imports(name: str, text: str, is_package: bool, literal: bool = True) -> Iterator[str]:
+def imports(name: str, text: str | ast.AST, is_package: bool, literal: bool = True) -> Iterator[str]:
     """A module's imports as full names: also inside functions, for type checkers, and (if `literal`) by texts.
 
     A text text is an argument of `import_module`, or a relative name of a module in a table, such as ``"..testing.smoke"``.
@@ -64,7 +64,7 @@ def imports(name: str, text: str, is_package: bool, literal: bool = True) -> Ite
         parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
         return ".".join(filter(None, [*parents, rest]))
 
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text) if isinstance(text, str) else text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -145,7 +145,7 @@ def running(name: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             node.body = [ast.Pass()]
-    return modules(imports(name, ast.unparse(tree), FILES[name].name == "__init__.py", literal=False)) - {name}
+    return modules(imports(name, tree, FILES[name].name == "__init__.py", literal=False)) - {name}
 
 
 @pytest.mark.slow  # 0.6 s
@@ -239,7 +239,8 @@ DEFAULTS = re.compile(r"^([A-Z_]+) \?=|\$\{([A-Z_]+)[:+-]", re.MULTILINE)
 
 def strings(path: Path) -> set[str]:
     """The string constants of a Python file."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8")
+    nodes = ast.walk(ast.parse(text)) if PREFIXES.search(text) else ()
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 

@@ -129,9 +129,9 @@ def test_data_tell_their_coordinate() -> None:
     words = oracle.coded(placed, [0, 1], 0).view(np.uint64)
     assert np.unique(words).size == words.size
     one_byte = Placed(Order("b l o h t d"), {"l": 4, "o": 2, "h": 8, "t": 16, "d": 64}, 1, 2)
-    salted = np.concatenate([oracle.coded(one_byte, [0, 1], s) for s in oracle.salts(1)], axis=-1).reshape(-1, 3)
+    salted = np.concatenate([oracle.coded(one_byte, [0, 1], s) for s in oracle.salts(1)], axis=-1).reshape(-1, 2)
     # Neighbours along every axis are told apart by at least one salt.
-    grid = salted.reshape(2, 4, 2, 8, 16, 64, 3).astype(np.int64)
+    grid = salted.reshape(2, 4, 2, 8, 16, 64, 2).astype(np.int64)
     for axis in range(6):
         same = (np.diff(grid, axis=axis) == 0).all(axis=-1)
         assert same.mean() < 1e-4

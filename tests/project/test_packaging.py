@@ -130,4 +130,4 @@ def test_links_of_the_description_are_absolute() -> None:
 
 def test_command() -> None:
     scripts = importlib.metadata.entry_points(group="console_scripts", name="kvbm")
-    assert [s.value for s in scripts] == ["kvbm.cli:main"]
+    assert [s.value for s in scripts] == ["kvbm.__main__:main"]

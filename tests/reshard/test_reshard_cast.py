@@ -12,8 +12,10 @@ import pytest
 import cast_resharding
 import kvbm
 from cast_resharding import KINDS, CastRun, Kind, drawn, on_host
+from casting import Given
 from kvbm import BindError, BlockShape, CoverageError, DTypeError, Placement, PlanError, Pool, Scale, Span, reshard
 from kvbm.layout import spec
+from kvbm.planner.cast import of_layers
 from kvbm.reshard import local, messages, proof
 from kvbm.reshard.report import as_json
 
@@ -92,9 +94,16 @@ def _mutate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     part, made = messages.Message.part, local.Transfer.__init__
     match name:
         case "another scale":
-            monkeypatch.setattr(
-                local.Transfer, "__init__", lambda self, *a, cast, **rest: made(self, *a, cast=Scale(cast.value * 2), **rest)
-            )
+            double = lambda cast: Scale(k=cast.k * 2, v=cast.v)  # noqa: E731
+            init = lambda self, *a, cast, **rest: made(self, *a, cast=double(cast), **rest)  # noqa: E731
+            monkeypatch.setattr(local.Transfer, "__init__", init)
+        case "layers of the rank":
+
+            def of_rank(self: messages.Resharding, message: messages.Message) -> Any:
+                assert self.cast is not None
+                return of_layers(self.cast, [layer for one in message.l for layer in one.coordinates("src")])
+
+            monkeypatch.setattr(messages.Resharding, "cast_of", of_rank)
         case "heads one on":
 
             def one_on(self: messages.Message, side: int, **rest: Any) -> Any:
@@ -107,10 +116,30 @@ def _mutate(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             monkeypatch.setattr(local.Local, "_listed", lambda *a: [one for one in listed(*a) for _ in (0, 1)])
 
 
-@pytest.mark.parametrize("name", ["another scale", "heads one on", "a message twice"])
-def test_the_oracle_sees_each_mutant(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    [kind] = (one for one in KINDS if one.name == ("nvfp4" if name == "another scale" else "fp8"))
-    case = drawn(kind, 3, clear_tail=False, gather=False)
+#: Kinds with scales by layer.
+BY_LAYER = [kind for kind in KINDS if isinstance(kind.scale, Given)]
+
+
+@pytest.mark.parametrize("kind", BY_LAYER, ids=[kind.name for kind in BY_LAYER])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [({"nt": 4, "tp": 4}, {"nt": 16, "tp": 2}), ({"nt": 16, "pp": 2}, {"nt": 4}), ({"nt": 8}, {"nt": 12, "pp": 3, "tp": 2})],
+    ids=["tp4 to tp2", "pp2 to 1", "1 to pp3 tp2"],
+)  # fmt: skip
+def test_each_layer_has_its_scale_in_every_partition(kind: Kind, src: dict[str, int], dst: dict[str, int]) -> None:
+    engines = {"src": cast_resharding.engine(**src, nl=3), "dst": cast_resharding.engine(**dst, nl=3)}
+    on_host(drawn(kind, 5, nl=3, layers=None, **engines), kind)
+    on_host(drawn(kind, 6, nl=3, layers=range(1, 3), gather=False, stripe=True, **engines), kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [("another scale", "nvfp4"), ("layers of the rank", "by layer"), ("heads one on", "fp8"), ("a message twice", "fp8")],
+)
+def test_the_oracle_sees_each_mutant(monkeypatch: pytest.MonkeyPatch, name: str, of: str) -> None:
+    [kind] = (one for one in KINDS if one.name == of)
+    stages = {"nl": 3, "src": cast_resharding.engine(4, pp=2, nl=3), "dst": cast_resharding.engine(16, nl=3)}
+    case = drawn(kind, 3, clear_tail=False, gather=False, **(stages if of == "by layer" else {}))
     _mutate(monkeypatch, name)
     with pytest.raises(AssertionError):
         on_host(case, kind)
@@ -269,13 +298,34 @@ def test_a_local_has_the_cast_of_its_plan() -> None:
         reshard.Local(reshard.plan(src, dst), *pools, cast="fp8")
 
 
-def test_scales_by_layer_are_not_those_of_messages() -> None:
-    """Whatever a Scale may hold: layers of a message are not those of a pool."""
-    place, several = engine("tp1", 16, "src"), Scale(0.5)
-    object.__setattr__(several, "value", (0.5, 0.25, 0.5, 0.5))
-    for call in (reshard.plan, reshard.gather):
-        with pytest.raises(PlanError, match="cast: between engines all layers"):
-            call(place, place, cast=several)
+def test_scales_are_those_of_all_layers_of_the_model() -> None:
+    place = engine("pp2", 16, "src")
+    latent = engine("tp1", 16, "mla", model=replace(MODEL, no=1))
+    pools = pools_of(place, NHD), pools_of(place, "record/nvfp4_universal")
+    for count in (2, 3, 5):  # a rank has two
+        many = Scale([1.0 + n for n in range(count)])
+        for call in (reshard.plan, reshard.gather):
+            with pytest.raises(PlanError, match=rf"src → src: Scale.*: expected one number for each of the 4 .*, got {count}"):
+                call(place, place, cast=many)
+        with pytest.raises(PlanError, match="expected one number for each of the 4 layers of the model"):
+            reshard.Local(reshard.plan(place, place), *pools, cast=many)
+    with pytest.raises(PlanError, match=r"mla: .*the model has no K and V of their own; expected Scale"):
+        reshard.plan(latent, latent, cast=Scale(k=0.5, v=0.25))
+    reshard.plan(latent, latent, cast=Scale([0.5, 0.25, 0.5, 1.0]))
+    said = reshard.plan(place, place, cast=Scale(k=[0.5, 0.25, 0.5, 4.0], v=0.125), layouts=(NHD, "record/nvfp4_universal"))
+    assert "relative to 8 scales of the tensor, 0.125 to 4, to nearest" in said.explain()
+    assert as_json(said)["cast"]["scale"] == {"k": [0.5, 0.25, 0.5, 4.0], "v": 0.125}
+    made = reshard.plan(place, place, cast=Scale([1.0, 1.0, 1.0, 0.5]), layouts=(NHD, FP8))
+    with pytest.raises(PlanError, match="every plane that is cast has scales of its own, which no scale of the caller multiplies"):
+        _ = made.cast_parts
+
+
+def test_plans_with_other_scales_have_other_fingerprints() -> None:
+    """Red: a long Scale is cut off when it is printed."""
+    place = engine("tp1", 16, "src", model=replace(MODEL, nl=100))
+    numbers = [1.0 + n / 128 for n in range(100)]
+    plans = [reshard.plan(place, place, cast=Scale(of)) for of in (numbers, [*numbers[:99], 3.0])]
+    assert str(plans[0].cast) == str(plans[1].cast) and plans[0].fingerprint != plans[1].fingerprint
 
 
 def test_all_ranks_of_a_side_have_one_layout() -> None:

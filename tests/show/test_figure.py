@@ -19,7 +19,7 @@ from rich.console import Console
 
 import kvbm
 from kvbm.cli.app import main
-from kvbm.errors import KvbmError, SpecError
+from kvbm.errors import MissingPackageError, SpecError
 from kvbm.layout import spec
 from kvbm.show import figure as picture
 from kvbm.show import html as gallery
@@ -289,7 +289,8 @@ def test_narrow_terminals(name: str, width: int) -> None:
         assert {word for cell in row for word in cell.split()} <= set(" ".join(lines).split()), row
 
 
-@pytest.mark.parametrize("name", distinct())
+# Every second layout; with -m full all: 0.25 s each.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (n % 2)) for n, name in enumerate(distinct())])
 def test_boxes_and_texts(name: str) -> None:
     """Both checks on the same drawing, as drawing is slow."""
     boxes_are_the_rows(name)
@@ -353,6 +354,7 @@ def texts_are_whole_and_apart(name: str) -> None:
     assert any(str(order) in line for order in each.layout.orders for line in said)
     for part in each.parts:
         assert any(line.startswith(f"plane {part.plane}: ") and part.shape.dtype in line for line in said)
+    assert all(any(line.startswith(f"scales of {data}: one ") for line in said) for data in each.layout.scales.values())
     _nothing_overlaps(drawn)
 
 
@@ -612,7 +614,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("gallery", "--out", tmp_path / "g"),
     ):
         done = call(*args)
-        assert done.exit_code == KvbmError.exit_code and "kvbm-layouts[show]" in done.output
+        assert done.exit_code == MissingPackageError.exit_code and "kvbm-layouts[show]" in done.output
     assert not list(tmp_path.rglob("*.*"))
     assert call("show", "nhd", "--shape", SMALL).exit_code == 0, "the terminal's drawing needs none"
 

@@ -181,7 +181,20 @@ def test_neighbours_differ_in_colour_and_in_grey() -> None:
         drawing = reshard_figure._Drawing(reshard_figure.Sheet(), made)
         for j in range(len(drawing.targets)):
             senders = [drawing.colours[i] for i, target in sorted(drawing.ribbons) if target == j]
-            assert len(set(senders)) == len(senders) or len(senders) > len(reshard_figure._COLOURS)
+            assert len(set(senders)) == len(senders)
+
+
+@pytest.mark.parametrize("count", [11, 16, 63])
+def test_no_colour_comes_twice(count: int) -> None:
+    """Also with more boxes than there are chosen colours; neighbours differ in greyscale."""
+    model = load_shape(f"nl=2,no=2,nh={count},nt=16,hd=8,dtype=float16")
+    src = Placement(f"tp{count}", shard={"h": "tp"}, model=model, nt=16, name="a")
+    made = reshard.plan(src, Placement("tp1", shard={}, model=model, nt=16, name="b"))
+    drawing = reshard_figure._Drawing(reshard_figure.Sheet(), made)
+    fills = [fill for fill, *_ in drawing.colours]
+    assert len(fills) == len(set(fills)) == count
+    greys = [sum(w * int(fill[i : i + 2], 16) for w, i in ((0.3, 1), (0.59, 3), (0.11, 5))) for fill in fills]
+    assert all(light - dark > 60 for light, dark in zip(greys[::2], greys[1::2], strict=False))
 
 
 def test_nothing_is_imported_before_a_picture_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

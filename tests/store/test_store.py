@@ -989,13 +989,13 @@ def test_digests_are_not_added_to_a_file_that_has_gone(tmp_path: Path) -> None:
 def test_blocks_that_are_read_are_those_that_are_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Of every shipped layout, in any order of blocks."""
+    """Of every shipped layout, in any order of blocks: one by one for half of the layouts, and at once for the others."""
     from kvbm.store import blocks, reading
 
     monkeypatch.setattr(blocks, "_STEP_BYTES", step)
     monkeypatch.setattr(reading, "_PIECE_BYTES", 1000)
     done = 0
-    for layout in kvbm.layout.spec.load_dir(kvbm.layout.spec.layouts_dir()):
+    for layout in kvbm.layout.spec.load_dir(kvbm.layout.spec.layouts_dir())[step == 1 :: 2]:
         for text in (
             "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16", "nl=2,no=1,nh=1,nt=64,hd=576,dtype=bfloat16",
             "nl=2,no=1,nh=1,nt=64,hd=512,dtype=float8_e4m3fn", "nl=2,no=2,nh=4,nt=16,hd=64,dtype=float4_e2m1fn",
@@ -1019,7 +1019,7 @@ def test_blocks_that_are_read_are_those_that_are_mapped(
                     assert (got.digest() == pool.digest(ids)).all(), (layout.name, text, ids)
             done += 1
             break
-    assert done > 100
+    assert done > 50
 
 
 # ---- whole, or not at all ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 import casting
 import kvbm
-from casting import Side, Sizes, cast_of, header, tensors
+from casting import Given, Scales, Side, Sizes, cast_of, header, tensors
 from kvbm import store
 from kvbm.layout import spec
 
@@ -55,7 +56,7 @@ def as_bytes(side: Side, buffer: np.ndarray) -> list[bytes]:
     return [np.ascontiguousarray(array).tobytes() for array in side.pool.arrays]
 
 
-def expected(src: Side, dst: Side, ids: list[int], scale: float | None) -> list[bytes]:
+def expected(src: Side, dst: Side, ids: list[int], scale: Scales) -> list[bytes]:
     return as_bytes(dst, casting.expected(src, dst, ids, range(len(ids)), scale))
 
 
@@ -179,6 +180,80 @@ def test_codes_without_their_scale_are_refused(tmp_path: Path) -> None:
     assert store.load(tensor).layout == dst.layout, "scales that are in the file are enough"
 
 
+#: Scales of three layers, and a file that they are for: quantised layout, dtype, plane.
+BY_LAYER = (
+    (Given((0.5, 0.01, 3.0)), "universal", E4M3, ""),
+    (Given((0.5, 0.01, 3.0), (0.25, 0.02, 7.0)), "vllm/LBHNC", "int8", ""),
+    (Given(0.5, (0.25, 0.02, 7.0)), "record/nvfp4_universal", "bfloat16", "data"),
+)
+
+
+@pytest.mark.parametrize(("given", "layout", "dtype", "plane"), BY_LAYER)
+def test_scales_by_layer_are_in_the_file(tmp_path: Path, given: Given, layout: str, dtype: str, plane: str) -> None:
+    sizes, path = (3, 2, 2, 4, 64), tmp_path / "in"
+    src, dst = Side("nhd", sizes, "bfloat16", 5, seed=4), Side(layout, sizes, dtype, 3, dst=True)
+    dst.put(np.zeros_like(dst.before))
+    options = {"dtype": dtype} if not plane else {}
+    store.save(path, src.pool, IDS, layout=layout, cast=given.cast, **options)
+    want = expected(src, dst, IDS, given)
+    metadata = header(path)["__metadata__"]
+    assert tensors(path) == want and metadata["kvbm.format"] == "2"
+    numbers = [[float(np.float32(one)) for one in np.atleast_1d(of)] for of in (given.k, given.v) if of is not None]
+    said = [one if len(one) > 1 else one[0] for one in numbers]
+    assert json.loads(metadata["kvbm.cast"])[plane]["scale"] == (said[0] if given.v is None else {"k": said[0], "v": said[1]})
+    found, flat = store.read(path).casts[plane], [one for of in numbers for one in of]
+    assert found.scale == given.cast
+    assert f", times {len(flat)} scales from {min(flat):g} to {max(flat):g}, from bfloat16" in str(found)
+    here, there = Side(layout, sizes, dtype, 3), Side("hnd", sizes, "bfloat16", 2, dst=True)
+    here.put(dst.after.copy())
+    values = expected(here, there, [2, 1], given)
+    same = kvbm.Scale(k=[given.of(n, 0) for n in range(3)], v=[given.of(n, 1) for n in range(3)])
+    for cast in ("amax", given.cast, same):
+        assert held(store.load(path, [2, 1], layout="hnd", cast=cast)) == values
+        store.convert(path, tmp_path / "out", "hnd", [2, 1], cast=cast, force=True)
+        assert tensors(tmp_path / "out") == values and header(tmp_path / "out")["__metadata__"]["kvbm.format"] == "1"
+        # The codes, and copies of them.
+        if cast != "amax":
+            assert held(store.load(path, cast=cast, **options)) == want
+            assert held(store.read(path).pool(layout, cast=cast)) == want
+            store.convert(path, tmp_path / "codes", layout, cast=cast, force=True, **options)
+            assert (tmp_path / "codes").read_bytes() == path.read_bytes()
+    told = r"to be multiplied by \d scales from .*, pass cast=kvbm.store.read\(path\).casts\['\w*'\].scale"
+    layers = "expected one number for each of 3 layers, got "
+    others = [
+        (kvbm.Scale(k=[given.of(n, 0) for n in range(3)], v=[*(given.of(n, 1) for n in range(2)), 9.0]),
+         "would give other values in .*layer 2; pass cast='amax'"),
+        (kvbm.Scale(given.of(0, 0)), "would give other values in "),
+        (kvbm.Scale([given.of(n, 0) for n in range(2)]), f"{layers}2"),
+        (kvbm.Scale([given.of(n % 3, 0) for n in range(4)]), f"{layers}4"),
+        (None, told),
+    ]  # fmt: skip
+    for cast, words in others:
+        calls: list[Any] = [partial(store.load, path, **options), partial(store.read(path).pool, layout)]
+        if cast is not None:
+            calls += [partial(store.load, path, layout="hnd"), partial(store.convert, path, tmp_path / "none", "hnd")]
+        for call in calls:
+            with pytest.raises(kvbm.BindError, match=words):
+                call(cast=cast)
+    with pytest.raises(kvbm.PlanError, match="expected one number for each of the 3 layers of the destination, got 2"):
+        store.save(tmp_path / "none", src.pool, layout=layout, cast=kvbm.Scale([1.0, 2.0]), **options)
+    assert not (tmp_path / "none").exists()
+
+
+def test_as_many_scales_as_a_copy_takes(tmp_path: Path) -> None:
+    """Red: metadata of more than 4,096 characters were refused."""
+    sizes = (256, 2, 1, 1, 16)
+    of = [float(np.float32(one)) for one in np.random.default_rng(1).uniform(0.01, 1, 512)]
+    given = Given(tuple(of[:256]), tuple(of[256:]))
+    src, dst = Side("nhd", sizes, "bfloat16", 1), Side("nhd", sizes, E4M3, 1, dst=True)
+    store.save(tmp_path / "in", src.pool, dtype=E4M3, cast=given.cast)
+    want = expected(src, dst, [0], given)
+    assert tensors(tmp_path / "in") == want and store.read(tmp_path / "in").casts[""].scale == given.cast
+    with pytest.raises(kvbm.BindError, match="in V of layer 255; pass") as error:
+        store.load(tmp_path / "in", dtype=E4M3, cast=kvbm.Scale(k=given.k, v=[*of[256:511], 2.0]))
+    assert len(str(error.value)) < 1500
+
+
 def test_a_file_that_another_program_has_quantised(tmp_path: Path) -> None:
     """It says nothing of a scale, so the caller's is used."""
     src, dst = Side("universal", GQA, E4M3, 3), Side("nhd", GQA, "float32", 3, dst=True)
@@ -252,8 +327,8 @@ def test_planes_that_are_cast_one_after_the_other(tmp_path: Path) -> None:
     with pytest.raises(kvbm.PlanError, match=r"Scale\(0.5\) of the file would also quantise planes without scales"):
         store.convert(one, two, c.layout, src_layout=b.layout, cast="amax")
     assert not two.exists()
-    made = store.convert(one, two, c.layout, src_layout=b.layout, cast=kvbm.Scale(0.5))
-    assert {plane: note.scale for plane, note in made.casts.items()} == {"x": 0.5, "y": 0.5}
+    made = store.convert(one, two, c.layout, src_layout=b.layout, cast=kvbm.Scale([0.5, 0.5]))  # the same for both layers
+    assert {plane: note.scale for plane, note in made.casts.items()} == dict.fromkeys("xy", kvbm.Scale(0.5))
     assert tensors(two) == expected(a, c, [0, 1, 2], 0.5)
     back = Side(layouts[0], GQA, "bfloat16", 3, dst=True)
     want = as_bytes(back, casting.expected(c, back, range(3), range(3), 0.5, source=c.after.copy()))
@@ -289,6 +364,52 @@ def test_the_scale_of_one_plane_is_not_taken_for_another(tmp_path: Path, nvfp4: 
             store.convert(path, tmp_path / "out", to, src_layout=quantised, cast="amax")
     assert not (tmp_path / "out").exists()
     store.load(path, src_layout=quantised, layout=plain, cast=kvbm.Scale(0.5))  # the caller says so
+
+
+def test_scales_of_another_plane_are_not_taken(tmp_path: Path) -> None:
+    """Red: a layout with the same fingerprint, and with other `scales:`, gave other values."""
+
+    def layout(code: str, x: str, y: str, name: str) -> Any:
+        scales = {"a": x, "b": y} if code else {}
+        own = [f"  {plane}: {{order: h t, dtype: float32{f', scales: {of}' if of else ''}}}" for plane, of in scales.items()]
+        planes = [f"  {plane}: {{order: h t d{f', dtype: {code}' if code else ''}}}" for plane in "xy"]
+        return spec.parse("\n".join([f'order: "[<x y{" a b" if code else ""}> b] l o"', "planes:", *planes, *own]), name=name)
+
+    wide, none = layout("", "", "", "wide"), layout(E4M3, "", "", "none")
+    right, swapped = layout(E4M3, "x", "y", "right"), layout(E4M3, "y", "x", "swapped")
+    assert right.fingerprint == swapped.fingerprint == none.fingerprint
+    path, out, src = tmp_path / "in", tmp_path / "out", kvbm.Pool.allocate(wide, kvbm.BlockShape(*GQA), 2)
+    for number, array in enumerate(src.arrays, 1):
+        array[...] = number
+    store.save(path, src, layout=right, cast="amax")
+    assert {plane: note.scale_plane for plane, note in store.read(path).casts.items()} == {"x": "a", "y": "b"}
+    assert held(store.load(path, src_layout=right, layout=wide, cast="amax")) == held(src)
+    for other, says in ((swapped, "'b'"), (none, "no plane")):
+        words = rf"plane 'x' was cast with its scales in plane 'a', and layout '{other.name}' has them in .*{says}: expected"
+        for call in (
+            partial(store.load, path, src_layout=other, layout=wide, cast="amax"),
+            partial(store.load, path, src_layout=other),
+            partial(store.load, path, src_layout=right, layout=other),
+            partial(store.read(path).pool, other),
+            partial(store.convert, path, out, other, src_layout=right),
+            partial(store.convert, path, out, other, src_layout=right, cast="amax"),
+            partial(store.verify, path, src_layout=other),
+        ):
+            with pytest.raises(kvbm.BindError, match=words):
+                call()
+    assert not out.exists()
+    # Constant scales, and a layout that takes a plane that was copied for theirs.
+    mixed = kvbm.Pool.allocate(layout("bfloat16", "", "", "mixed"), src.shape, 2)
+    store.save(tmp_path / "codes", mixed, layout=none, cast=kvbm.Scale(0.5))
+    with pytest.raises(kvbm.BindError, match="'x' was cast with its scales in no plane, and layout 'right' has them in plane 'a'"):
+        store.load(tmp_path / "codes", src_layout=right, layout=mixed.layout, cast="amax")
+    store.load(tmp_path / "codes", src_layout=none, layout=mixed.layout, cast="amax")
+    # A file of an earlier version does not say it.
+    old = json.loads(store.read(path).metadata["kvbm.cast"])
+    old = {plane: {key: one for key, one in note.items() if key != "scale_plane"} for plane, note in old.items()}
+    before = rewritten(path, tmp_path / "old", cast=json.dumps(old))
+    assert held(store.load(before, src_layout=right, layout=wide, cast="amax")) == held(src)
+    store.load(before, src_layout=swapped, layout=wide, cast="amax")
 
 
 def test_formats_of_planes_that_are_copied_are_kept(tmp_path: Path) -> None:
@@ -341,8 +462,11 @@ NOTE = {"dtype": E4M3, "from": "bfloat16", "scale": 0.5}
             ({"cast": text if isinstance(text, str) else json.dumps({"": text})}, "metadata 'kvbm.cast': ")
             for text in (
                 "[]", "7", "{", "x" * 5000, 7, [], {}, NOTE | {"dtype": "f7"}, NOTE | {"from": None}, NOTE | {"from": ["bfloat16"]},
-                NOTE | {"scale": "0.5"}, NOTE | {"scale": 0}, NOTE | {"scale": -1}, NOTE | {"scale": True}, NOTE | {"scale": 0.1},
-                NOTE | {"scale": [0.5]}, NOTE | {"scale": 1e300}, NOTE | {"scales": 7}, NOTE | {"dtype": {}},
+                NOTE | {"scales": 7}, NOTE | {"dtype": {}}, NOTE | {"scale_plane": 7}, NOTE | {"scale_plane": []},
+                *(NOTE | {"scale": one} for one in (
+                    "0.5", 0, -1, True, 0.1, 1e300, [0.5], [0.5, 0.1], [0.5, True], [[0.5, 0.5]], [], {}, {"k": 0.5},
+                    {"k": 0.5, "v": None}, {"k": 0.5, "v": 0.5, "w": 1}, {"k": [0.5] * 3, "v": 0.5},
+                )),
                 '{"": {"dtype": "float8_e4m3fn", "from": "bfloat16", "scale": NaN}}',
             )
         ),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvbm
-from kvbm.errors import SpecError
+from kvbm.errors import MissingPackageError, SpecError
 from kvbm.testing import CORRECTNESS_TESTS, SMOKE_TESTS, TestCase, make_match_reference, nvfp4
 from kvbm.testing.nvfp4 import example_kernel, generate_input, ref_kernel
 
@@ -183,8 +183,8 @@ def test_torch_is_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.delattr(torch, "float4_e2m1fn_x2")
-    with pytest.raises(SpecError, match=r"expected torch 2\.8 or newer, for float4_e2m1fn_x2, got"):
+    with pytest.raises(MissingPackageError, match=r"expected torch 2\.8 or newer, for float4_e2m1fn_x2, got"):
         generate_input(128, 64, 1, seed=0)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(SpecError, match=r"expected torch 2\.8 or newer, got none; pip install torch"):
+    with pytest.raises(MissingPackageError, match=r"expected torch 2\.8 or newer, got none; pip install 'kvbm-layouts"):
         generate_input(128, 64, 1, seed=0)

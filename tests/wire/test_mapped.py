@@ -492,6 +492,7 @@ def process(place: str) -> Iterator[Callable[..., tuple[wire.Mapped, Any, subpro
             other.stdin.write(mine.card().decode() + "\n")
             other.stdin.flush()
             peer = mine.connect(card.encode())
+            borrowing.meet(mine, peer)
             assert other.stdout.readline() == "writing\n"
             return mine, np.frombuffer(ring._pages, np.uint8), other, peer
 
@@ -560,8 +561,14 @@ def stopped(process: subprocess.Popen[str]) -> bool:
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("faults", [0.0, 0.02], ids=["whole", "faults"])
-@pytest.mark.parametrize("first", range(0, 80, 20))
+@pytest.mark.parametrize(
+    ("faults", "first"),
+    [  # each twenty of the random cases in one way; with -m full in both
+        pytest.param(faults, 20 * turn, id=f"{name}-{20 * turn}", marks=[pytest.mark.full] * (turn % 2 != number))
+        for number, (name, faults) in enumerate((("whole", 0.0), ("faults", 0.02)))
+        for turn in range(4)
+    ],
+)
 def test_every_byte(first: int, faults: float) -> None:
     """Random placements, layouts, ranges, all by loans; also if notes are lost, doubled, late."""
 

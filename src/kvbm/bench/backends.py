@@ -20,8 +20,6 @@ from ..pool.pool import Pool
 from . import measure, peers
 from .peers import NotApplicable
 
-__all__ = ["BACKENDS", "RAW", "STRATEGIES", "Backend", "ByPeer", "ByRuns", "ByTransfer", "num_runs", "runs"]
-
 STRATEGIES = ("auto", *cost_model.STRATEGIES)
 RAW = ("vectorized", "batched", "memcpy_async")
 BACKENDS = (*STRATEGIES, *RAW, "host")

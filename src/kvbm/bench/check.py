@@ -6,8 +6,7 @@ Nothing here uses the planner.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +14,8 @@ import numpy as np
 from ..errors import KvbmError
 from ..layout.resolved import Resolved
 from ..pool.pool import Pool
+from ..testing.layouts import Elements, opaque_axes
 from .measure import Bytes, Numbers, device_of, read, write
-
-__all__ = ["Check", "WrongCopyError"]
 
 #: Number of sampled coordinates per check, and number of blocks that are compared as a whole.
 SAMPLES, WHOLE_BLOCKS = 4096, 3
@@ -29,43 +27,13 @@ class WrongCopyError(KvbmError):
     exit_code = 1
 
 
-class _Blocks:
-    """The addresses of all elements of a plane in a pool's blocks, from the declared layout, in the same order for both sides.
+class _Blocks(Elements):
+    """The addresses of all elements of a plane in a pool's blocks, from the declared layout, in the same order for both sides."""
 
-    The order is ``l o h t d``, then further axes.  Axes of an opaque group are last, in memory order: a copy keeps the bytes of
-    such a group together, and their order is unspecified.  Of elements that share an item only the first is compared, because
-    a copy moves items.
-    """
-
-    def __init__(self, pool: Pool, resolved: Resolved, opaque: Sequence[str]) -> None:
-        self.pool, self.itemsize, self.plane = pool, resolved.shape.itemsize, resolved.plane
-        fastest = min(
-            (p for p in resolved.orders[0] if p.extent > 1 and not p.table), key=lambda p: p.stride, default=None
-        )
-        shared = resolved.shape.pack if fastest is not None else 1
-        inside = [axis for axis in resolved.sizes if axis != "b" and axis not in opaque]
-        self.axes = (*sorted(inside, key=_axis_order), *sorted(opaque, key=_axis_order))
-        self.sizes = tuple(resolved.sizes[axis] for axis in self.axes)
-        of_item = fastest.term.axes[-1] if fastest is not None else ""
-        steps = [shared if axis == of_item else 1 for axis in self.axes]
-        grid = np.meshgrid(
-            *(np.arange(0, n, step) for n, step in zip(self.sizes, steps, strict=True)), indexing="ij", sparse=True
-        )
-        self.sizes = tuple(n // step for n, step in zip(self.sizes, steps, strict=True))
-        at = dict(zip(self.axes, grid, strict=True))
-        # The places of K, and those of V if V has its own order.
-        entry, offset = (
-            np.where(at["o"] >= 1, each[-1], each[0]) if len(each) > 1 else each[0]
-            for each in zip(*(access.address(0, at) for access in resolved.accesses), strict=True)
-        )
-        entry, offset = (np.broadcast_to(each, self.sizes).reshape(-1) for each in (entry, offset))
-        span = int(offset.max()) + self.itemsize
-        key = entry * span + offset
-        if opaque:
-            inner = math.prod(n for axis, n in zip(self.axes, self.sizes, strict=True) if axis in opaque)
-            key = np.sort(key.reshape(-1, inner), axis=1).reshape(-1)
-        self.entry, self.offset = np.divmod(key, span)
-        self.byte_step, self.entry_step = resolved.accesses[0].block
+    def __init__(self, pool: Pool, part: Resolved, opaque: Iterable[str]) -> None:
+        super().__init__(part, opaque)
+        self.pool = pool
+        self.entry_step, self.byte_step = part.id_steps
 
     @functools.cached_property
     def _ranges(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
@@ -80,11 +48,8 @@ class _Blocks:
         sizes = np.diff(np.concatenate([starts, [order.size]])) * itemsize
         return entry[starts], offset[starts], sizes, place
 
-    def addresses(self, block: int, elements: Any = slice(None)) -> Numbers:
-        """Addresses of a block's elements (indices in the shared order)."""
-        return self._at(block, self.entry[elements], self.offset[elements])
-
-    def _at(self, block: int, entry: Numbers, offset: Numbers) -> Numbers:
+    def _at(self, block: int | Numbers, entry: Numbers, offset: Numbers) -> Numbers:
+        """Addresses in a block, or in one block each."""
         bases = self.pool.addresses.astype(np.int64)
         found: Numbers = bases[entry + block * self.entry_step] + offset + block * self.byte_step
         return found
@@ -104,21 +69,9 @@ class _Blocks:
 
     def sample(self, blocks: Numbers, elements: Numbers) -> Bytes:
         """One element of each of these blocks, ``(samples, itemsize)``."""
-        bases = self.pool.addresses.astype(np.int64)
-        where = bases[self.entry[elements] + blocks * self.entry_step] + self.offset[elements] + blocks * self.byte_step
+        where = self._at(blocks, self.entry[elements], self.offset[elements])
         sizes = np.full(where.size, self.itemsize, np.int64)
         return read(device_of(self.pool.device), where, sizes).reshape(-1, self.itemsize)
-
-    def coordinate(self, element: int) -> str:
-        """The coordinates of an element as text."""
-        at = np.unravel_index(element, self.sizes)
-        words = [self.plane] if self.plane else []
-        return " ".join([*words, *(f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))])
-
-
-def _axis_order(axis: str) -> tuple[int, str]:
-    known = "lohtd"
-    return (known.index(axis) if axis in known else len(known), axis)
 
 
 class _Wanted(NamedTuple):
@@ -140,12 +93,9 @@ class Check:
     """
 
     def __init__(self, src: Pool, dst: Pool) -> None:
-        terms = [term for pool in (src, dst) for order in pool.layout.orders for term in order.terms if term.opaque]
-        opaque = sorted({axis for term in terms for axis in term.axes})
-        dst_planes = {part.plane: part for part in dst.resolved.planes}
-        self._planes = [
-            (_Blocks(src, part, opaque), _Blocks(dst, dst_planes[part.plane], opaque)) for part in src.resolved.planes
-        ]
+        opaque = opaque_axes(src.resolved, dst.resolved)
+        sides = [{one.plane: _Blocks(pool, one, opaque[one.plane]) for one in pool.resolved.planes} for pool in (src, dst)]
+        self._planes = [(ours, sides[1][plane]) for plane, ours in sides[0].items()]
         self._pools = src, dst
         self._calls = 0
 

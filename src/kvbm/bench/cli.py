@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..cli.common import complete_shape, write_commands
+from ..cli.commands import Group, Whole, is_quiet
+from ..cli.common import device_option, new_console
+from ..cli.complete import complete_pair, complete_shape, items_of
 from ..errors import CudaError, KvbmError
 from ..layout.shapes import load_shape
 from .options import listed, numbers
@@ -28,18 +30,17 @@ STUDIES = ("auto", "digest", "interference", "link", "offload", "overhead", "res
 GPU_PROFILE, CPU_PROFILE = "llama-3.1-70b", "llama-3.1-8b"
 
 
-class _Bench(click.Group):
+class _Bench(Group):
     """Imports `plot` when it is used, and says where the studies are."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return ["plot"]
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        write_commands(self, ctx, formatter)
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in STUDIES:
-            ctx.fail(f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm")
+            ctx.fail(
+                f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm"
+            )
         if cmd_name != "plot":
             return None
         from .plot import plot
@@ -51,7 +52,22 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     return click.option(*names, multiple=True, callback=listed, metavar=metavar, **rest)
 
 
-@click.group(cls=_Bench, invoke_without_command=True)
+def _names(name: str) -> Callable[[], Iterable[str]]:
+    """What a table of `copies` has, for completion."""
+
+    def names() -> Iterable[str]:
+        from . import copies
+
+        found: Iterable[str] = getattr(copies, name)
+        return found
+
+    return names
+
+
+@click.group(cls=_Bench, invoke_without_command=True, examples=[
+    "kvbm bench --direction h2h --pair nhd:universal --num-blocks 1,8 --iters 3 --out results.csv",
+    "kvbm bench --direction d2d,h2d --pair vllm/LBHNC:universal --out gpu.csv",
+])  # fmt: skip
 @click.option(
     "--shape",
     "shape_text",
@@ -79,20 +95,26 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     "--direction",
     "directions",
     metavar="LIST",
+    shell_complete=items_of(names=_names("DIRECTIONS")),
     help="d2d, h2d, d2h (pinned host memory), p2p (two GPUs), h2h.  [default: d2d; h2h without a GPU]",
 )
 @_list_option(
     "--pattern",
     "patterns",
     metavar="LIST",
+    shell_complete=items_of(names=_names("PATTERNS")),
     help="fc_to_fc, lw_to_fc, fc_to_lw, lw_to_lw. fc: a block is one allocation (operational); "
     "lw: one array per layer, and per K and V (nhd).",
 )
-@_list_option("--pair", "pairs", metavar="SRC:DST", help="Two layouts, e.g. nhd:universal.  [default: twelve pairs]")
+@_list_option(
+    "--pair", "pairs", metavar="SRC:DST", help="Two layouts, e.g. nhd:universal.  [default: twelve pairs]",
+    shell_complete=complete_pair,
+)  # fmt: skip
 @_list_option(
     "--backend",
     "backends",
     metavar="LIST",
+    shell_complete=items_of(names=_names("BACKENDS")),
     help="auto, direct, staged, engine: kvbm's strategies. vectorized, batched, memcpy_async: raw copies, run by run. "
     "host: the CPU's kernels.  [default: direct for d2d; auto,direct,staged,engine for h2d and d2h; auto,direct,staged "
     "for p2p; host for h2h]",
@@ -105,11 +127,11 @@ def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]
     metavar="MODULE:FUNCTION",
     help="Also your own function: see `pydoc kvbm.bench.peers`.",
 )
-@click.option("--warmup", default=3, show_default=True, type=click.IntRange(0), help="Calls before the timed ones.")
-@click.option("--iters", type=click.IntRange(1), help="Timed calls per figure.  [default: 30; 9 for h2h]")
-@click.option("--max-sms", type=click.IntRange(1), help="Multiprocessors that kvbm's kernels may use.")
+@click.option("--warmup", default=3, show_default=True, type=Whole(0), help="Calls before the timed ones.")
+@click.option("--iters", type=Whole(1), help="Timed calls per figure.  [default: 30; 9 for h2h]")
+@click.option("--max-sms", type=Whole(1), help="Multiprocessors that kvbm's kernels may use.")
 @click.option("--replay", is_flag=True, help="Time replays of CUDA graphs, without the cost of launches.")
-@click.option("--device", default=None, metavar="cuda:N", help="The GPU.  [default: the first; cpu for none]")
+@device_option("The GPU.  [default: the first; cpu for none]", default=None)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="CSV file; then a table goes to stdout.")
 @click.pass_context
 def bench(
@@ -218,12 +240,11 @@ def _place(device: str | None) -> str:
 
 def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> int:
     """Measure, write the rows, and return the exit code."""
-    from rich.console import Console
     from rich.progress import Progress
 
     from . import measure, table
 
-    console = Console(stderr=True, highlight=False)
+    console = new_console(stderr=True)
     found: list[tuple[table.Record, float | None]] = []
     comment = measure.header(place, sweep.shapes[0])
     code = 0
@@ -234,11 +255,14 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
             stream = stack.enter_context(out.open("w", newline="", encoding="utf-8"))
         rows = table.Rows(stream, comment)
         # A progress bar and CSV on one terminal would overwrite each other.
-        shown = console.is_terminal and not (out is None and sys.stdout.isatty())
+        shown = console.is_terminal and not is_quiet() and not (out is None and sys.stdout.isatty())
         progress = stack.enter_context(Progress(console=console, transient=True, disable=not shown))
         task = progress.add_task("measuring", total=sweep.steps)
         sweep.step = lambda title: progress.update(task, advance=1, description=title)
-        sweep.note = lambda line: progress.console.print(line, style="dim", soft_wrap=True, markup=False)
+        shows = not is_quiet()
+        sweep.note = lambda line: (
+            progress.console.print(line, style="dim", soft_wrap=True, markup=False) if shows else None
+        )
         try:
             for row, asked in sweep.run():
                 rows.write(row)

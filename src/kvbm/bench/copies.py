@@ -20,23 +20,11 @@ from ..planner.plan import Plan, plan, size_text
 from ..pool.pool import Pool
 from ..system.clock import CpuClock, GpuClock, Timed
 from . import measure, peers
-from .backends import BACKENDS, RAW, STRATEGIES, Backend, ByPeer, ByRuns, ByTransfer, num_runs
+from .backends import BACKENDS as BACKENDS
+from .backends import RAW, STRATEGIES, Backend, ByPeer, ByRuns, ByTransfer, num_runs
 from .check import Check
 from .peers import NotApplicable
 from .table import Record
-
-__all__ = [
-    "BACKENDS",
-    "DIRECTIONS",
-    "MEMCPY",
-    "MOST_COPIES",
-    "PATTERNS",
-    "STRATEGIES",
-    "USUAL",
-    "Pair",
-    "Sweep",
-    "asked",
-]
 
 DIRECTIONS = ("d2d", "h2d", "d2h", "h2h", "p2p")
 #: The backend of the rows of the yardstick.

@@ -23,29 +23,12 @@ from ..errors import CudaError
 from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, numpy_name
-from ..memory.allocation import available_bytes
+from ..memory.allocation import available_bytes, free_on_gpu
 from ..pool.pool import Pool
 from ..system.clock import CpuClock, GpuClock, Timed
-from ..system.machine import cache_bytes, cuda, device_of, machine
-
-__all__ = [
-    "Ids",
-    "Memory",
-    "View",
-    "Yardstick",
-    "block_bytes",
-    "cache_bytes",
-    "commit",
-    "device_of",
-    "free_bytes",
-    "header",
-    "held_blocks",
-    "is_out_of_memory",
-    "is_stacked",
-    "machine",
-    "make_clock",
-    "random_pool",
-]
+from ..system.machine import cache_bytes as cache_bytes
+from ..system.machine import device_of as device_of
+from ..system.machine import machine as machine
 
 #: Sets of ids that take turns.
 LEAST_SETS, MOST_SETS = 6, 256
@@ -101,14 +84,7 @@ def header(place: str, shape: BlockShape | None) -> str:
 def free_bytes(place: str) -> int:
     """Bytes of free memory on ``"cuda:N"``, or on the host."""
     device = device_of(place)
-    if device >= 0:
-        from cuda.bindings import driver
-        from cuda.core import Device
-
-        Device(device).set_current()
-        free, _ = cuda(driver.cuMemGetInfo(), f"asking for the free memory of {place}")
-        return int(free)
-    return available_bytes()[0]
+    return (free_on_gpu(device) if device >= 0 else available_bytes())[0]
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

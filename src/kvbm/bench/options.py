@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 import click
 
-__all__ = ["comma_list", "listed", "numbers"]
-
 
 def listed(_: click.Context, parameter: click.Parameter, values: str | Sequence[str] | None) -> tuple[str, ...]:
     """Texts of an option that takes a comma list and may be repeated.  Empty if it is not given."""

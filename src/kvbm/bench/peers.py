@@ -30,6 +30,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,25 +41,11 @@ import numpy.typing as npt
 
 from .. import _core
 from ..errors import KvbmError, LayoutError, PlanError
+from ..memory.array_info import span
 from ..planner.loopnest import Part
 from ..planner.plan import plan
 from ..pool.pool import Pool
 from .measure import View, device_of
-
-__all__ = [
-    "BUILT_IN",
-    "Copy",
-    "NotApplicable",
-    "Peer",
-    "PeerError",
-    "Strided",
-    "folded",
-    "host_array",
-    "installed",
-    "load",
-    "release",
-    "strided",
-]
 
 #: ``copy(src_ids, dst_ids, stream)``: the ids are int32 NumPy arrays; the stream is None on the host.
 Copy = Callable[[Any, Any, Any], object]
@@ -177,13 +164,28 @@ def folded(
     return strides, block[1] + steps[0][2], int(bases[entry]) + at
 
 
-def _order_in_memory(strides: Sequence[int]) -> list[int]:
-    """Axes, slowest first."""
-    return sorted(range(len(strides)), key=lambda axis: -strides[axis])
+def _views(src: Pool, dst: Pool, view: Callable[[Pool, int, tuple[int, ...], tuple[int, ...]], Any]) -> list[tuple[Any, Any]]:
+    """Both sides of each half as arrays, block first: ``view(pool, address, shape, strides)``."""
+    return [
+        (
+            view(src, half.src_address, (src.num_blocks, *half.shape), (half.src_block, *half.src)),
+            view(dst, half.dst_address, (dst.num_blocks, *half.shape), (half.dst_block, *half.dst)),
+        )
+        for half in strided(src, dst)
+    ]
 
 
-def _span(block: int, blocks: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    return (blocks - 1) * block + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + itemsize
+def _once(make: Callable[[npt.NDArray[np.int32]], Any]) -> Callable[[npt.NDArray[np.int32]], Any]:
+    """Ids as `make` returns them.  Each set is made once and not in every call, because an engine has its ids on the GPU."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def ids(numbers: npt.NDArray[np.int32]) -> Any:
+        found = known.get(id(numbers))
+        if found is None:
+            found = known[id(numbers)] = (numbers, make(numbers))
+        return found[1]
+
+    return ids
 
 
 def _require_one_device(src: Pool, dst: Pool, *, host: bool, gpu: bool) -> int:
@@ -237,33 +239,23 @@ def _torch(src: Pool, dst: Pool, move: Callable[..., None]) -> Copy:
     itemsize = src.shape.itemsize
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
-    def tensor(address: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    def tensor(_: Pool, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """The bytes as a tensor of integers.  The pool keeps the memory alive."""
-        nbytes = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + itemsize
+        nbytes = span(shape, strides, itemsize)
         if device >= 0:
             view = View(device, address, (nbytes // itemsize,), (itemsize,), f"<i{itemsize}" if itemsize > 1 else "|i1")
             flat = torch.as_tensor(view, device=f"cuda:{device}")
         else:
             flat = torch.from_numpy(host_array(address, nbytes, itemsize))
-        return torch.as_strided(flat.view(kind), tuple(shape), tuple(s // itemsize for s in strides))
+        return torch.as_strided(flat.view(kind), shape, tuple(s // itemsize for s in strides))
 
     halves = []
-    for half in strided(src, dst):
-        shape, strides = (src.num_blocks, *half.shape), (half.src_block, *half.src)
-        memory = _order_in_memory(strides)
-        src_view = tensor(half.src_address, [shape[i] for i in memory], [strides[i] for i in memory])
-        dst_view = tensor(half.dst_address, (dst.num_blocks, *half.shape), (half.dst_block, *half.dst))
-        order = tuple(memory.index(axis) for axis in range(len(shape)))
-        halves.append((src_view, dst_view, order, memory.index(0)))
-    known: dict[int, tuple[Any, Any]] = {}
-
-    def ids(numbers: npt.NDArray[np.int32]) -> Any:
-        """The ids on the GPU.  They are copied there once and not in every call, because an engine has its ids on the GPU."""
-        found = known.get(id(numbers))
-        if found is None:
-            where = f"cuda:{device}" if device >= 0 else "cpu"
-            found = known[id(numbers)] = (numbers, torch.from_numpy(numbers.astype(np.int64)).to(where))
-        return found[1]
+    for here, there in _views(src, dst, tensor):
+        memory = sorted(range(here.dim()), key=lambda axis: -here.stride(axis))
+        order = tuple(memory.index(axis) for axis in range(here.dim()))
+        halves.append((here.permute(memory), there, order, memory.index(0)))
+    where = f"cuda:{device}" if device >= 0 else "cpu"
+    ids = _once(lambda numbers: torch.from_numpy(numbers.astype(np.int64)).to(where))
 
     def copy(src_ids: Any, dst_ids: Any, stream: Any) -> None:
         here, there = ids(src_ids), ids(dst_ids)
@@ -287,28 +279,18 @@ def cupy_take(src: Pool, dst: Pool) -> Copy:
     device = _require_one_device(src, dst, host=False, gpu=True)
     itemsize = src.shape.itemsize
 
-    def array(pool: Pool, address: int, block: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        nbytes = _span(block, pool.num_blocks, shape, strides, itemsize)
-        memory = cupy.cuda.UnownedMemory(address, nbytes, pool, device)
-        pointer = cupy.cuda.MemoryPointer(memory, 0)
-        return cupy.ndarray((pool.num_blocks, *shape), f"i{itemsize}", pointer, (block, *strides))
+    def array(pool: Pool, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        memory = cupy.cuda.UnownedMemory(address, span(shape, strides, itemsize), pool, device)
+        return cupy.ndarray(shape, f"i{itemsize}", cupy.cuda.MemoryPointer(memory, 0), strides)
+
+    def on_gpu(numbers: npt.NDArray[np.int32]) -> Any:
+        made = cupy.asarray(numbers, np.int64)
+        cupy.cuda.get_current_stream().synchronize()
+        return made
 
     with cupy.cuda.Device(device):
-        halves = [
-            (
-                array(src, half.src_address, half.src_block, half.shape, half.src),
-                array(dst, half.dst_address, half.dst_block, half.shape, half.dst),
-            )
-            for half in strided(src, dst)
-        ]
-    known: dict[int, tuple[Any, Any]] = {}
-
-    def ids(numbers: npt.NDArray[np.int32]) -> Any:
-        found = known.get(id(numbers))
-        if found is None:
-            found = known[id(numbers)] = (numbers, cupy.asarray(numbers, np.int64))
-            cupy.cuda.get_current_stream().synchronize()
-        return found[1]
+        halves = _views(src, dst, array)
+    ids = _once(on_gpu)
 
     def copy(src_ids: Any, dst_ids: Any, stream: Any) -> None:
         with cupy.cuda.Device(device), cupy.cuda.ExternalStream(_core.stream_handle(stream), device):
@@ -324,18 +306,11 @@ def numpy_take(src: Pool, dst: Pool) -> Copy:
     _require_one_device(src, dst, host=True, gpu=False)
     itemsize = src.shape.itemsize
 
-    def array(pool: Pool, address: int, block: int, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        flat = host_array(address, _span(block, pool.num_blocks, shape, strides, itemsize), itemsize)
-        whole = flat.view(f"i{itemsize}")
-        return np.lib.stride_tricks.as_strided(whole, (pool.num_blocks, *shape), (block, *strides))
+    def array(_: Pool, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        flat = host_array(address, span(shape, strides, itemsize), itemsize)
+        return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
-    halves = [
-        (
-            array(src, half.src_address, half.src_block, half.shape, half.src),
-            array(dst, half.dst_address, half.dst_block, half.shape, half.dst),
-        )
-        for half in strided(src, dst)
-    ]
+    halves = _views(src, dst, array)
 
     def copy(src_ids: Any, dst_ids: Any, _stream: Any) -> None:
         for src_view, dst_view in halves:
@@ -381,17 +356,14 @@ def load(text: str) -> Peer:
     PeerError
         There is no such module or function, or the module does not import.
     """
-    module, _, name = text.partition(":")
-    if not module or not name:
+    if not all(text.partition(":")[::2]):
         raise PeerError(f"peer {text!r}: expected module:function")
     here = os.getcwd()  # noqa: PTH109  (sys.path holds texts)
     if here not in sys.path:
         sys.path.append(here)
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        found: Any = pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
         raise PeerError(f"peer {text!r}: {error}; modules are looked for in {here} and where Python looks") from error
     if not callable(found):
         raise PeerError(f"peer {text!r}: expected a function of two pools, got a {type(found).__name__}")

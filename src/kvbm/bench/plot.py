@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from ..cli.commands import Command, is_quiet
+from ..cli.complete import complete_pair, items_of
 from ..errors import SpecError
 from ..show import html
 from ..show.figure import looks
@@ -23,8 +25,6 @@ from .table import Row, Table, read
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["KINDS", "Kind", "command", "draw", "plot", "save"]
 
 #: Backends of kvbm.  `memcpy` is the yardstick; every other name is a peer.
 KVBM_BACKENDS = ("auto", "direct", "staged", "engine", "host", "vectorized", "batched", "memcpy_async")
@@ -78,23 +78,27 @@ def _bytes_text(nbytes: float) -> str:
     return _scaled(nbytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
 
 
-def _time_text(us: float) -> str:
+def time_text(us: float) -> str:
+    """``12 µs``, ``1.2 ms``."""
     return _scaled(us, {"s": 1e6, "ms": 1e3, "µs": 1})
 
 
 def count_text(number: float) -> str:
+    """``9,000``, ``100k``."""
     return f"{number:,.10g}" if number < 1e5 else _scaled(number, {"M": 1e6, "k": 1e3}).replace(" ", "")
 
 
 def rate_text(gbps: float) -> str:
+    """``42.1 GB/s``, ``4,210 GB/s``."""
     return f"{gbps:,.0f} GB/s" if gbps >= 100 else f"{gbps:.3g} GB/s"
 
 
 def pair_text(pattern: str) -> str:
+    """``nhd → universal``."""
     return pattern.replace(":", " → ", 1) if ":" in pattern else pattern.replace("_to_", " → ")
 
 
-def _ticks(axis: Any, values: Sequence[float], text: Callable[[float], str], most: int = 7) -> None:
+def ticks(axis: Any, values: Sequence[float], text: Callable[[float], str], most: int = 7) -> None:
     """Put a tick at every value, or at every second, third, … value.  The last value always has a tick."""
     shown = list(values)[:: -1 * -(-len(values) // most)]
     axis.set_ticks(shown, [text(value) for value in shown])
@@ -150,10 +154,12 @@ class _TooLittleError(SpecError):
 
 
 def unknown(what: str, known: Iterable[str], got: str = "") -> SpecError:
+    """The error for a name that is none of the known ones."""
     return SpecError(f"{what}: expected one of {', '.join(known)}" + (f", got {got!r}" if got else ""))
 
 
 def grouped(rows: Iterable[Row], *columns: str) -> dict[tuple[str, ...], list[Row]]:
+    """The rows by what they have in these columns."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[column] for column in columns), []).append(row)
@@ -184,18 +190,6 @@ def _roof(rows: Iterable[Row]) -> dict[float, float]:
     return dict(sorted((row.positive("total_bytes"), _yardstick(row)) for row in rows))
 
 
-def log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]], unit: str) -> None:
-    """Lines on two logarithmic axes; `y` is in µs."""
-    axes.set(xscale="log", yscale="log", xlabel=unit)
-    for name, points in drawn.items():
-        axes.plot(*points, label=name)
-    _ticks(axes.xaxis, sorted({at for x, _ in drawn.values() for at in x}), count_text, 5)
-    axes.yaxis.set_major_formatter(lambda value, _: _time_text(value))
-    ys = [at for _, y in drawn.values() for at in y]
-    if max(ys) < 10 * min(ys):
-        axes.yaxis.set_minor_formatter(lambda value, _: _time_text(value))
-
-
 class Bar(NamedTuple):
     """A bar that ends at a value, its name on the axis, and the text after it."""
 
@@ -224,7 +218,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], start: float = 0.0) -> None:
 
 
 def _roofline(job: Job) -> Figure:
-    """Bandwidth by the bytes of a batch, compared with one contiguous copy."""
+    """Bandwidth by the bytes of a batch, compared with one contiguous copy; within a GPU as a share, as the lines coincide."""
     panels = []
     for direction, rows, compared in job.by_direction("pattern"):
         first = {"d2d": ("direct",), "h2h": ("host", "direct")}.get(direction, ())
@@ -235,22 +229,26 @@ def _roofline(job: Job) -> Figure:
         raise _TooLittleError("roofline: expected rows of kvbm's backends, got only yardsticks and peers")
     if all(len(_roof(rows)) < 2 for _, _, rows, _ in panels):
         raise _TooLittleError("roofline: expected at least two sizes; measure more with --num-blocks, or draw the bars")
-    legend = "GB/s of payload, each byte once. At the names: share of the memcpy at the largest size."
+    legend = "Payload, each byte once. At the names: share of the memcpy at the largest size."
     figure, every = job.panels("Bandwidth by size of the batch", legend, [3.4] * len(panels))
     for axes, (direction, backend, rows, pairs) in zip(every, panels, strict=True):
         blocks = {row.positive("total_bytes"): _blocks_text(row.positive("num_blocks")) for row in rows}
-        axes.set(title=f"{DIRECTIONS[direction]}, kvbm's backend {backend!r}", xscale="log", ylabel="GB/s")
+        is_share = direction == "d2d"
+        ylabel = "share of a memcpy" if is_share else "GB/s"
+        axes.set(title=f"{DIRECTIONS[direction]}, kvbm's backend {backend!r}", xscale="log", ylabel=ylabel)
         roof = _roof(rows)
         label = f"memcpy  {rate_text(roof[max(roof)])}"
-        axes.plot([*roof], [*roof.values()], color=GREY, marker="", linestyle="-", linewidth=2.5, label=label)
+        top = dict.fromkeys(roof, 1.0) if is_share else roof
+        axes.plot([*top], [*top.values()], color=GREY, marker="", linestyle="-", linewidth=2.5, label=label)
         axes.set_prop_cycle(None)
-        points = {pair: line(held, "total_bytes", "bandwidth_gbps") for (pair,), held in pairs.items()}
+        y_column = "ratio" if is_share else "bandwidth_gbps"
+        points = {pair: line(held, "total_bytes", y_column) for (pair,), held in pairs.items()}
         for pair, (x, y) in sorted(points.items(), key=lambda item: -item[1][1][-1]):
             last = max(pairs[(pair,)], key=lambda row: row.number("total_bytes"))
             axes.plot(x, y, label=f"{pair_text(pair)}  {last.number('ratio'):.2f}")
         axes.margins(y=0.1)
-        axes.set_ylim(0, None)
-        _ticks(axes.xaxis, sorted(blocks), lambda size, counts=blocks: f"{_bytes_text(size)}\n{counts[size]}")  # type: ignore[misc]
+        axes.set_ylim(min(0.8, *(min(y) - 0.02 for _, y in points.values())) if is_share else 0, None)
+        ticks(axes.xaxis, sorted(blocks), lambda size, counts=blocks: f"{_bytes_text(size)}\n{counts[size]}")  # type: ignore[misc]
         axes.legend(**BESIDE)
     return figure
 
@@ -429,18 +427,23 @@ def save(
 def command(known: Mapping[str, Kind]) -> click.Command:
     """The command ``plot``, which draws these kinds."""
 
-    @click.command()
+    @click.command(cls=Command, examples=["kvbm bench plot results.csv --out pictures"])
     @click.argument(
         "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CSV..."
     )
     @click.option("--out", default=".", show_default=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
                   help="Folder to write to.")  # fmt: skip
-    @click.option("--kind", "kinds", callback=comma_list(tuple(known)), metavar="KIND,...",
+    @click.option("--kind", "kinds", callback=comma_list(tuple(known)), metavar="KIND,...", shell_complete=items_of(*known),
                   help=f"Which pictures: {', '.join(known)}. If not given, all that the files have columns for.")  # fmt: skip
     @click.option("--format", "formats", default="png,svg", show_default=True, callback=comma_list(("png", "svg")),
-                  metavar="FORMAT,...", help="png, svg or both.")  # fmt: skip
+                  metavar="FORMAT,...", shell_complete=items_of("png", "svg"), help="png, svg or both.")  # fmt: skip
     @click.option(
-        "--pair", "pairs", multiple=True, metavar="SRC:DST", help="Only this pair, as the CSV names it (may be repeated)."
+        "--pair",
+        "pairs",
+        multiple=True,
+        shell_complete=complete_pair,
+        metavar="SRC:DST",
+        help="Only this pair, as the CSV names it (may be repeated).",
     )
     @click.option("--dark/--light", default=False, help="Light on dark, or dark on light (the default).")
     def plot(
@@ -457,9 +460,17 @@ def command(known: Mapping[str, Kind]) -> click.Command:
         Needs matplotlib: pip install 'kvbm-layouts[bench]'.
         """
         tables = [table for path in files for table in read(path)]
-        figures = draw(tables, kinds, pairs=pairs, dark=dark, note=lambda text: click.echo(text, err=True), known=known)
+        figures = draw(
+            tables,
+            kinds,
+            pairs=pairs,
+            dark=dark,
+            note=lambda text: None if is_quiet() else click.echo(text, err=True),
+            known=known,
+        )
         for path in save(figures, out, formats or ("png", "svg"), dark=dark):
-            click.echo(path)
+            if not is_quiet():
+                click.echo(path)
 
     return plot
 

@@ -11,8 +11,6 @@ from typing import Any, TextIO
 
 from ..errors import SpecError
 
-__all__ = ["Record", "Row", "Rows", "Table", "read"]
-
 
 class Row(dict[str, str]):
     """A line of a CSV file, with its file and line number."""

@@ -21,27 +21,30 @@ from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, load_shape, shape_names, shape_title
 from ..show import as_json as records
+from .commands import Group, print_error
 from .common import (
-    Group,
     cast_options,
-    complete_layout,
+    confirm,
+    device_option,
     fitting_shape,
     gpu_option,
     json_option,
     layout_argument,
     layouts_option,
     new_table,
+    note,
     num_blocks_option,
     picture_option,
-    print_error,
     print_json,
     print_prose,
     print_table,
     progress,
     shape_option,
     terminal,
+    without_trailing_blanks,
     write_pictures,
 )
+from .complete import complete_dtype, complete_engine, complete_layout, complete_shape
 
 if TYPE_CHECKING:
     from ..copy import cost_model
@@ -51,30 +54,56 @@ if TYPE_CHECKING:
 #: Commands that are defined in other modules.
 _LAZY = {
     "bench": "..bench.cli",
+    "declare": ".declare",
     "link": ".link",
     **dict.fromkeys(("convert", "digest", "verify"), ".files"),
     "reshard": ".reshard",
     "serve-check": ".serve_check",
     "smoke": "..testing.smoke",
+    "store": ".store",
 }
 
 
-@click.group(cls=Group, lazy=_LAZY, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+#: The groups of the help: what a user is about to do → commands.
+_SECTIONS = {
+    "Layouts and shapes": ("layouts", "shapes", "show", "check", "which", "declare"),
+    "What a copy or an engine would do": ("plan", "reshard", "serve-check"),
+    "Files of blocks": ("convert", "digest", "verify", "store"),
+    "This machine, and the way to another": ("doctor", "smoke", "demo", "tune", "bench", "link"),
+    "For editors, shells and builds": ("schema", "completion", "gallery", "codegen"),
+}
+
+
+@click.group(
+    cls=Group, lazy=_LAZY, sections=_SECTIONS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    examples=[
+        "kvbm show vllm/LBHNC",
+        "kvbm plan vllm/LBHNC universal",
+        "kvbm convert in.safetensors out.safetensors --to universal",
+    ],
+)  # fmt: skip
 @click.version_option(__version__, "-V", "--version", prog_name="kvbm")
 def main() -> None:
     """Describe KV-cache block layouts, and convert blocks between them.
 
-    A LAYOUT is a name that `kvbm layouts` prints, or the path of a .yaml file.
+    A LAYOUT is a name that `kvbm layouts` prints, or the path of a .yaml file. `kvbm COMMAND --help` has examples.
     """
 
 
 # ---- layouts, shapes and plans --------------------------------------------------------------------------------------
 
 
-@main.command()
-@click.argument("part", required=False, metavar="[PART]")
+@main.command(examples=[
+    "kvbm layouts vllm/",
+    "kvbm layouts mla --json",
+    "kvbm layouts nhd --aliases --shape llama-3.1-8b",
+])  # fmt: skip
+@click.argument("part", required=False, metavar="[PART]", shell_complete=complete_layout)
 @layouts_option("Also list the layouts in these files or folders (may be repeated).")
-@click.option("--aliases", "only_aliases", is_flag=True, help="List names of equal layouts, with --shape also those equal there.")
+@click.option(
+    "--aliases", "only_aliases", is_flag=True, help="List names of equal layouts, with --shape also those equal there."
+)
 @shape_option(default=None)
 @num_blocks_option("With --shape: blocks in the pool.  [default: 1024]")
 @json_option("a list of layouts; with --aliases an object")
@@ -95,7 +124,9 @@ def layouts(
     if part is not None:
         text = part.lower()
         in_folder = text.endswith("/")  # "vllm/" is not part of "nanovllm/…"
-        chosen = [one for one in listed if (one.name.lower().startswith(text) if in_folder else text in one.name.lower())]
+        chosen = [
+            one for one in listed if (one.name.lower().startswith(text) if in_folder else text in one.name.lower())
+        ]
         if not chosen:
             folders = sorted({layout.name.rpartition("/")[0] + "/" for layout in listed if "/" in layout.name})
             raise SpecError(f"no layout has {part!r} in its name; expected part of one, such as {', '.join(folders)}")
@@ -145,7 +176,10 @@ def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_block
         answer: dict[str, Any] = {"aliases": [records.of_group(group) for group in groups]}
         if shape is not None:
             at = {"shape": records.of_shape(shape), "num_blocks": num_blocks}
-            answer["same_addresses"] = {**at, "groups": [[records.of_group(group) for group in meeting] for meeting in meetings]}
+            answer["same_addresses"] = {
+                **at,
+                "groups": [[records.of_group(group) for group in meeting] for meeting in meetings],
+            }
         print_json(answer)
         return
     click.echo("The same layout at every shape (one fingerprint):" if groups else "No two names mean the same.")
@@ -157,9 +191,9 @@ def _print_aliases(listed: Sequence[Layout], shape: BlockShape | None, num_block
     at_shape = f"{shape} with {num_blocks:,} blocks"
     click.echo()
     if not meetings:
-        click.echo(f"At {at_shape}, no others have the same addresses.")
+        print_prose(f"At {at_shape}, no others have the same addresses.")
         return
-    click.echo(
+    print_prose(
         f"Different fingerprints, but the same address of every element at {at_shape}; at other shapes the addresses can differ:"
     )
     for number, meeting in enumerate(meetings, 1):
@@ -176,8 +210,8 @@ def _print_names(group: Sequence[Layout], indent: int) -> None:
     click.echo(wrapped if console.is_terminal else f"{margin}{names}")
 
 
-@main.command()
-@click.argument("part", required=False, metavar="[PART]")
+@main.command(examples=["kvbm shapes llama", "kvbm shapes tp8 --json"])
+@click.argument("part", required=False, metavar="[PART]", shell_complete=complete_shape)
 @json_option("a list of shapes")
 def shapes(part: str | None, as_json: bool) -> None:
     """List the shipped block shapes: all of them, or those that have PART in their name (llama, tp8).
@@ -203,7 +237,11 @@ def shapes(part: str | None, as_json: bool) -> None:
     print_table(table, console)
 
 
-@main.command()
+@main.command(examples=[
+    "kvbm show vllm/LBHNC",
+    "kvbm show vllm/LBHNC --shape llama-3.1-70b/tp8 --num-blocks 4096",
+    "kvbm show mine.yaml --svg mine.svg",
+])  # fmt: skip
 @layout_argument("layout_name", metavar="LAYOUT")
 @shape_option(fits=True)
 @num_blocks_option("Blocks in the pool.", default=1024, show_default=True)
@@ -234,12 +272,17 @@ def show(
     elif svg is None and png is None and html is None:
         from ..show import text as draw
 
-        draw.show(terminal(), resolved, shape_text)
+        console = terminal()
+        with without_trailing_blanks(console):
+            draw.show(console, resolved, shape_text)
 
 
-@main.command()
+@main.command(examples=["kvbm check mine.yaml", "kvbm check mine.yaml --shape llama-3.1-8b,nt=32 --ambiguous"])
 @click.argument("given", nargs=-1, required=True, metavar="LAYOUT|FOLDER...", shell_complete=complete_layout)
-@click.option("--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Check at this shape (may be repeated).")
+@click.option(
+    "--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Check at this shape (may be repeated).",
+    shell_complete=complete_shape,
+)  # fmt: skip
 @click.option(
     "--ambiguous", is_flag=True, help="Also list the layouts that accept the same arrays and read other elements."
 )
@@ -259,7 +302,7 @@ def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool,
     errors: list[KvbmError] = []
     answers: list[dict[str, Any]] = []
     good: list[tuple[dict[str, Any], Layout]] = []
-    for one in chosen(given):
+    for one in list(chosen(given)):  # an error of a folder comes before anything is printed
         answers.append({"given": str(one), "error": None, "exit_code": 0})
         try:
             layout = spec.load(one)
@@ -272,7 +315,12 @@ def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool,
         alias = shipped.get(layout.fingerprint)
         if alias is not None and not layout.file.startswith("layouts/"):
             notes.insert(0, f"means the same as the shipped layout {alias!r}")
-        answers[-1] |= {"name": layout.name, "order": layout.order_text, "fingerprint": layout.fingerprint, "notes": notes}
+        answers[-1] |= {
+            "name": layout.name,
+            "order": layout.order_text,
+            "fingerprint": layout.fingerprint,
+            "notes": notes,
+        }
         good.append((answers[-1], layout))
     others = mistaken([layout for _, layout in good], known, wanted) if ambiguous else {}
     for found, layout in good:
@@ -280,19 +328,30 @@ def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool,
         if as_json:
             continue
         click.echo(f"{click.style('ok', fg='green')}  {found['given']}: {layout.order_text}  ({layout.fingerprint})")
-        for note in found["notes"]:
-            click.echo(f"    {note}")
+        for line in found["notes"]:
+            print_prose(f"    {line}")
     if as_json:
         print_json(answers)
     if errors:
         sys.exit(errors[0].exit_code)
 
 
-@main.command()
+@main.command(examples=[
+    "kvbm which '32x(2, 1024, 16, 8, 128)' --shape llama-3.1-8b",
+    "kvbm which '32x(1024, 8, 16, 256)' --engine vllm",
+])  # fmt: skip
 @click.argument("arrays", nargs=-1, required=True, metavar="ARRAY...")
 @shape_option()
-@click.option("--dtype", metavar="TYPE", help="Dtype of the arrays, such as uint8 for records; that of SHAPE if not given.")
-@click.option("--engine", metavar="NAME", help="Only layouts of this engine, such as vllm.")
+@click.option(
+    "--dtype",
+    metavar="TYPE",
+    help="Dtype of the arrays, such as uint8 for records; that of SHAPE if not given.",
+    shell_complete=complete_dtype,
+)
+@click.option(
+    "--engine", metavar="NAME", help="Only layouts of this engine, such as vllm.", shell_complete=complete_engine
+)  # fmt: skip
+@layouts_option("Also search the layouts in these files or folders (may be repeated).", "KVBM_LAYOUTS")
 @num_blocks_option("Blocks that the arrays hold; derived from their sizes if it is not given.")
 @json_option()
 def which(
@@ -300,6 +359,7 @@ def which(
     shape_text: str,
     dtype: str | None,
     engine: str | None,
+    paths: tuple[Path, ...],
     num_blocks: int | None,
     as_json: bool,
 ) -> None:
@@ -307,25 +367,34 @@ def which(
 
     An ARRAY is [COUNTx]SHAPE[:STRIDES]; strides are in elements, as torch prints them, and those of a contiguous array if not
     given. Brackets may stay: "32x(2, 1024, 16, 8, 128)". The arrays may be views of one allocation, as in vLLM 0.26 and newer.
-    32 layers of vLLM's FlashAttention (before 0.26): kvbm which 32x2,1024,16,8,128 --shape llama-3.1-8b
 
     vLLM 0.26 and newer (vllm/LBHNC and other orders): kvbm.Pool.from_vllm reads the layout from vLLM's config.
 
-    More than one layout can fit. The output says which check tells them apart. Exits with 14 if none fits.
+    More than one layout can fit. The output says which check tells them apart. A file in a folder of --layouts that is no layout is
+    named on stderr, and the others are searched. Exits with 14 if none fits; if the sizes allow one
+    order only, the output has its layout.
     """
-    from ..matching.match import match_described, parse
+    from ..matching.match import match_described, own_layouts, parse, perhaps_bytes
 
     shape = load_shape(shape_text)
-    found = match_described(parse(arrays, shape, dtype), shape, engine, num_blocks, placed=False)
+    given = parse(arrays, shape, dtype)
+    if text := perhaps_bytes(given):
+        note(text)
+    own = own_layouts(paths, lambda error: note(f"skipped: {error}"))
+    found = match_described(given, shape, engine, num_blocks, own, placed=False)
     if as_json:
         print_json(found.as_json())
     else:
-        click.echo(str(found))
+        print_prose(str(found))
     if not found:
         sys.exit(BindError.exit_code)
 
 
-@main.command()
+@main.command(examples=[
+    "kvbm plan vllm/LBHNC universal",
+    "kvbm plan vllm/LBHNC universal --shape llama-3.1-70b/tp8 --svg plan.svg",
+    "kvbm plan nhd record/per_token_head_fp8_planes --cast amax",
+])  # fmt: skip
 @layout_argument("src")
 @layout_argument("dst")
 @shape_option(fits=True)
@@ -391,7 +460,7 @@ def _not_built(made: Plan) -> str | None:
     return f"{text}{nvrtc.PERMANENT}."
 
 
-@main.command()
+@main.command(examples=["kvbm gallery --out pictures"])
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
 def gallery(out: Path) -> None:
     """Draw each shipped layout as an SVG, and write an index page. Equal layouts share a picture.
@@ -401,10 +470,10 @@ def gallery(out: Path) -> None:
     from ..show import html as pictures
 
     written = pictures.gallery(out)
-    click.echo(f"{len(written) - 1} pictures and {written[-1].name} in {out}")
+    confirm(f"{len(written) - 1} pictures and {written[-1].name} in {out}")
 
 
-@main.command()
+@main.command(examples=["kvbm schema", "kvbm schema placement"])
 @click.argument("kind", type=click.Choice(["layout", "shape", "placement"]), default="layout")
 def schema(kind: str) -> None:
     """Print the JSON schema of layout, shape or placement files, for editors.
@@ -419,7 +488,7 @@ def schema(kind: str) -> None:
 # ---- generated files ------------------------------------------------------------------------------------------------
 
 
-@main.command()
+@main.command(examples=["kvbm codegen --layouts mine.yaml --out kernels", "kvbm codegen --layouts mine.yaml --out kernels --check"])
 @layouts_option("Files or folders of layouts (may be repeated).  [default: the shipped ones]")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write to.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit with 1 if a file differs.")
@@ -438,14 +507,14 @@ def codegen(paths: tuple[Path, ...], out: Path, only_check: bool) -> None:
         return
     written = generator.write(files, out)
     for path in written:
-        click.echo(path)
-    click.echo(f"{len(files)} files in {out}, {len(written)} written, {len(files) - len(written)} as they were")
+        confirm(str(path))
+    confirm(f"{len(files)} files in {out}, {len(written)} written, {len(files) - len(written)} as they were")
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
-@main.command()
+@main.command(examples=["kvbm tune", "kvbm tune --show --json"])
 @gpu_option("The GPU.")
 @click.option("--show", is_flag=True, help="Print the stored table, and measure nothing.")
 @json_option("the fastest way by direction and size of pieces")
@@ -492,9 +561,7 @@ def _choices(measured: cost_model.Table) -> list[dict[str, Any]]:
                 cost = measured.costs.get((direction, name))
                 speeds[name] = 64 * block / float(cost.seconds(64, block, way)) / 1e9 if cost else None
             limits = [{"strategy": name, "up_to_bytes": pairs * block} for pairs, name in few]
-            found.append(
-                {"direction": direction, "run_bytes": run, "limits": limits, "strategy": last, "gbps": speeds}
-            )
+            found.append({"direction": direction, "run_bytes": run, "limits": limits, "strategy": last, "gbps": speeds})
     return found
 
 
@@ -514,10 +581,12 @@ def _print_choices(rows: Sequence[dict[str, Any]]) -> None:
         fastest = ", ".join([*ranges, f"then {last}" if ranges else last])
         table.add_row(row["direction"], size_text(row["run_bytes"]), fastest, *cells)
     print_table(table)
-    print_prose("The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table.")
+    print_prose(
+        "The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table."
+    )
 
 
-@main.command()
+@main.command(examples=["kvbm doctor", "kvbm doctor --json"])
 @json_option("a list of findings")
 def doctor(as_json: bool) -> None:
     """List what works here: the extension, its kernels, the driver, the GPUs; and how to get what is missing.
@@ -543,11 +612,12 @@ def doctor(as_json: bool) -> None:
     styles = {"ok": "green", "note": "yellow", "missing": "yellow", "broken": "red", "": ""}
     for mark, what, text in found:
         table.add_row(Text(mark, styles[mark]), what, Text(text))
-    console.print(table)
+    with without_trailing_blanks(console):
+        console.print(table)
     sys.exit(exit_code(found))
 
 
-@main.command()
+@main.command(examples=["kvbm completion bash"])
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print a script with which a shell completes commands, options, layouts and shapes.
@@ -564,8 +634,8 @@ def completion(shell: str) -> None:
     click.echo(found(main, {}, "kvbm", "_KVBM_COMPLETE").source())
 
 
-@main.command()
-@click.option("--device", metavar="cpu|cuda:N", help="Where to run.  [default: the first GPU, else cpu]")
+@main.command(examples=["kvbm demo --device cpu"])
+@device_option("Where to run.  [default: the first GPU, else cpu]", default=None)
 @click.option("--seed", default=0, show_default=True, help="Seed for weights, prompt and block ids.")
 def demo(device: str | None, seed: int) -> None:
     """Convert a model's KV cache through three layouts and back, continue to generate, and compare the logits.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ..errors import LayoutError
+from ..errors import LayoutError, SpecError
 from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, load_shape, shape_names
@@ -64,12 +64,17 @@ def _some(names: Sequence[str], total: int) -> str:
 def chosen(given: Iterable[str]) -> Iterator[str | Path]:
     """Names and files as they are; of folders the layouts in them.
 
-    A folder of the name of a shipped layout is meant only as a path, such as ``./nhd``.
+    A folder of the name of a shipped layout is meant only as a path, such as ``./nhd``.  One without layouts is a `SpecError`.
     """
     for text in given:
         path = Path(text)
         if path.is_dir() and spec.load_shipped(text) is None:
-            yield from (file for file in sorted(path.rglob("*.yaml")) if file.relative_to(path).parts[0] != "shapes")
+            files = [file for file in sorted(path.rglob("*.yaml")) if file.relative_to(path).parts[0] != "shapes"]
+            if not files:
+                raise SpecError(
+                    f"{path}: expected .yaml files of layouts in this folder, got none; pass a file or a name"
+                )
+            yield from files
         else:
             yield text
 
@@ -93,7 +98,8 @@ def legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterat
         yield f"one-to-one at {load_shape(example)}, which is no shipped shape"
         return
     if not fitting:
-        yield f"no shipped shape fits (it has no axis {', '.join(map(repr, absent))}): give one with --shape"
+        sizes = ", ".join("hd=1" if axis == "d" else f"n{axis}=1" for axis in absent)
+        yield f"no shipped shape fits, as the order has no {', '.join(absent)} ({sizes}): add them, or give a shape with --shape"
         return
     reasons: dict[str, list[str]] = {}
     failed: LayoutError | None = None
@@ -106,9 +112,15 @@ def legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterat
     legal = len(fitting) - sum(map(len, reasons.values()))
     if failed is not None and legal == 0:
         raise failed
-    yield f"one-to-one at {legal} of {len(fitting)} shipped shapes"
+    without = [axis for axis in absent if any(shape.sizes.get(axis, 1) > 1 for _, shape in shipped)]
+    only = (
+        f" with {' and '.join(f'n{axis}=1' for axis in without)}, as the order has no {', '.join(without)}"
+        if without
+        else ""
+    )
+    yield f"one-to-one at {legal} of {len(fitting)} shipped shapes{only}"
     for reason, names in reasons.items():
-        yield f"not at {', '.join(names)}: {reason}"
+        yield f"not at {_some(names, len(shipped))}: {reason}"
 
 
 def _is_legal(layout: Layout, shape: BlockShape) -> bool:

@@ -1,164 +1,142 @@
-"""The common parts of all commands: errors and exit codes, options, and output."""
+"""The common parts of all commands: options, and output."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import io
 import json
-import os
 import re
-import signal
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .._arguments import quoted
-from ..errors import BuildError, KvbmError, LayoutError, PlanError, printable
+from ..errors import LayoutError
 from ..layout import spec
-from ..layout.shapes import LIMIT, load_shape, shape_names
+from ..layout.shapes import LIMIT, load_shape
+from .commands import Whole, is_coloured, is_quiet
+from .complete import (
+    complete_any_device,
+    complete_device,
+    complete_dtype,
+    complete_layout,
+    complete_shape,
+    some_of,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import ProgressColumn
     from rich.table import Table
+    from rich.text import Text
 
     from ..layout.layout import Layout
     from ..planner.cast import Cast
 
 
-class Group(click.Group):
-    """A group of commands that may raise `KvbmError` and may be defined in other modules.
-
-    Parameters
-    ----------
-    lazy : mapping, optional
-        Name of a command → module, relative to this package, that defines it under this name, with ``_``
-        for ``-``.  The module is imported when the command is used.
-    """
-
-    def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **rest: Any) -> None:
-        super().__init__(*args, **rest)
-        self.lazy = lazy or {}
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *self.lazy})
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        write_commands(self, ctx, formatter)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self.lazy:
-            module = importlib.import_module(self.lazy[cmd_name], __package__)
-            command: click.Command = getattr(module, cmd_name.replace("-", "_"))
-            return command
-        return super().get_command(ctx, cmd_name)
-
-    def main(self, *args: Any, **rest: Any) -> Any:
-        """Run the program.  Characters that the terminal cannot show become question marks."""
-        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-            sys.stdout.reconfigure(errors="replace")
-        try:
-            with _signals_as_exceptions():
-                return super().main(*args, **rest)
-        except OSError as error:  # of help that cannot be written
-            print_error(error)
-            sys.exit(1)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command.  A `KvbmError` or an OSError becomes a message and an exit code, and Ctrl-C the exit code 130."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("\nAborted!", err=True)
-            return ctx.exit(128 + signal.SIGINT)  # click would end with 1
-        except (KvbmError, OSError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise  # click handles it
-            if os.environ.get("KVBM_DEBUG", "0") not in {"", "0"}:
-                traceback.print_exc()
-            print_error(error)
-            return ctx.exit(error.exit_code if isinstance(error, KvbmError) else 1)
+def note(text: str) -> None:
+    """Print a note to stderr, unless ``--quiet`` is given."""
+    if not is_quiet():
+        head, text = "note:", _wrapped(f"note: {text}", new_console(stderr=True))
+        click.echo(click.style(head, bold=True) + text.removeprefix(head), err=True)
 
 
-def write_commands(group: click.Group, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """List commands in the help with the whole first sentence of each.  click would cut it."""
-    found = [(name, group.get_command(ctx, name)) for name in group.list_commands(ctx)]
-    rows = [(name, command.get_short_help_str(limit=200)) for name, command in found if command and not command.hidden]
-    if rows:
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+def confirm(text: str) -> None:
+    """Print what was done to stdout, unless ``--quiet`` is given.  A result that was asked for is no confirmation."""
+    if not is_quiet():
+        click.echo(text)
 
 
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program with an exception, as Ctrl-C does, so half-written files are removed."""
-    is_main = threading.current_thread() is threading.main_thread()
-    handled = [
-        number for number in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(number) is signal.SIG_DFL
-    ]
+def new_console(*, stderr: bool = False) -> Console:
+    """A console of rich with the colours of ``--color``."""
+    from rich.console import Console
 
-    def end(number: int, _: object) -> None:
-        for each in handled:
-            signal.signal(each, signal.SIG_IGN)  # ignore further signals
-        raise SystemExit(128 + number)
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end with 1; `Group` ends with its own code
 
-    for number in handled:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in handled:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def print_error(error: Exception) -> None:
-    """Print the message of an error to stderr; for a compiler error also the command and its output."""
-    text = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror and not isinstance(error, KvbmError):
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    shown = "\n".join(printable(line, 10_000) for line in text.split("\n"))  # names of files may hold anything
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {shown}", err=True)
-    if isinstance(error, BuildError):
-        for extra in filter(None, (error.command, error.log)):
-            click.echo(extra, err=True)
+    coloured = is_coloured()
+    console = Ours(stderr=stderr, highlight=False, color_system=None if coloured is False else "auto")
+    if coloured and not console.is_terminal:
+        console = Ours(stderr=stderr, highlight=False, color_system="standard")
+    return console
 
 
 def terminal() -> Console:
     """The console for tables and drawings.  In a pipe or a file no line is wrapped or cut."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = new_console()
     if not console.is_terminal:
         console.width = 10_000
     return console
 
 
+#: Most columns that a cell is padded to in a pipe: one long cell must not make every line long.
+_PIPE_PAD = 36
+
+
 def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table without cutting cells: if it is wider than the terminal, its lines are longer.
 
-    In a pipe or a file every row is one line without trailing blanks, and the table has no frame.
+    In a pipe or a file every row is one line without trailing blanks, two blanks or more are between cells, a cell longer than
+    others moves only the rest of its own line, and the table has no frame.
     """
     from ..show.text import print_whole, table_box
 
     console = console or terminal()
     if console.is_terminal:
-        table.box = table_box(console)
+        table.box, table.show_edge = table_box(console), False
         print_whole(console, table)
         return
-    table.box = None
+    if table.title:
+        console.print(table.title, style=table.title_style or "", soft_wrap=True)
+    for row in _rows(table):
+        console.print(row, soft_wrap=True)
+
+
+#: A blank with nothing behind it but blanks and marks of colour.
+_TRAILING = re.compile(r" (?=(?: |\x1b\[[\d;]*m)*$)")
+
+
+@contextlib.contextmanager
+def without_trailing_blanks(console: Console) -> Iterator[None]:
+    """In a pipe or a file, the lines that are printed here end with their last character."""
+    if console.is_terminal:
+        yield
+        return
     with console.capture() as found:
-        print_whole(console, table)
-    console.file.write("".join(f"{line.rstrip()}\n" for line in found.get().splitlines()))
+        yield
+    for line in found.get().splitlines():
+        console.file.write(f"{_TRAILING.sub('', line)}\n")
 
 
-def new_table(*columns: str, right: Sequence[str] = (), wrapped: Sequence[str] = (), dim: Sequence[str] = (), **rest: Any) -> Table:
+def _rows(table: Table) -> Iterator[Text]:
+    """The lines of a table in a pipe."""
+    from rich.text import Text
+
+    columns = []
+    for column in table.columns:
+        cells = [Text(str(column.header), table.header_style)]
+        for cell in column.cells:
+            cells.append(cell.copy() if isinstance(cell, Text) else Text.from_markup(str(cell)))
+            cells[-1].stylize_before(column.style)
+        is_right = column.justify == "right"
+        longest = max(cell.cell_len for cell in cells)
+        width = longest if is_right else min(longest, _PIPE_PAD)
+        for cell in cells:
+            (cell.pad_left if is_right else cell.pad_right)(max(0, width - cell.cell_len))
+        columns.append(cells)
+    for row in zip(*columns, strict=True):
+        line = Text("  ").join(row)
+        line.rstrip()
+        yield line
+
+
+def new_table(
+    *columns: str, right: Sequence[str] = (), wrapped: Sequence[str] = (), dim: Sequence[str] = (), **rest: Any
+) -> Table:
     """A table for the command line.  In a narrow terminal only the `wrapped` columns have several lines."""
     from rich.table import Table
 
@@ -175,10 +153,25 @@ def print_json(found: Any) -> None:
 
 
 def print_prose(text: str) -> None:
-    """Print paragraphs.  They are wrapped only in a terminal, at 100 columns or fewer."""
+    """Print lines.  They are wrapped only in a terminal, at 100 columns or fewer.
+
+    What follows of an indented line is indented further.  Rows of a table, with two blanks between cells, are not wrapped; nor are
+    words, such as paths, cut.
+    """
     console = terminal()
-    for paragraph in text.splitlines() or [""]:
-        click.echo(click.wrap_text(paragraph, width=min(console.width, 100)) if console.is_terminal else paragraph)
+    for line in text.splitlines() or [""]:
+        click.echo(_wrapped(line, console))
+
+
+def _wrapped(line: str, console: Console) -> str:
+    width = min(console.width, 100)
+    if not console.is_terminal or len(line) <= width or re.search(r"\S {2,}\S", line):
+        return line
+    margin = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line.strip(), width, initial_indent=margin, subsequent_indent=f"{margin}  " if margin else "",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -186,23 +179,12 @@ def progress(
     title: str, total: int | None = None, *columns: ProgressColumn, console: Console | None = None
 ) -> Iterator[Callable[..., None]]:
     """A progress bar in a terminal.  Yields rich's ``Progress.update`` (``advance=``, ``completed=``, ``description=``)."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    console = console or Console(stderr=True)
+    console = console or new_console(stderr=True)
     all_columns = (TextColumn("{task.description}"), BarColumn(), *columns)
-    with Progress(*all_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*all_columns, console=console, transient=True, disable=is_quiet() or not console.is_terminal) as bar:
         yield functools.partial(bar.update, bar.add_task(title, total=total))
-
-
-def complete_layout(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    """Names of shipped layouts that begin with `incomplete`."""
-    return [name for name in spec.layouts() if name.startswith(incomplete)]
-
-
-def complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001
-    """Names of shipped shapes that begin with `incomplete`."""
-    return [name for name in shape_names() if name.startswith(incomplete)]
 
 
 def layout_argument(name: str, **rest: Any) -> Callable[[Any], Any]:
@@ -219,12 +201,23 @@ def _gpu_number(ctx: click.Context, param: click.Parameter, value: str) -> int: 
 
 def gpu_option(text: str) -> Callable[[Any], Any]:
     """``--device`` of commands that need a GPU."""
-    return click.option("--device", default="cuda:0", show_default=True, callback=_gpu_number, metavar="cuda:N", help=text)
+    return click.option(
+        "--device", default="cuda:0", show_default=True, callback=_gpu_number, metavar="cuda:N", help=text,
+        shell_complete=complete_device,
+    )  # fmt: skip
 
 
 def layout_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
     """An option that takes a LAYOUT."""
     return click.option(*names, metavar="LAYOUT", shell_complete=complete_layout, **rest)
+
+
+def device_option(text: str, *, default: str | None = "cpu", **rest: Any) -> Callable[[Any], Any]:
+    """``--device`` of commands that run on the CPU, too."""
+    return click.option(
+        "--device", default=default, show_default=default is not None, metavar="cpu|cuda:N", help=text,
+        shell_complete=complete_any_device, **rest,
+    )  # fmt: skip
 
 
 #: Default shape of commands that need one.
@@ -258,21 +251,35 @@ def fitting_shape(given: str | None, *layouts: Layout) -> str:
             continue
         if text != DEFAULT_SHAPE:
             names = " and ".join(layout.name for layout in layouts)
-            click.echo(f"note: {DEFAULT_SHAPE} does not fit {names}; the shape is {text}. --shape selects another.", err=True)
+            note(f"{DEFAULT_SHAPE} does not fit {names}; the shape is {text}. --shape selects another.")
         return text
     return DEFAULT_SHAPE
 
 
 def _cast(ctx: click.Context, param: click.Parameter, given: str | None) -> Cast:  # noqa: ARG001
-    """``amax``, or a number: the scale of the caller."""
+    """``amax``, or the scales of the caller: a number, or JSON of several."""
     if given is None or given == "amax":
         return given  # type: ignore[return-value]
-    from ..planner.cast import Scale
+    from ..planner.cast import parsed
+    from ..store.header import once
 
     try:
-        return Scale(float(given))
-    except (ValueError, PlanError):
-        raise click.BadParameter(f"expected amax, or a number from 2**-100 to 2**100, got {quoted(given, 60)}") from None
+        try:
+            found = float(given)
+        except ValueError:
+            found = json.loads(given, object_pairs_hook=once)
+        return parsed(found)
+    except (ValueError, RecursionError) as error:  # a PlanError is a ValueError
+        why = "" if isinstance(error, json.JSONDecodeError | RecursionError) else f" ({error})"
+        raise click.BadParameter(
+            "expected amax, a number, or JSON: a list with one for each layer, or an object of both for k and v; got "
+            f"{quoted(given, 60)}{why}"
+        ) from None
+
+
+def cast_option(help_: str) -> Callable[[Any], Any]:
+    """``--cast``."""
+    return click.option("--cast", callback=_cast, metavar="amax|X", help=help_, shell_complete=some_of("amax"))
 
 
 def cast_options(name: str) -> Callable[[Any], Any]:
@@ -280,12 +287,10 @@ def cast_options(name: str) -> Callable[[Any], Any]:
 
     def add(command: Any) -> Any:
         text = f"With --cast: dtype of {name}, where its layout does not say it."
-        command = click.option("--dtype", metavar="DTYPE", help=text)(command)
-        return click.option(
-            "--cast",
-            callback=_cast,
-            metavar="amax|X",
-            help="Quantise, or the reverse: with the scales of the layout (amax), or with one scale (X).",
+        command = click.option("--dtype", metavar="DTYPE", help=text, shell_complete=complete_dtype)(command)
+        return cast_option(
+            "Quantise, or the reverse: with the scales of the layout (amax), or with others (X): a number, or JSON, with one for "
+            'each layer ([0.1,0.2]) or for K and V ({"k":0.1,"v":[0.1,0.2]}).'
         )(command)
 
     return add
@@ -296,15 +301,25 @@ def json_option(what: str = "") -> Callable[[Any], Any]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print JSON instead{f': {what}' if what else ''}.")
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 
 
-def size_of(text: str) -> int:
+def size_of(text: str, most_tib: int = 1) -> int:
     """The number of bytes of a text: ``64MiB``, ``1.5GB``, ``4096``.  Raises `click.BadParameter` for other texts."""
     match = re.fullmatch(r"\s*(\d{1,15})(?:\.(\d{1,6}))?\s*(?:([kmgt]i?)b?|b)?\s*", text, re.ASCII | re.IGNORECASE)
     count = int(float(f"{match[1]}.{match[2] or 0}") * _UNITS[(match[3] or "").lower()]) if match else 0
-    if not 0 < count < 1 << 40:
-        raise click.BadParameter(f"expected bytes such as 64MiB, below 1 TiB, got {quoted(text, 60)}")
+    if not 0 < count < most_tib << 40:
+        raise click.BadParameter(f"expected bytes such as 64MiB, below {most_tib:,} TiB, got {quoted(text, 60)}")
     return count
 
 
@@ -315,14 +330,13 @@ def size_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
 
 def num_blocks_option(text: str, **rest: Any) -> Callable[[Any], Any]:
     """``--num-blocks``."""
-    return click.option("--num-blocks", type=click.IntRange(1, LIMIT), metavar="N", help=text, **rest)
+    return click.option("--num-blocks", type=Whole(1, LIMIT), metavar="N", help=text, **rest)
 
 
-def layouts_option(text: str) -> Callable[[Any], Any]:
-    """``--layouts``: files or folders."""
-    return click.option(
-        "--layouts", "paths", multiple=True, type=click.Path(exists=True, path_type=Path), metavar="PATH", help=text
-    )
+def layouts_option(text: str, envvar: str | None = None) -> Callable[[Any], Any]:
+    """``--layouts``: files or folders.  Default: those of the environment variable, if one is named."""
+    kind = click.Path(exists=True, path_type=Path)
+    return click.option("--layouts", "paths", multiple=True, type=kind, metavar="PATH", help=text, envvar=envvar, show_envvar=True)
 
 
 def picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
@@ -362,4 +376,4 @@ def write_pictures(
         html.write_text(page(), encoding="utf-8")
         wanted.append(html)
     for path in wanted if not quiet else ():
-        click.echo(path)
+        confirm(str(path))

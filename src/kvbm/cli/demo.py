@@ -16,7 +16,6 @@ import statistics
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich import box
 from rich.panel import Panel
 from rich.progress import MofNCompleteColumn
@@ -24,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._arguments import quoted
-from ..errors import BindError, CudaUnavailableError, DeviceNotFoundError
+from ..errors import BindError, CudaUnavailableError, DeviceNotFoundError, MissingPackageError
 from ..layout.shapes import BlockShape, load_shape
 from ..layout.spec import load
 from ..memory.allocation import require_memory
@@ -407,7 +406,7 @@ def _torch() -> Any:
         import torch
         import transformers
     except ImportError as error:
-        raise click.ClickException(
+        raise MissingPackageError(
             f"the demo runs a real model and needs torch and transformers ({error.name or error} is missing): "
             "pip install 'kvbm-layouts[demo]'"
         ) from None

@@ -18,12 +18,14 @@ import click
 from ..errors import BindError, DigestError, KvbmError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
+from .commands import Command, print_error
 from .common import (
     cast_options,
+    confirm,
+    device_option,
     json_option,
     layout_option,
     num_blocks_option,
-    print_error,
     print_json,
     progress,
     shape_option,
@@ -91,16 +93,25 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: update(completed=done, total=total)
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=[
+        "kvbm convert in.safetensors out.safetensors --to universal",
+        "kvbm convert in.safetensors some.safetensors --to universal --blocks 0,2-3",
+        "kvbm convert in.safetensors small.safetensors --to record/per_token_head_fp8_planes --cast amax",
+    ],
+)
 @click.argument("source", metavar="IN", type=_FILE)
 @click.argument("target", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path))
 @layout_option("--to", "dst_name", required=True, help="Layout of OUT.")
 @_source_options("IN")
 @_BLOCKS
 @cast_options("OUT")
-@click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Where to convert.")
-@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast.")
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@device_option("Where to convert.")
+@click.option(
+    "--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast."
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")  # fmt: skip
 def convert(
     source: Path,
     target: Path,
@@ -169,13 +180,13 @@ def convert(
         suffix += "".join(f"; {f'{printable(plane)}: ' if plane else ''}{one}" for plane, one in made.casts.items())
     else:
         suffix = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
-    click.echo(
+    confirm(
         f"{_shown(source)} ({name}) → {_shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
         f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{suffix}"
     )
 
 
-@click.command()
+@click.command(cls=Command, examples=["kvbm verify in.safetensors", "kvbm verify in.safetensors --blocks 0-3 --json"])
 @click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="FILE...")
 @layout_option("--from", "src_name", help="Layout of the files; needed if it is not shipped.")
 @_BLOCKS
@@ -229,7 +240,7 @@ def _as_json(one: Damage) -> dict[str, Any]:
     }
 
 
-@click.command()
+@click.command(cls=Command, examples=["kvbm digest in.safetensors", "kvbm digest in.safetensors --blocks 0-3 --json"])
 @click.argument("paths", nargs=-1, required=True, type=_FILE, metavar="FILE...")
 @_source_options("FILE")
 @_BLOCKS

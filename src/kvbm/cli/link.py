@@ -20,12 +20,12 @@ import click
 from .._arguments import quoted
 from ..errors import BindError, KvbmError
 from ..layout.shapes import load_shape
+from .commands import INTERRUPTED, Group, Real, Whole, print_error
 from .common import (
-    Group,
+    device_option,
     json_option,
     layout_option,
     new_table,
-    print_error,
     print_json,
     print_prose,
     print_table,
@@ -35,6 +35,7 @@ from .common import (
     size_option,
     terminal,
 )
+from .complete import some_of
 
 if TYPE_CHECKING:
     from ..link.secret import Secret
@@ -63,6 +64,8 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     """``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``."""
     if value is None:
         return None
+    if value.isdecimal():
+        raise click.BadParameter(f"expected HOST:PORT, got a number alone, {quoted(value, 100)}: write 127.0.0.1:{value[:20]}")
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+))(?::(\d{1,5}))?", value)
     if match is None or int(match[3] or 0) >= 1 << 16:
         raise click.BadParameter(f"expected HOST:PORT, or [HOST]:PORT for IPv6, got {quoted(value, 100)}")
@@ -81,11 +84,10 @@ def _side_options(layout: str, nt: int) -> Callable[[Any], Any]:
 
     def add(command: Any) -> Any:
         for option in (
-            click.option("--tokens-per-block", "nt", type=click.IntRange(1, 1 << 20), default=nt, show_default=True, metavar="N",
+            click.option("--tokens-per-block", "nt", type=Whole(1, 1 << 20), default=nt, show_default=True, metavar="N",
                          help="Tokens per block on this side."),
             layout_option("--layout", default=layout, show_default=True, help="Layout of this side's pool."),
-            click.option("--device", default="cpu", show_default=True, callback=_device, metavar="cpu|cuda:N",
-                         help="Where this side's pool is."),
+            device_option("Where this side's pool is.", callback=_device),
         ):  # fmt: skip
             command = option(command)
         return command
@@ -96,8 +98,9 @@ def _side_options(layout: str, nt: int) -> Callable[[Any], Any]:
 _WIRES = click.Choice(["torch", "nixl"])
 
 _secret_option = click.option(
-    "--secret-file", metavar="FILE", help="A secret of 16 bytes or more, which both sides have; only its owner can read the file."
-)
+    "--secret-file", metavar="FILE", help="A secret of 16 bytes or more, which both sides have; only its owner can read the file.",
+    shell_complete=some_of(files=True),
+)  # fmt: skip
 
 
 def _secret(path: str | None) -> Secret | None:
@@ -114,16 +117,18 @@ def link() -> None:
     """
 
 
-@link.command()
+@link.command(examples=["kvbm link serve", "kvbm link serve --listen 127.0.0.1:29600 --layout vllm/LBHNC --once"])
 @click.option("--listen", "address", callback=_address, metavar="HOST:PORT",
               help="Address to listen on; port 0 selects a free port. Without a secret, a loopback or private one.  "
               f"[default: 127.0.0.1:{PORT}; with a secret 0.0.0.0:{PORT}]")  # fmt: skip
 @_secret_option
-@click.option("--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in.")
+@click.option(
+    "--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in."
+)
 @click.option("--wire", "only", type=_WIRES, help="Accept only this wire.  [default: any]")
 @_side_options("vllm/flash_attn_hnd", 64)
 @size_option("--memory", default="16GiB", help="The most memory that senders may request, together.")
-@click.option("--timeout", type=click.FloatRange(0.1, 3600), default=60.0, show_default=True, metavar="S",
+@click.option("--timeout", type=Real(0.1, 3600), default=60.0, show_default=True, metavar="S",
               help="The most seconds that a sender may be waited for at a time.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Serve one sender, then exit with its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead, one object per line: address, then senders.")
@@ -175,6 +180,7 @@ def serve(
                 raise
             if not as_json:
                 click.echo(f"\n{senders.count} sender{'' if senders.count == 1 else 's'} served")
+            sys.exit(INTERRUPTED)
 
 
 class Senders:
@@ -214,7 +220,13 @@ class Senders:
         try:
             with _telling_peer(talk, f"{talk.peer}: the memory that was asked for"):
                 serve_sender(
-                    talk, self._side, talk.here, only=self._only, memory=self._memory, served=served, timeout=self._timeout
+                    talk,
+                    self._side,
+                    talk.here,
+                    only=self._only,
+                    memory=self._memory,
+                    served=served,
+                    timeout=self._timeout,
                 )
         except (KvbmError, OSError) as error:
             failed = error
@@ -245,7 +257,7 @@ class Senders:
         return bool(running)
 
 
-@link.command()
+@link.command(examples=["kvbm link send 127.0.0.1", "kvbm link send 127.0.0.1:29600 --bytes 1MiB,64MiB --json"])
 @click.argument("address", callback=_address, metavar="HOST[:PORT]")
 @_secret_option
 @click.option("--wire", type=_WIRES, default="torch", show_default=True,
@@ -255,11 +267,11 @@ class Senders:
 @click.option("--tokens", callback=_counts, metavar="N,…", help="Tokens of a sequence, in place of --bytes.")
 @shape_option(default=None)
 @_side_options("vllm/flash_attn_nhd", 16)
-@click.option("--iters", "repeat", type=click.IntRange(1, 100_000), default=10, show_default=True, metavar="N",
+@click.option("--iters", "repeat", type=Whole(1, 100_000), default=10, show_default=True, metavar="N",
               help="Timed sequences of each size.")  # fmt: skip
 @size_option("--chunk", "chunk_bytes", default="16MiB", help="The largest chunk, on both sides.")
 @size_option("--ring", "ring_bytes", default="256MiB", help="Registered memory of each side.")
-@click.option("--timeout", type=click.FloatRange(0.1, 3600), default=30.0, show_default=True, metavar="S",
+@click.option("--timeout", type=Real(0.1, 3600), default=30.0, show_default=True, metavar="S",
               help="Seconds that a connection, an answer or a sequence may take.")  # fmt: skip
 @json_option()
 def send(

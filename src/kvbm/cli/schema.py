@@ -34,6 +34,11 @@ def layout_schema() -> _Schema:
     """The schema of a layout file."""
     described: dict[str, _Schema] = {
         "title": {**_TEXT, "description": "What it is, in a line."},
+        "like": {
+            "type": "string",
+            "description": "The layout that this one derives from: a name, or the path of a .yaml file from this file's folder. "
+            "Its order stays; pitches, axes and keys of planes that are given here replace its own.",
+        },
         "order": {
             "description": "The axes, slowest first: "
             + ", ".join(f"{axis} {what}" for axis, what in AXES.items())
@@ -56,7 +61,6 @@ def layout_schema() -> _Schema:
             "type": "object",
             "description": "The planes that the order names: kinds of elements, each with a dtype and an order of its own.",
             "propertyNames": {"pattern": f"^{_NAME}$"},
-            "minProperties": 2,
             "additionalProperties": _plane(),
         },
         "used_by": {"type": "array", "items": _TEXT, "description": "Engines and stores that have it."},
@@ -69,10 +73,16 @@ def layout_schema() -> _Schema:
         "description": "Where every element of a KV-cache block lies.",
         "type": "object",
         "properties": {key: described[key] for key in KEYS},
-        "required": ["order"],
         "additionalProperties": False,
-        # Other letters than those of the language are axes only if the key 'axes' declares them.
-        "if": {"required": ["axes"]},
+        "allOf": [
+            {
+                "if": {"required": ["like"]},
+                "then": {"properties": {"order": False, "planes": {"additionalProperties": {"properties": {"order": False}}}}},
+                "else": {"required": ["order"], "properties": {"planes": {"minProperties": 2}}},
+            }
+        ],
+        # Other letters than those of the language are axes only if the key 'axes' declares them, here or in the file of 'like'.
+        "if": {"anyOf": [{"required": ["axes"]}, {"required": ["like"]}]},
         "then": {"properties": _with_letters(_ANY)},
         "else": {"properties": _with_letters(_KNOWN_AXES)},
         "definitions": {"block": {"allOf": _rules(_BLOCK)}, "once": {"allOf": _rules(_ONCE)}},

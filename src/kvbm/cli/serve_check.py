@@ -10,25 +10,74 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from .. import errors
-from .common import gpu_option, json_option, layout_option, print_json, print_prose
+from ..layout import spec
+from .commands import Command, Real, Whole
+from .common import cast_option, gpu_option, json_option, note, print_json, print_prose, size_of
+from .complete import complete_dtype, items_of, some_of
 
 if TYPE_CHECKING:
     from ..integrations.vllm.serving import Engine
+    from ..planner.cast import Cast
 
-_COUNT = click.IntRange(1, 1 << 16)
+_COUNT = Whole(1, 1 << 16)
 
-#: Key of ``--to`` → argument of `Engine`.
-_KEYS = {
-    "tp": "tp", "pp": "pp", "dcp": "dcp", "block-size": "nt", "layout": "order", "kv-cache-dtype": "cache_dtype",
-    "backend": "backend",
-}  # fmt: skip
+#: What ``--to`` may say: numbers, and texts → argument of `Engine`.
+_NUMBERS = ("tp", "pp", "dcp", "nt")
+_TEXTS = {"layout": "order", "kv-cache-dtype": "cache_dtype", "backend": "backend"}
 
 
-@click.command("serve-check")
+def _orders() -> tuple[str, ...]:
+    from ..engines.vllm import ORDERS
+
+    return ORDERS
+
+
+def _cache_dtypes() -> tuple[str, ...]:
+    from ..integrations.vllm.models import CACHE_DTYPES
+
+    return tuple(CACHE_DTYPES)
+
+
+def _host_values() -> tuple[str, ...]:
+    from ..integrations.host_values import FORMATS
+
+    return tuple(FORMATS)
+
+
+def _backends() -> tuple[str, ...]:
+    from ..engines.vllm import LATENT, SIDE_BY_SIDE
+
+    return (*SIDE_BY_SIDE, *LATENT)
+
+
+@click.command(
+    "serve-check",
+    cls=Command,
+    other_names={
+        "--tensor-parallel-size": "--tp",
+        "--pipeline-parallel-size": "--pp",
+        "--decode-context-parallel-size": "--dcp",
+        "--tokens-per-block": "--block-size",
+        "--page-size": "--block-size",
+        "--nt": "--block-size",
+        "--model": "--vllm",
+        "--attention-backend": "--backend",
+    },
+    examples=[
+        "kvbm serve-check --vllm config.json --tp 2 --host-gib 64",
+        "kvbm serve-check --vllm config.json --tp 2 --to tp1,nt64,layout=LBNHC",
+        "kvbm serve-check --vllm config.json --host-values fp8 --json",
+    ],
+)
 @click.option(
-    "--vllm", "given", required=True, metavar="MODEL",
+    "--vllm",
+    "given",
+    required=True,
+    metavar="MODEL",
+    shell_complete=some_of(files=True),
     help="A config.json, its folder, or a model in Hugging Face's cache.",
 )
 @click.option("--tp", default=1, show_default=True, type=_COUNT, metavar="N", help="--tensor-parallel-size.")
@@ -36,44 +85,103 @@ _KEYS = {
 @click.option("--dcp", default=1, show_default=True, type=_COUNT, metavar="N", help="--decode-context-parallel-size.")
 @click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens per block.")
 @click.option(
-    "--kv-cache-dtype", "cache_dtype", default="auto", show_default=True, metavar="TYPE", help="As vLLM's flag."
+    "--kv-cache-dtype",
+    "cache_dtype",
+    default="auto",
+    show_default=True,
+    metavar="TYPE",
+    help="As vLLM's flag.",
+    shell_complete=some_of(names=_cache_dtypes),
 )
-@click.option("--dtype", metavar="TYPE", help="Of the model, as vLLM's flag; that of its config if not given.")
-@click.option("--layout", "order", default="LBHNC", show_default=True, metavar="ORDER", help="VLLM_KV_CACHE_LAYOUT.")
 @click.option(
-    "--backend", default="", metavar="NAME",
+    "--dtype",
+    metavar="TYPE",
+    help="Of the model, as vLLM's flag; that of its config if not given.",
+    shell_complete=complete_dtype,
+)
+@click.option(
+    "--layout",
+    "order",
+    default="LBHNC",
+    show_default=True,
+    metavar="ORDER",
+    help="VLLM_KV_CACHE_LAYOUT.",
+    shell_complete=some_of(names=_orders),
+)
+@click.option(
+    "--backend",
+    default="",
+    metavar="NAME",
+    shell_complete=some_of(names=_backends),
     help="Attention backend; FLASH_ATTN or FLASH_ATTN_MLA if not given.",
 )
 @click.option(
-    "--host-gib", default=64.0, show_default=True, type=click.FloatRange(0, 1 << 20, min_open=True), metavar="GIB",
+    "--host-gib",
+    default=64.0,
+    show_default=True,
+    type=Real(0, 1 << 20, min_open=True),
+    metavar="GIB",
     help="Host memory of all ranks.",
 )
-@layout_option(
-    "--host-layout", default="pages", show_default=True,
+@click.option(
+    "--host-layout",
+    default="pages",
+    show_default=True,
+    metavar="LAYOUT",
+    shell_complete=some_of("pages", names=spec.layouts),
     help="Layout of blocks in host memory; pages: as the engine has them.",
 )
 @click.option(
-    "--host-values", metavar="VALUES",
+    "--host-values",
+    metavar="VALUES",
+    shell_complete=some_of(names=_host_values),
     help="Quantise blocks on the way to host memory: fp8, mxfp8 or nvfp4.",
 )
 @click.option(
-    "--num-blocks", "blocks", default=64, show_default=True, type=_COUNT, metavar="N",
+    "--folder",
+    metavar="DIR",
+    shell_complete=some_of(files=True),
+    help="Folder of files behind host memory. The host layout is then universal if not given.",
+)
+@click.option(
+    "--folder-bytes",
+    callback=lambda _, __, value: value and size_of(value, most_tib=1024),
+    metavar="SIZE",
+    help="With --folder: the most bytes of all its files, such as 500GiB.",
+)
+@click.option(
+    "--num-blocks",
+    "blocks",
+    default=64,
+    show_default=True,
+    type=_COUNT,
+    metavar="N",
     help="Blocks of the store and the load that are planned.",
 )
 @click.option(
-    "--to", "to_text", metavar="KEY=VALUE,…",
-    help="The engine that decodes: tp=1,block-size=64,layout=LBNHC; other keys as in this engine.",
+    "--to",
+    "to_text",
+    metavar="PLACEMENT",
+    shell_complete=items_of(*_NUMBERS, *(f"{name}=" for name in _TEXTS)),
+    help="The engine that decodes: tp1,nt64,layout=LBNHC; what it does not say is as in this engine.",
 )
 @click.option(
-    "--tokens", default=8192, show_default=True, type=click.IntRange(1, 1 << 20), metavar="N",
+    "--tokens",
+    default=8192,
+    show_default=True,
+    type=Whole(1, 1 << 20),
+    metavar="N",
     help="Tokens of a request, with --to.",
 )
+@cast_option(
+    'With --to and another kv-cache-dtype: "cast" of both engines, amax, a number, or JSON, as kvbm convert has it.'
+)
 @gpu_option("GPU whose measured speeds are printed.")
-@json_option()
+@json_option()  # fmt: skip
 def serve_check(
     given: str, tp: int, pp: int, dcp: int, nt: int, cache_dtype: str, dtype: str | None, order: str, backend: str,
-    host_gib: float, host_layout: str, host_values: str | None, blocks: int, to_text: str | None, tokens: int, device: int,
-    as_json: bool,
+    host_gib: float, host_layout: str, host_values: str | None, folder: str | None, folder_bytes: int | None, blocks: int,
+    to_text: str | None, tokens: int, cast: Cast, device: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what kvbm would do in a vLLM engine, without starting it.
 
@@ -83,21 +191,32 @@ def serve_check(
     """
     from ..integrations.vllm import models, serving
 
+    ctx = click.get_current_context()
+    for name in ("cast", "tokens"):
+        if to_text is None and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name} goes with --to, the engine that decodes")
+    if (folder is None) != (folder_bytes is None):
+        raise click.UsageError("--folder and --folder-bytes: expected both, or none of them")
+    if folder and host_values is None and ctx.get_parameter_source("host_layout") is ParameterSource.DEFAULT:
+        host_layout = "universal"
     engine = serving.Engine(models.read(given, cache_dtype, dtype), tp, pp, dcp, nt, order, cache_dtype, backend)
     to = _other(engine, to_text, given, dtype) if to_text is not None else None
     found = serving.as_json(
-        engine, int(host_gib * (1 << 30)), host_layout, blocks=blocks, device=device, to=to, tokens=tokens, host_values=host_values
-    )
+        engine, int(host_gib * (1 << 30)), host_layout, blocks=blocks, device=device, to=to, tokens=tokens, host_values=host_values,
+        cast=cast, folder=None if folder is None else {"folder": folder, "folder_bytes": folder_bytes},
+    )  # fmt: skip
     if as_json:
         print_json(found)
     else:
         for line in _lines(found):
-            if line.startswith((" ", "VLLM_")):
-                click.echo(line)
+            if line.startswith("VLLM_"):
+                click.echo(line)  # a command, to be copied
             else:
                 print_prose(line)
-    for note in serving.notes(found["model"]):
-        click.echo(f"{click.style('note:', bold=True)} {note}", err=True)
+    if engine.model.served == "MODEL" and not as_json:
+        note(f"MODEL in the commands stands for the name or the folder of the model, of which {given} is only the config.")
+    for text in serving.notes(found["model"]):
+        note(text)
     for one in found["refused"]:
         click.echo(f"{click.style('refused:', fg='red', bold=True)} {one['what']}: {one['why']}", err=True)
     if found["refused"]:
@@ -109,21 +228,19 @@ def _other(engine: Engine, text: str, given: str, dtype: str | None) -> Engine:
     from dataclasses import replace
 
     from ..integrations.vllm import models
+    from ..reshard import presets
 
-    settings: dict[str, Any] = {}
-    for item in text.split(","):
-        key, _, value = item.strip().partition("=")
-        if key not in _KEYS or not value:
-            raise errors.SpecError(f"--to: expected KEY=VALUE with one of {', '.join(_KEYS)}, got {item!r:.100}")
-        name = _KEYS[key]
-        if name in settings:
-            raise errors.SpecError(f"--to: {key}: expected once, got twice")
-        if name in ("tp", "pp", "dcp", "nt") and not (value.isdecimal() and 0 < int(value[:9]) <= 1 << 16):
-            raise errors.SpecError(f"--to: {key}: expected a number from 1 on, got {value!r:.100}")
-        settings[name] = int(value) if name in ("tp", "pp", "dcp", "nt") else value
-    if "cache_dtype" in settings:
-        settings["model"] = models.read(given, settings["cache_dtype"], dtype)
-    return replace(engine, **settings)
+    given_there = presets.options(text.removeprefix("vllm:"), _NUMBERS, tuple(_TEXTS), "--to")
+    for name in _NUMBERS:
+        if not 0 < given_there.get(name, 1) <= 1 << 16:
+            raise errors.SpecError(f"--to: {name}: expected a number from 1 to 65,536, got {given_there[name]}")
+    settings = {_TEXTS.get(name, name): value for name, value in given_there.items()}
+    try:
+        if "cache_dtype" in settings:
+            settings["model"] = models.read(given, settings["cache_dtype"], dtype)
+        return replace(engine, **settings)
+    except errors.SpecError as error:
+        raise errors.SpecError(f"--to: {error}") from None
 
 
 # ---- for people ----------------------------------------------------------------------------------------------------
@@ -174,11 +291,15 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             sums[1] += one["chunks"]
         for (src, dst), (nbytes, chunks) in ways.items():
             yield f"  rank {src} sends rank {dst} {nbytes:,} bytes in {chunks:,} chunks"
-        for text in dict.fromkeys(to["proofs"]):
-            yield f"  {text}"
+        for text in dict.fromkeys([*to["casts"], *to["proofs"]]):
+            yield f"  {text[0].lower()}{text[1:]}"
         yield "Prefill and decode (host: the address of each machine):"
         yield to["prefill"]["command"]
         yield to["decode"]["command"]
+    if (both := found["together"]) is not None:
+        yield "The same with offloading:"
+        yield both["prefill"]["command"]
+        yield both["decode"]["command"]
 
 
 def _engine(engine: dict[str, Any]) -> Iterator[str]:

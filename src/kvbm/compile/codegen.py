@@ -1,13 +1,15 @@
 """The list of kernels to build, and their source: CUDA for the GPU and C++ for the host, from the same list.
 
 Generation is deterministic: the same layouts give the same bytes.  The generated files only instantiate the templates of
-``cuda/permute.cuh``; the logic of the kernels is written by hand in the headers that it lists.
+``cuda/permute.cuh``; the logic of the kernels is written by hand in the headers that it lists.  The classes of kernels are
+the kinds of `planner.loopnest.Form`.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +17,14 @@ from string import Template
 
 from ..errors import LayoutError, MissingKernelError, PlanError, SpecError
 from ..layout.layout import Layout
-from ..layout.region import Section
+from ..layout.resolved import legal
 from ..layout.shapes import BlockShape
 from ..layout.spec import layouts_dir, load_dir
-from ..planner.cast import WIDE_CASTS, WIDE_MODES
+from ..planner.cast import DIGESTED_CASTS, WIDE_CASTS, WIDE_MODES
 from ..planner.loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
 from ..planner.plan import between
 from ..system.cache import replacing
-
-__all__ = ["check", "cuda_dir", "generate", "kernels", "source", "write"]
+from .nvcc import digest
 
 #: Number of ``.cu`` files: few, because each is compressed alone; more than one, because nvcc compiles them in parallel.
 _FILES = 4
@@ -110,14 +111,14 @@ def _asked(layouts: Sequence[Layout]) -> dict[Kernel, set[Pair]]:
     for shape, pairs in work.items():
         # Source and destination have different numbers of blocks, so that strides that depend on them do not agree by accident.
         sources, destinations = (
-            {k: _legal(chosen[k], shape, n) for k in {p[side] for p in pairs}} for side, n in enumerate((13, 17))
+            {k: legal(chosen[k], shape, n) for k in {p[side] for p in pairs}} for side, n in enumerate((13, 17))
         )
         for pair in pairs:
             src, dst = sources[pair[0]], destinations[pair[1]]
             if src is None or dst is None:
                 continue
             try:
-                launches = between(src, dst, "").launches()
+                launches = between(src.section, dst.section, "").launches()
             except (PlanError, MissingKernelError):
                 continue  # no copy at this shape: a user who asks for this pair gets the error
             for launch in launches:
@@ -136,14 +137,6 @@ def _is_usual(shape: BlockShape) -> bool:
     """True for a shape like an engine's: elements of one or two bytes, rows of tokens and of elements in whole words."""
     row = shape.hd * shape.itemsize
     return shape.itemsize <= 2 and shape.nt % WIDEST == 0 and row % WIDEST == 0 and row > 4 * WIDEST
-
-
-def _legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Section | None:
-    """The layout at these sizes; None if it is not legal there."""
-    try:
-        return layout.resolve(shape, num_blocks).section
-    except LayoutError:
-        return None
 
 
 def _sizes(src: Layout, dst: Layout) -> tuple[tuple[int, ...], bool, tuple[int, ...]]:
@@ -240,6 +233,8 @@ def _casts() -> Iterator[Form]:
     """Kernels that cast, for any loop nest: contiguous elements of common formats, and any elements of any formats."""
     for values in sorted(WIDE_CASTS):
         yield Form("cast", MAX_OUTER, WIDE_MODES, 8, 0, values=values)
+    for values in sorted(DIGESTED_CASTS):
+        yield Form("cast", MAX_OUTER, WIDE_MODES, 8, 0, sums=True, values=values)
     for values, element in itertools.product(("any_plain", "plain_any"), (1, 2)):
         yield Form("cast", MAX_OUTER, MAX_INNER, element, 0, values=values)
 
@@ -279,10 +274,10 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
     chosen = list(layouts) if layouts is not None else load_dir(layouts_dir())
     names = kernels(chosen)
     # Kernels with neighbouring names have similar machine code.  In one file they compress a quarter better.
-    casts = [name for name in names if name.startswith("cast_")]
+    casts = [name for name in names if name.startswith(("cast_", "sum_cast_"))]
     copies = [name for name in names if name not in casts]
     images = {name: index * min(_FILES, len(copies)) // len(copies) for index, name in enumerate(copies)}
-    images |= dict.fromkeys(casts, _FILES)
+    images |= {name: _FILES + name.startswith("sum_") for name in casts}
     template = Template((cuda_dir() / "kernels.cu.in").read_text(encoding="utf-8"))
     files: dict[str, str] = {}
     for image in sorted(set(images.values())):
@@ -296,6 +291,33 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
         for name, pairs in names.items()
     )
     return files
+
+
+def generated(cache: Path, layouts: Sequence[Layout] | None = None) -> dict[str, str]:
+    """What `generate` returns; what was generated before in this folder of a build, from the same inputs, is taken again.
+
+    Parameters
+    ----------
+    cache : Path
+        The folder of the build, such as ``build``. It is created if it does not exist.
+    layouts : sequence of Layout, optional
+        Default: the shipped layouts.
+
+    Returns
+    -------
+    dict
+        File name → text.
+    """
+    data = sorted(layouts_dir().rglob("*.yaml"))
+    names = [path.relative_to(layouts_dir()).as_posix() for path in data]
+    rooms = ("layout", "planner", "compile", "digest")
+    code = [file for room in rooms for file in sorted((Path(__file__).resolve().parents[1] / room).glob("*.py"))]
+    inputs = digest(list(map(repr, layouts or [])), names, [*data, cuda_dir() / "kernels.cu.in", *code])
+    result = cache / "generated" / f"{inputs}.json"
+    if not result.exists():
+        with replacing(result) as part:
+            Path(part).write_text(json.dumps(generate(layouts)), encoding="utf-8")
+    return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
 def _parts(name: str) -> int:
@@ -331,7 +353,7 @@ def _types(name: str) -> str:
             if form.element < 8:
                 return f"CastAny<{_commas(form.outer, form.inner, str(form.values == 'plain_any').lower(), form.element)}>"
             types = [name.capitalize() for name in form.values.split("_")]
-            return f"Cast<{_commas(form.outer, form.inner, *types, *['None'] * (3 - len(types)))}>"
+            return f"Cast<{_commas(form.outer, form.inner, *types, *['None'] * (3 - len(types)), *['true'] * form.sums)}>"
         if form.kind == "digest":
             return f"Digest<{_commas(form.outer, form.inner, form.word, *([form.element] if form.element else []))}>"
         if form.kind == "record":
@@ -373,7 +395,7 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
         elif form.kind == "cast":
             loops += [f"group{k}" for k in reversed(range(3, form.inner))]
             how = "contiguous elements" if form.element == 8 else f"elements{' in pairs' * (form.element == 2)} at any strides"
-            inside = f"cast the elements of a group, {how}"
+            inside = f"cast{' and digest' if form.sums else ''} the elements of a group, {how}"
         elif form.of_planes:
             loops += ["plane", *(f"row{k}" for k in reversed(range(1, form.inner)))]
             inside = "move a run of the plane's items between shared memory and memory"

@@ -22,8 +22,6 @@ from pathlib import Path
 from ..errors import BuildError
 from ..system.cache import replacing
 
-__all__ = ["DEFAULT_ARCHS", "Compiler", "Targets", "digest", "fatbin", "find", "replacing", "sources", "targets"]
-
 DEFAULT_ARCHS = "80;90;100;120"  # cubins run on later minor versions: 86 and 89, 103, 121 are covered too
 MIN_VERSION = (12, 8)  # the first that supports sm_100, sm_120 and --compress-mode
 _FATBIN = 0xBA55ED50

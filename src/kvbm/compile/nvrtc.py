@@ -32,8 +32,6 @@ from ..system.locks import Lock
 from ..system.private import PrivateFolder
 from .codegen import cuda_dir, source
 
-__all__ = ["Compiler", "Origin", "cubin", "find", "folder", "is_known_kind", "kernel", "origin", "why_not"]
-
 _log = escaping(logging.getLogger(__name__))
 
 #: How to get NVRTC, and how to do without.

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from .. import _core
 from ..errors import MissingKernelError
-from ..planner.loopnest import Kernel, kernel_name, parse_kernel
+from ..planner.loopnest import Kernel, Part, kernel_name, parse_kernel
 from ..planner.lowering import CellParams, Kernels, Launch, Steps, engine_arguments, lower
 from ..planner.plan import Plan
 from . import nvrtc
-
-__all__ = ["copies_of", "digest_copies", "engine_copies", "kernel_notes", "launches_of", "prepare"]
 
 
 @functools.cache
@@ -100,20 +98,9 @@ def prepare(
 
 def copies_of(made: Plan, launches: Sequence[Launch], src_steps: Steps, dst_steps: Steps) -> list[_core.Copy]:
     """The launches of a plan (`launches_of`), for tables that were shortened as the steps say."""
-    part = made.parts[0].fold(src_steps.entry, dst_steps.entry)
-    ids = [
-        (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
-        for of, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
-    ]
+    ids = _ids(made.parts[0], src_steps, dst_steps)
     return [
-        _core.Copy(
-            launch.name,
-            launch.arguments(src_steps, dst_steps),
-            ids[0],
-            ids[1],
-            _units(made),
-            sm_limited=launch.kernel[0].sm_limited,
-        )
+        _core.Copy(launch.name, launch.arguments(src_steps, dst_steps), *ids, sm_limited=launch.kernel[0].sm_limited)
         for launch in launches
     ]
 
@@ -123,6 +110,8 @@ def digest_copies(
     lanes: int,
     src_steps: Steps = Steps(),  # noqa: B008  (immutable)
     dst_steps: Steps = Steps(),  # noqa: B008
+    *,
+    sm_limited: bool = False,
 ) -> list[_core.Copy]:
     """The launches of a digest, separate or fused into a copy (`kvbm.digest.cells`), with built-in kernels.
 
@@ -132,8 +121,8 @@ def digest_copies(
         The planned launches, and the parameters of their cells.
     lanes : int
         Keys per token of the whole model.
-    src_steps, dst_steps
-        As for `prepare`.
+    src_steps, dst_steps, sm_limited
+        As for `prepare`; only casts accept a limit of multiprocessors.
 
     Raises
     ------
@@ -142,17 +131,13 @@ def digest_copies(
     """
     copies = []
     for launch, keys in (one for asked, cells in ready for one in _built(asked, cells)):
-        part = launch.work[0][0].fold(src_steps.entry, dst_steps.entry)
-        ids = [
-            (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
-            for of, steps in ((part.src_id, src_steps), (part.dst_id, dst_steps))
-        ]
-        units = launch.work[0][0].src_id.extents, launch.work[0][0].dst_id.extents
+        ids = _ids(launch.work[0][0], src_steps, dst_steps)
         parts = [
             (*part[:-1], (one.word,) if one.word else part[-1])
             for part, one in zip(launch.arguments(src_steps, dst_steps), keys, strict=True)
         ]
-        copies.append(_core.Copy(launch.name, parts, ids[0], ids[1], units, (lanes, [(*one[:4], one.along_b) for one in keys])))
+        cells = lanes, [(*one[:4], one.along_b) for one in keys]
+        copies.append(_core.Copy(launch.name, parts, *ids, cells, sm_limited=sm_limited))
     return copies
 
 
@@ -183,12 +168,19 @@ def _built(asked: Launch, cells: Sequence[CellParams]) -> Iterator[tuple[Launch,
 
 def engine_copies(made: Plan) -> list[_core.Copy]:
     """A plan's loop nests in bytes, for the copy engine; empty if one has too many modes."""
-    one = made.parts[0]
-    return [
-        _core.Copy(None, cells, one.src_id[:2], one.dst_id[:2], _units(made)) for cells in engine_arguments(made.parts)
-    ]
+    ids = _ids(made.parts[0], Steps(), Steps())
+    return [_core.Copy(None, cells, *ids) for cells in engine_arguments(made.parts)]
 
 
-def _units(made: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extents of an id's digits for units inside a block; the same for all parts."""
-    return made.parts[0].src_id.extents, made.parts[0].dst_id.extents
+_Step = tuple[int, int]
+_Extents = tuple[int, ...]
+
+
+def _ids(part: Part, src_steps: Steps, dst_steps: Steps) -> tuple[_Step, _Step, tuple[_Extents, _Extents]]:
+    """The step of an id on each side (entries, bytes), and the extents of its digits inside a block; the same for all parts."""
+    folded = part.fold(src_steps.entry, dst_steps.entry)
+    src, dst = (
+        (0, steps.block) if steps.block is not None else (of.entries, of.nbytes)
+        for of, steps in ((folded.src_id, src_steps), (folded.dst_id, dst_steps))
+    )
+    return src, dst, (part.src_id.extents, part.dst_id.extents)

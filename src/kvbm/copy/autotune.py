@@ -15,13 +15,11 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ..errors import escaping
-from ..pool.pool import Pool
+from ..pool.pool import Pool, part_of
 from ..system import machine
 from . import cost_model, tables
 from .cost_model import DIRECTIONS, STRATEGIES, Row, Table, reason
-from .executor import Executor, part_of
-
-__all__ = ["ensure", "measure"]
+from .executor import Executor
 
 _log = escaping(logging.getLogger(__name__))
 

@@ -20,13 +20,10 @@ from ..layout.scales import QUANTISED, Group, group_of
 from ..layout.shapes import BlockShape
 from ..planner.cast import AMAX, PLAIN, Cast, Scale, as_cast
 from ..planner.plan import between_layers, scales_of, value_pairs
-from ..pool.pool import Pool
+from ..pool.pool import Pool, part_of
 from ..pool.section import PoolSection
 from .diff import on_host
-from .executor import part_of
 from .transfer import Transfer
-
-__all__ = ["CastReport", "cast_report"]
 
 #: Bytes of the values of a batch in float32.  Several arrays of this size are held.
 _BATCH_BYTES = 16 << 20

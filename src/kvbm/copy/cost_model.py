@@ -18,21 +18,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import escaping
 from ..planner.plan import size_text
 from ..system import cache
-
-__all__ = ["Cost", "Row", "Table", "Way", "groups_of", "load", "path", "save"]
 
 _log = escaping(logging.getLogger(__name__))
 
 #: Version of the file.  Files of other versions are ignored.
 VERSION = 2
 
-#: The strategies, by their numbers in ``cuda/kvbm.h``; and the directions of copies.
-STRATEGIES = ("direct", "staged", "engine")
+#: How a transfer may copy; `kvbm.Transfer` documents them.
+Strategy = Literal["auto", "aside", "direct", "staged", "engine"]
+
+#: Strategies that choose per batch, by the measured table; and what they choose from, by their numbers in ``cuda/kvbm.h``.
+CHOICES: tuple[str, ...] = get_args(Strategy)[:2]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)[2:]
+
 DIRECTIONS = ("d2h", "h2d", "d2d", "p2p")
 
 #: Bytes of a slot of the ring for staged copies; larger if a block is larger.

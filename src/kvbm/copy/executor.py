@@ -14,33 +14,24 @@ from .. import _core
 from .._arguments import number, quoted
 from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
-from ..digest.run import CopyDigests, Proof, digest_array, fused_copies, unit_positions
+from ..digest.run import CopyDigests, Proof, fused_copies
 from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_formats
 from ..memory.array_info import find_overlap
-from ..memory.streams import framework_of, framework_stream, torch_stream
-from ..planner.cast import Scale
+from ..memory.streams import framework_of, framework_stream, require_no_stream, torch_stream
+from ..planner.cast import CastPart, Scale, bits_of
 from ..planner.lowering import Launch, Steps
 from ..planner.plan import Plan, between_layers, size_text
+from ..pool.digester import digest_array, unit_positions
 from ..pool.pool import Pool
 from ..pool.section import PoolSection
 from ..system.locks import Lock
+from ..system.machine import device_of
 from . import cost_model, tables
-from .cost_model import CHUNK_BYTES, STRATEGIES, Way
+from .cost_model import CHOICES, CHUNK_BYTES, STRATEGIES, Way
 from .diff import where_different
-
-__all__ = [
-    "Executor",
-    "Layers",
-    "current_stream",
-    "part_of",
-    "require_compatible",
-    "require_disjoint",
-    "require_usable",
-    "torch_stream",
-]
 
 #: Default multiprocessors of a kernel that works on host memory: more do not make PCIe faster.
 HOST_SMS = 16
@@ -53,9 +44,6 @@ _SLOT_ALIGNMENT = 16
 
 #: Runs from which on the copy engine moves the slots of a cast (bytes).
 _SHORT_RUN = 64 << 10
-
-#: Strategies that choose per batch, by the measured table.
-CHOICES = ("auto", "aside")
 
 #: Hint: how to give another GPU's kernels access to memory that is not from cuMemAlloc.
 _GRANT = (
@@ -108,7 +96,7 @@ class _End:
     @property
     def index(self) -> int:
         """CUDA device ordinal, -1 for the host."""
-        return -1 if self.device == "cpu" else int(self.device.partition(":")[2])
+        return device_of(self.device)
 
     @property
     def table(self) -> npt.NDArray[np.uint64]:
@@ -226,37 +214,36 @@ class Executor:
         return "this machine has no peer access between them"
 
     def route(self, layers: Layers) -> _Route:
-        found = self.routes.get(layers)
-        if found is None:
-            if layers is None and not self.closed:
-                how = "pass" if self.keep else "kvbm.convert copies all: use pool.section(l=…), or pass to Transfer(…).copy"
-                raise BindError(
-                    f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; {how} "
-                    "layers=(range of the source, range of the destination)"
-                )
-            with self.lock:
-                if self.closed:
-                    raise BindError(f"{self.title}: the transfer is closed")
-                found = self.routes.get(layers)  # another thread may have created it
-                if found is None:
-                    found = self.routes[layers] = self._route(layers)
-        return found
+        """The route of these layers; planned on first use."""
+        if layers is None and not self.closed and None not in self.routes:
+            how = "pass" if self.keep else "kvbm.convert copies all: use pool.section(l=…), or pass to Transfer(…).copy"
+            raise BindError(
+                f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; {how} "
+                "layers=(range of the source, range of the destination)"
+            )
+        return self._kept(layers, lambda: self._route(layers))
 
     def digested(self, layers: Layers) -> _Route:
         """The route with the launches of digests; planned on first use."""
-        key = ("digests", layers)
+
+        def make() -> _Route:
+            plain = self.route(layers)
+            more = self._digests(layers, plain)
+            self._warm(more.copies)
+            return replace(plain, route=plain.make(**more.options(self._digests_dst(plain.plan))), digests=more)
+
+        return self._kept(("digests", layers), make)
+
+    def _kept(self, key: Any, make: Callable[[], _Route]) -> _Route:
+        """The route of this key, or a new one, which is kept."""
         found = self.routes.get(key)
         if found is None:
-            plain = self.route(layers)
             with self.lock:
                 if self.closed:
                     raise BindError(f"{self.title}: the transfer is closed")
-                found = self.routes.get(key)
+                found = self.routes.get(key)  # another thread may have created it
                 if found is None:
-                    more = self._digests(layers, plain)
-                    self._warm(more.copies)
-                    route = plain.make(**more.options(self._digests_dst(plain.plan)))
-                    found = self.routes[key] = replace(plain, route=route, digests=more)
+                    found = self.routes[key] = make()
         return found
 
     def _digests_dst(self, plan: Plan) -> bool:
@@ -288,19 +275,14 @@ class Executor:
         def joined(
             sides: tuple[Section, Section], alignments: tuple[int, int], ends: tuple[Steps, Steps], sm_limited: bool
         ) -> list[_core.Copy] | str:
-            if sm_limited:
+            if self.on_host and any(_has_small_cells(part) for part in found.plan.casts):
+                return "on the CPU that is faster for codes of 4 bits, and for scales of 8"
+            if sm_limited and not all(isinstance(part, CastPart) for part in found.plan.parts):
                 return "kernels with a limit of multiprocessors do not digest"
-            return fused_copies(fused(*sides, keys, alignments, self.title), keys.lanes, *ends)
+            made = fused(*sides, keys, alignments, self.title, found.plan.cast)
+            return fused_copies(made, keys.lanes, *ends, sm_limited=sm_limited)
 
         none = Steps()
-        if casts:
-            why = "kernels that cast do not digest"
-            both = ([], by_itself(theirs, dst)) if named is dst else (by_itself(ours, src), [])
-            slots: list[_core.Copy] = []
-            if self.direction in ("d2h", "h2d") and self.gathers == (named is dst):  # the slots have the quantised bits
-                slot = steps[0].dst if self.gathers else steps[1].src
-                slots = digest_copies(alone(slot, keys, _SLOT_ALIGNMENT, self.title, turns=True), keys.lanes)
-            return CopyDigests(why, why, both, slots)
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
         if self.on_host:
             permute: list[_core.Copy] | str = []
@@ -308,6 +290,14 @@ class Executor:
             permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
         else:
             permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
+        if casts:
+            both = ([], by_itself(theirs, dst)) if named is dst else (by_itself(ours, src), [])
+            slots: list[_core.Copy] = []
+            is_in_slots = self.direction in ("d2h", "h2d") and self.gathers == (named is dst)  # the quantised bits
+            if isinstance(permute, str) and is_in_slots:
+                slot = steps[0].dst if self.gathers else steps[1].src
+                slots = digest_copies(alone(slot, keys, _SLOT_ALIGNMENT, self.title, turns=True), keys.lanes)
+            return CopyDigests(direct, permute, both, slots)
         mine, its = alike(ours, theirs)
         return CopyDigests(direct, permute, (by_itself(mine, src), [] if self.unreached else by_itself(its, dst)))
 
@@ -475,11 +465,8 @@ class Executor:
     def stream(self, stream: Any, wait: Any) -> Any:
         """The default stream of a copy; None on the host."""
         if self.on_host:
-            for name, given in (("stream", stream), ("wait", wait)):
-                if given is not None:
-                    raise BindError(
-                        f"{name}: the pools are on the CPU, where the call waits for the copy; leave {name} out"
-                    )
+            if stream is not None or wait is not None:
+                require_no_stream("the pools are on the CPU, where the call waits for the copy", stream=stream, wait=wait)
         elif stream is None:
             stream = self._current_stream()
         return stream
@@ -526,7 +513,7 @@ class Executor:
             lines += kernel_notes(found.launches, -1)
         if verifies or ("digests", layers) in self.routes:
             lines += self._how_digested(self.digested(layers), verifies)
-        return "\n".join([*lines, found.plan.explain()])
+        return "\n".join([*lines, found.plan.explain(on_host=self.on_host)])
 
     def _how_digested(self, found: _Route, verifies: bool) -> list[str]:
         assert found.digests
@@ -608,6 +595,11 @@ def _max_sms(executor: Executor, asked: object) -> int:
     return asked
 
 
+def _has_small_cells(part: CastPart) -> bool:
+    """True for a cast that does not digest on the CPU, because of many small cells (``kRuns`` in ``cuda/cast.cuh``)."""
+    return bits_of(part.formats[part.quantises]) == 4 or (part.scales is not None and bits_of(part.formats[2]) == 8)
+
+
 def _check_strategy(executor: Executor) -> None:
     """Raise `BindError` for a strategy or chunk size that cannot be honoured."""
     if not isinstance(executor.strategy, str) or str.__str__(executor.strategy) not in (*CHOICES, *STRATEGIES):  # type: ignore[redundant-expr]
@@ -636,17 +628,6 @@ def require_layers(layers: Any) -> None:
     both = layers if type(layers) is tuple and len(layers) == 2 else (layers, layers)
     if layers is not None and not all(type(one) is range for one in both):
         raise BindError(f"layers: expected range(first, last) or a tuple of two of them, got {quoted(layers)}")
-
-
-def part_of(given: Any, what: str) -> PoolSection:
-    """A pool or a section, as a section."""
-    if isinstance(given, Pool):
-        return given.whole
-    if isinstance(given, PoolSection):
-        return given
-    raise BindError(
-        f"the {what}: expected a kvbm.Pool or a section of one, got {type(given).__name__}; bind arrays with kvbm.Pool"
-    )
 
 
 def require_usable(src: Any, dst: Any) -> None:
@@ -720,4 +701,4 @@ def current_stream(pool: Pool) -> int:
         The arrays belong to neither framework, so there is no default stream.
     """
     framework = framework_of(pool.arrays[0])
-    return _core.stream_handle(framework_stream(framework, int(pool.device.partition(":")[2])))
+    return _core.stream_handle(framework_stream(framework, device_of(pool.device)))

@@ -17,8 +17,6 @@ from ..system.locks import Lock
 from . import cost_model
 from .cost_model import BUILT_IN, STRATEGIES, Choice, Table, Way, reason
 
-__all__ = ["Known", "known", "limits", "lock", "reload"]
-
 _log = escaping(logging.getLogger(__name__))
 
 

@@ -1,24 +1,21 @@
-"""Transfers: copy blocks from one pool into another."""
+"""Transfers: copy blocks from one pool into another.  The strategies are in `executor`."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Literal
+from typing import Any
 
 from .. import _core
 from .._arguments import flag
 from ..digest.cells import Model
 from ..errors import BindError
 from ..planner.cast import Cast, Scale, as_cast
-from ..pool.pool import Pool
+from ..pool.pool import Pool, part_of
 from ..pool.section import PoolSection
 from . import autotune
-from .executor import CHOICES, Executor, Layers, part_of, require_usable
-
-__all__ = ["Strategy", "Transfer", "convert"]
-
-#: The strategies; `Transfer` documents them.
-Strategy = Literal["auto", "aside", "direct", "staged", "engine"]
+from .cost_model import CHOICES
+from .cost_model import Strategy as Strategy
+from .executor import Executor, Layers, require_usable
 
 
 class Transfer:

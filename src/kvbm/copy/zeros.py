@@ -10,7 +10,13 @@ import numpy as np
 from ..pool.pool import Pool
 from .transfer import Transfer
 
-__all__ = ["Zeros"]
+
+def block_of_zeros(like: Pool, device: str) -> Pool:
+    """A pool of one block of zeros in host memory, with the layout and shape of another."""
+    zeros = Pool.allocate(like.layout, like.shape, 1, device)
+    for array in zeros.arrays:
+        array.view(np.uint8)[...] = 0
+    return zeros
 
 
 class Zeros:
@@ -51,11 +57,7 @@ class Zeros:
         if not blocks.size:
             return
         if self._made is None:
-            zeros = Pool.allocate(
-                self._pool.layout, self._pool.shape, 1, "cpu" if self._pool.device == "cpu" else "pinned"
-            )
-            for array in zeros.arrays:
-                array.view(np.uint8)[...] = 0
+            zeros = block_of_zeros(self._pool, "cpu" if self._pool.device == "cpu" else "pinned")
             self._made = zeros, Transfer(zeros, self._pool)
         options = {} if stream is None else {"stream": stream}
         self._made[1].copy(np.zeros(blocks.size, np.int64), blocks, **options).synchronize()

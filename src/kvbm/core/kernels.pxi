@@ -242,7 +242,7 @@ cdef class Copy:
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
         if kernel is not None and kernel.startswith(("digest_", "sum_")) != (digest is not None):
             raise PlanError(f"kernel {kernel!r}: expected keys for a kernel that digests, and none for another")
-        cdef bint casts = kernel is not None and kernel.startswith("cast_")
+        cdef bint casts = kernel is not None and kernel.startswith(("cast_", "sum_cast_"))
         memset(&self.args, 0, sizeof(kvbm_args))
         self.args.src_id_table, self.args.dst_id_table = src_id[0], dst_id[0]
         self.args.num_parts = <uint32_t> len(parts)
@@ -287,6 +287,8 @@ cdef class Copy:
                     _fill_keys(&self.args.part[number], tuple(outer), tuple(inner), tuple(steps))
                     if along_b:
                         self.args.part[number].cell_words = 0
+                    if casts and number == 0:
+                        self.args.part[number].given_scales = 0  # it shares memory with cell_words
                 except OverflowError as error:
                     raise PlanError(f"keys of part {number} of the plan for {kernel!r}: {error}") from None
         self.index = index

@@ -16,11 +16,10 @@ from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step, normal
 from ..layout.region import Section, canonical
 from ..layout.shapes import LIMIT
+from ..planner.cast import DIGESTED_CASTS, GROUP_MODES, ITEM, CastPart, Scale, bits_of
 from ..planner.loopnest import MAX_PARTS, Form, Id, Mode, Part, form_of
-from ..planner.lowering import CellParams, Launch
+from ..planner.lowering import CellParams, Launch, cast_launch
 from ..planner.plan import between
-
-__all__ = ["CELL", "Keys", "Model", "alike", "alone", "fused", "keys_of", "require_model"]
 
 #: Bytes of the largest cell, and of every cell in the map of keys.
 CELL = 16
@@ -464,28 +463,98 @@ def _cell_params(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Cell
 
 
 def fused(
-    src: Section, dst: Section, keys: Keys, alignments: tuple[int, int], title: str
+    src: Section, dst: Section, keys: Keys, alignments: tuple[int, int], title: str, cast: Scale | None = None
 ) -> list[tuple[Launch, list[CellParams]]] | str:
     """The launches that copy and digest at once, or the reason why there are none.
 
     Each word that such a kernel copies is a cell of ``docs/reference/digest.md``, at least on one side.  This is proved: the
     loops of each part go through whole cells, the kernel's word has the size of the plane's cells (`_require_cells`), and there
-    are as many words as the section has cells.
+    are as many words as the section has cells.  The keys of a cast are those of its quantised side.
     """
     if src.chosen or dst.chosen or keys.section.chosen:
         return "some coordinates are selected one by one"
     work = []
     try:
-        made = between(*alike(src, dst), title, keys.section)
-        for part in (piece for whole in made.parts for piece in _by_cells(whole)):
-            pieces = part.fit(part.form(*alignments).kind)
+        made = between(*(alike(src, dst) if cast is None else (src, dst)), title, keys.section, cast)
+        casts = [_fused_cast(part, alignments, keys) for part in made.casts]
+        for rest in (piece for whole in made.parts if not isinstance(whole, CastPart) for piece in _by_cells(whole)):
+            pieces = rest.fit(rest.form(*alignments).kind)
             work += [(piece, *_fused_form(piece, piece.form(*alignments), keys)) for piece in pieces]
     except (LayoutError, PlanError, MissingKernelError) as error:
         return str(error)
-    words = sum(part.nbytes // form.word for part, form, _ in work)
+    words = sum(part.nbytes // form.word for part, form, _ in work) + sum(_cells_of_cast(part, keys) for part in made.casts)
     if words != keys.count:  # what is required of each part must keep this true
         return f"{words} words are copied, and there are {keys.count} cells"
-    return list(_shared(work))
+    return [*_shared(work), *casts]
+
+
+def _fused_cast(part: CastPart, alignments: tuple[int, int], keys: Keys) -> tuple[Launch, list[CellParams]]:
+    """The launch that casts a part and digests the quantised side, and the keys of its elements and scales.
+
+    The keys of its inner modes count bytes: `CELL` for each cell.  Each thread of a warp has an item of eight elements, of two
+    neighbouring groups, and several threads share a cell.  So consecutive items of a group must be consecutive parts of whole
+    cells, and so must be the scales of consecutive groups.
+
+    Raises
+    ------
+    PlanError
+        The parts of a cell do not lie so.
+    """
+    launch = cast_launch(part, alignments)
+    if launch.kernel[0].values not in DIGESTED_CASTS:
+        formats = " to ".join(part.formats[:2])
+        raise PlanError(f"casts of {formats}, or of elements that are not contiguous, do not digest")
+    launch = launch._replace(kernel=(replace(launch.kernel[0], sums=True),))
+    item = ITEM * bits_of(part.formats[part.quantises]) // 8  # bytes of eight codes
+    run, *more = part.inner
+    count = run.extent * part.element // ITEM  # items of a run
+    width = max(2, 1 << (part.group // ITEM - 1).bit_length())  # threads of a group
+    whole, groups = CELL // item, more[2:]
+    if (run.key * ITEM // part.element, keys.cell_at(part.key)) != (item, CELL) or width > 32:
+        raise PlanError("groups of a cast are not rows of whole cells")
+    if count % whole == 0:
+        others = [*more, *part.outer]
+    elif (count, part.group, whole) == (2, 16, 4) and groups and groups[0].key == 2 * item and groups[0].extent % 2 == 0:
+        others = [*more[:2], groups[0].split(2)[1], *groups[1:], *part.outer]  # two groups are a cell
+    else:
+        raise PlanError("cells have elements of several groups")
+    params = [_cast_params(part, others, run._replace(key=item))]
+    if part.scales is not None:
+        params.append(_scale_params(part.scales, 2 * (32 // width), keys))
+    return launch, params
+
+
+def _scale_params(part: CastPart, most: int, keys: Keys) -> CellParams:
+    """The keys of the scales of a cast.  `most`: groups of a warp, which adds up the cells of their scales."""
+    code, cell = bits_of(part.formats[2]) // 8, keys.cell_at(part.key)
+    count = cell // code  # scales of a cell
+    if not 0 < count <= most:
+        raise PlanError(f"cells of {cell} bytes have scales of more groups than a warp casts")
+    others, steps = [*part.inner, *part.outer], [code << bit for bit in range(count.bit_length() - 1)]
+    if count > 1:
+        groups = part.inner[GROUP_MODES] if len(part.inner) > GROUP_MODES else part.inner[0]
+        if groups.key != code or groups.extent % count:
+            raise PlanError("scales of a cell are not those of consecutive groups")
+        others = [*part.inner[:GROUP_MODES], groups.split(count)[1], *part.inner[GROUP_MODES + 1 :], *part.outer]
+    return _cast_params(part, others, part.inner[0])._replace(steps=tuple(steps))
+
+
+def _cast_params(part: CastPart, others: Iterable[Mode], run: Mode) -> CellParams:
+    """The keys of the modes of a part, with the first as `run`.  The keys of `others` must be those of whole cells."""
+    if part.key % CELL or any(mode.key % CELL for mode in others if mode.extent > 1):
+        raise PlanError("elements of a cell lie apart")
+    outer, inner = (tuple(mode.key for mode in some) for some in (part.outer, part.inner))
+    if max(outer, default=0) >= _KEY_LIMIT * CELL or sum((mode.extent - 1) * mode.key for mode in part.inner) >= _KEY_LIMIT:
+        raise PlanError("keys of a cast go beyond 32 bits")
+    return CellParams(part.key // CELL, tuple(key // CELL for key in outer), (run.key, *inner[1:]))
+
+
+def _cells_of_cast(part: CastPart, keys: Keys) -> int:
+    """Number of cells of a block that a cast reads or stores."""
+    count = part.elements * bits_of(part.formats[part.quantises]) // 8 // CELL
+    if part.scales is not None:
+        count += part.elements // part.group * bits_of(part.formats[2]) // 8 // keys.cell_at(part.scales.key)
+    return count
 
 
 def _shared(work: Sequence[tuple[Part, Form, CellParams]]) -> Iterator[tuple[Launch, list[CellParams]]]:

@@ -29,15 +29,15 @@ __all__ = ["Group", "groups", "number_of_layer"]
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 #: Older names that vLLM still accepts.
-_ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
+ALIASES = {"NHD": "LBNHC", "HND": "LBHNC"}
 
 #: Attention backends that store K and V of a token and head side by side, in the order that vLLM reports.
-_SIDE_BY_SIDE = (
+SIDE_BY_SIDE = (
     "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "HPC_ATTN", "TRITON_FLASH_ATTN", "TRITON_FLASHINFER",
 )  # fmt: skip
 
 #: Attention backends that store a latent with its rope part, token by token.
-_LATENT = (
+LATENT = (
     "CPU_MLA", "AMX_MLA", "TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA_SPARSE",
     "FLASH_ATTN_MLA_SPARSE", "FLASHINFER_MLA_SPARSE",
 )  # fmt: skip
@@ -315,7 +315,7 @@ def _content(vllm_config: Any, known: _Spec, names: Sequence[str], layout: Any) 
                 f"heads of {width} in K and {cache_spec.head_size_v} in V: expected LBNHC with V two thirds of K (vllm/diff_kv)"
             )
         return "vllm/diff_kv", replace(both, no=1)
-    if known.backend not in _SIDE_BY_SIDE:
+    if known.backend not in SIDE_BY_SIDE:
         raise known.refuse("kvbm does not know the order in which this backend writes a block")
     if mode == "NVFP4":
         raise known.refuse(
@@ -349,7 +349,7 @@ def _latent(known: _Spec, both: BlockShape) -> tuple[str, BlockShape]:
         return name, replace(one, hd=width, dtype="uint8")
     if known.backend == "DEEPSEEK_V32_INDEXER" and content == 132:
         return "vllm/dsa_indexer", replace(one, hd=128, dtype="uint8")
-    if known.backend not in _LATENT:
+    if known.backend not in LATENT:
         raise known.refuse(
             "kvbm does not know the order in which this backend writes a block", "'vllm/mla' if it is one latent per token"
         )
@@ -428,7 +428,7 @@ def _strides(order: str, layers: int, view: Sequence[int], layer: int, block: in
 def _order(vllm_config: Any, kv_cache_config: Any) -> str:
     cache = _of(vllm_config, "vllm_config", "cache_config")
     found = {getattr(cache, "kv_cache_layout", None), getattr(kv_cache_config, "kv_cache_layout", None)} - {None}
-    names = {_ALIASES.get(name, name) for name in map(str, found)}
+    names = {ALIASES.get(name, name) for name in map(str, found)}
     if not names:
         raise BindError(
             "vLLM: kv_cache_layout: expected the layout that vLLM has resolved, in cache_config or kv_cache_config, got none: vLLM "

@@ -18,25 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..errors import BindError, printable
+from ..errors import BindError, KvbmError, printable
 from ..link.model import differences, named
-from ..system.cache import replacing
+from ..store.folder import described
+from ..store.keys import Content, model_of, relevant, ropes
 
 __all__ = [
-    "describe", "folder_of", "get", "key_of", "key_of_adapter", "key_of_files", "longest_counts",
-    "neighbours", "of_config", "of_model", "weights",
+    "folder_of", "get", "key_of", "key_of_adapter", "key_of_files", "longest_counts", "neighbours", "of_model", "stored_model",
+    "weights",
 ]  # fmt: skip
-
-#: Names in a configuration of Hugging Face, at any depth, that change neither K nor V.
-_IRRELEVANT = frozenset({
-    "attention_dropout", "attn_implementation", "attn_pdrop", "auto_map", "bos_token_id", "chunk_size_feed_forward",
-    "classifier_dropout", "context_len", "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range",
-    "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
-    "problem_type", "resid_pdrop", "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise",
-    "sep_token_id", "task_specific_params", "tie_word_embeddings", "torch_dtype", "torchscript", "transformers_version",
-    "use_cache",
-})  # fmt: skip
 
 #: Kinds of RoPE that turn a position by the same angles, whatever the longest sequence is.
 _PLAIN_ROPE = frozenset({"default", "linear", "llama3", "mrope", "proportional"})
@@ -47,8 +37,11 @@ _LONG_ROPE = frozenset({"longrope", "su"})
 #: Patterns of a model's files of weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 
-#: The description in a folder of blocks; the most bytes that are read of another folder's, and the most folders that are looked at.
-_DESCRIPTION, _MOST_BYTES, _MOST_FOLDERS = "content.json", 1 << 18, 64
+#: Values of an engine's options that change nothing.
+_USUAL: tuple[object, ...] = (None, False, "", "auto", "default", (), [], {})
+
+#: The most bytes that are read of a ``config.json``, and the most folders beside one's own that are looked at.
+_MOST_BYTES, _MOST_FOLDERS = 1 << 22, 64
 
 
 # ---- the fields ----------------------------------------------------------------------------------------------------------
@@ -70,7 +63,7 @@ def of_model(
     longest : int
         Tokens of the longest sequence that the engine may hold.
     """
-    counted, ropes = of_config(config), _ropes(config)
+    counted, ropes = relevant(config), _ropes(config)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
         _drop(counted, "max_position_embeddings")
     if (chosen := longest_counts(config, longest)) is not None:
@@ -90,15 +83,6 @@ def longest_counts(config: Mapping[str, Any], longest: int) -> bool | None:
     if _LONG_ROPE.isdisjoint(_ropes(config)):
         return None
     return bool(longest > min(_numbers(config, "original_max_position_embeddings"), default=0))
-
-
-def of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without what does not matter."""
-    return {
-        name: of_config(value) if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if name not in _IRRELEVANT and not str(name).startswith("_")
-    }
 
 
 def _drop(config: dict[str, Any], name: str) -> None:
@@ -238,47 +222,83 @@ def _hashed_adapter(path: str, files: tuple[tuple[Any, ...], ...]) -> str:  # no
     return key_of_files(Path(path), config.read_text(encoding="utf-8") if config.exists() else "")
 
 
-# ---- folders of blocks ---------------------------------------------------------------------------------------------------
+# ---- folders of units ----------------------------------------------------------------------------------------------------
 
 
 def key_of(model: Mapping[str, Any]) -> str:
-    """A hash of the fields of a model, in hexadecimal digits: the name of what may hold its blocks."""
+    """A hash of the fields of a model, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(named(model)).encode()).hexdigest()
 
 
-def describe(folder: Path, title: str, model: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Create a folder of blocks, with a file that describes them.
+def stored_model(
+    config: Mapping[str, Any],
+    files: Path | None,
+    overrides: object,
+    dtype: object,
+    quantization: tuple[object, object],
+    weights: str,
+    longest: int,
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The model of contents in a folder that engines share, by the rule of `kvbm.store.keys`.
 
-    Raises
-    ------
-    OSError
-        The folder cannot be created or written.
+    Parameters
+    ----------
+    config : mapping
+        The configuration of Hugging Face that is in effect.
+    files : Path, optional
+        The folder of the ``config.json`` that the engine has read.  If there is none, `config` takes its place.
+    overrides
+        What the operator has changed in the configuration: fields by name, or a function.
+    dtype, quantization
+        The dtype of the computation; the method of quantisation and its configuration, which count if the file has none.
+    weights : str
+        `weights`, or ``named`` and the operator's name of them.
+    longest : int
+        Tokens of the longest sequence that the engine may hold.
+    more : mapping
+        What else changes K and V in this engine.  Usual values (nothing, False, ``auto``, ``default``) do not count.
     """
-    with replacing(folder / _DESCRIPTION) as part:
-        part.write_text(json.dumps({"title": title, "model_fields": named(model), **fields}, indent=1) + "\n", encoding="utf-8")
+    held = _config_of(files) or config
+    found = {name: value for name, value in more.items() if value not in _USUAL}
+    if overrides and isinstance(overrides, Mapping):
+        found["overrides"] = {str(name): [given, config.get(name)] for name, given in overrides.items()}
+    elif overrides:
+        found["overrides"] = relevant(config)
+    if quantization[0] and "quantization_config" not in held:
+        found["quantization"] = list(quantization)
+    if (chosen := longest_counts(config, longest)) is not None:
+        found["longrope: long factors"] = chosen
+    return model_of(weights, held, ropes(config), str(dtype).removeprefix("torch."), found)
 
 
-def neighbours(folder: Path, title: str, model: Mapping[str, Any]) -> list[str]:
-    """For each other folder beside this one with blocks of the same title: its name, and the fields that differ.
+def _config_of(folder: Path | None) -> dict[str, Any] | None:
+    """The ``config.json`` in a folder; None if there is none."""
+    if folder is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError), (folder / "config.json").open("rb") as file:
+            found = json.loads(file.read(_MOST_BYTES))
+            return found if isinstance(found, dict) else None
+    return None
 
-    They are for the log: an engine does not use the blocks of such a folder.
+
+def neighbours(folder: Path, content: Content, model: Mapping[str, Any]) -> list[str]:
+    """For each other folder beside this one with units of the same title: its name, and why they are not used.
+
+    They are for the log.
     """
-    own, found = named(model), []
+    own, found = _compared({**content.fields, "model": model}), []
     with contextlib.suppress(OSError), os.scandir(folder.parent) as beside:
         others = (one for one in beside if one.name != folder.name and one.is_dir(follow_symlinks=False))
         for other in sorted((one for one, _ in zip(others, range(_MOST_FOLDERS), strict=False)), key=lambda one: one.name):
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                description = _read(Path(other.path) / _DESCRIPTION)
-                fields = description.get("model_fields")
-                if description.get("title") != title or not isinstance(fields, dict):
-                    continue
-                if differ := differences(own, {str(field): str(value) for field, value in fields.items()}):
-                    found.append(f"{printable(other.name)}: {differ}")
+            there = described(other.path)
+            if there is None or there.title != content.title:
+                continue
+            with contextlib.suppress(KvbmError, RecursionError):
+                if why := there.problem or differences(own, _compared(there.fields)):
+                    found.append(f"{printable(other.name)}: {printable(why, 1000)}")
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    with open(number, "rb") as file:  # noqa: PTH123  (a descriptor)
-        description = json.loads(file.read(_MOST_BYTES))
-    return description if isinstance(description, dict) else {}
+def _compared(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a content that tell a reader in what two differ; the fingerprint follows from the layout."""
+    return named({name: value for name, value in fields.items() if name != "fingerprint"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import BindError
@@ -11,17 +12,21 @@ from ..layout.naming import suggestion
 __all__ = ["flag_of", "require_known", "unknown"]
 
 
-def unknown(given: Mapping[str, Any], known: Iterable[str]) -> str:
-    """The end of a message about an unknown setting, with similar names; empty if all settings are known."""
+def unknown(given: Mapping[str, Any], known: Iterable[str], places: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The end of a message about an unknown setting, with its place or similar names; empty if all settings are known."""
     names = sorted(known)
     for name in given:
         if name not in names:
+            if place := places.get(name):
+                return f"{name}: got a setting that nobody reads here; it belongs {place}"
             similar = suggestion(str(name), names)
             return f"{name!s:.100}: expected one of {', '.join(names)}, got a setting that nobody reads.{similar}"
     return ""
 
 
-def require_known(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def require_known(
+    given: Mapping[str, Any], known: Iterable[str], where: str, places: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Raise `BindError` for an unknown setting, such as a misspelt one.
 
     Parameters
@@ -32,8 +37,10 @@ def require_known(given: Mapping[str, Any], known: Iterable[str], where: str) ->
         The names of all settings.
     where : str
         The name of the settings, for the message.
+    places : mapping, optional
+        Names that users write here by mistake → where they belong.
     """
-    if problem := unknown(given, known):
+    if problem := unknown(given, known, places):
         raise BindError(f"{where}: {problem}")
 
 

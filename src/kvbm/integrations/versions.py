@@ -1,22 +1,55 @@
-"""Which versions of an engine an integration was tested with."""
+"""Which versions of an engine an integration was tested with, and what is done with others."""
 
 from __future__ import annotations
 
+import logging
 import re
 
-from ..errors import BindError
+from ..errors import BindError, escaping
+from .taken import lacking
 
 __all__ = ["require_version"]
 
+logger = escaping(logging.getLogger(__name__))
 
-def require_version(engine: str, found: str, first: str, end: str) -> None:
-    """Raise `BindError` unless ``first <= found < end``; what is behind the numbers, such as ``.post1``, does not count."""
+_WARNED: set[tuple[str, str, str]] = set()
+
+
+def require_version(engine: str, found: str, first: str, end: str, part: str = "") -> None:
+    """Compare an engine's version with those that were tested: ``first <= found < end``.
+
+    What is behind the numbers, such as ``.post1``, does not count.  Another version is compared with `taken.TAKEN`.  If it
+    has all of that, one warning is logged, and it is used.
+
+    Parameters
+    ----------
+    engine, found : str
+        Name and version.
+    first, end : str
+        The first version that was tested, and the first newer one that was not.
+    part : str, optional
+        What is loaded, if it takes other names than the rest.
+
+    Raises
+    ------
+    BindError
+        The version was not tested, and lacks something that kvbm takes; the message has its name.
+    """
     number, low, high = (_numbers(version) for version in (found, first, end))
-    if not low <= number < high:
+    if low <= number < high or (engine, found, part) in _WARNED:
+        return
+    where = f"kvbm.integrations.{engine.lower()}"
+    if missing := list(lacking(f"{engine} {part}".strip())):
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise BindError(
-            f"kvbm.integrations.{engine.lower()}: expected {engine} {first} or newer, before {end}, got {found}; install one of "
-            "these, or a kvbm-layouts that knows yours"
+            f"{where}: expected {engine} {first} or newer, before {end}, got {found}, which lacks {missing[0]}{more}; install one "
+            "of these, or a kvbm-layouts that knows yours"
         )
+    _WARNED.add((engine, found, part))
+    logger.warning(
+        "%s: %s %s was not tested, only %s or newer, before %s. It has all names that kvbm takes, so it is used; what they do may "
+        "differ", where, engine, found, first, end,
+    )  # fmt: skip
 
 
 def _numbers(version: str) -> tuple[int, ...]:

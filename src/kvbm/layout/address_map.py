@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 from ..errors import LayoutError
 from .loops import coalesce
 
-__all__ = ["Access", "Index", "Step", "declared", "normal"]
-
 #: A coordinate: an int, or an array of them.
 Index: TypeAlias = Any
 

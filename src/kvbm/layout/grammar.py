@@ -1,27 +1,32 @@
-"""The grammar of layout files: YAML → `Layout`.  Every error names file and line."""
+"""The grammar of layout files: YAML → `Layout`.  Every error names file and line.  The axes are `terms.AXES`."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from ..errors import LayoutError
+from ..errors import LayoutError, SpecError
+from .derived import derive
 from .layout import Layout
-from .naming import ITEMSIZE, SPELLINGS, suggestion
+from .naming import ITEMSIZE, meant_dtype
 from .scales import why_not_scales
+from .slips import meant_order
 from .terms import AXES, Expression, Order, Pitch, Plane, Term
 from .yamlfile import YamlFile
 
-__all__ = ["KEYS", "PLANE_KEYS", "parse", "write"]
-
 #: Keys of a layout file.
-KEYS = ("title", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
+KEYS = ("title", "like", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
 
 #: Keys of a plane.
 PLANE_KEYS = ("order", "dtype", "offset", "pitch", "shared", "scales")
+
+#: What reads the layout of a name: name, the file that names it → text, file.
+Base: TypeAlias = "Callable[[str, str], tuple[str, str]]"
 
 # An order is a sequence of these tokens; each becomes a bracket or a term.
 _TOKEN = re.compile(
@@ -30,17 +35,19 @@ _TOKEN = re.compile(
 _STEP = re.compile(r"([/%])([0-9]+)(B?)")
 
 
-def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
+def parse(text: str, file: str = "<string>", name: str | None = None, base: Base | None = None) -> Layout:
     """Read the text of a layout file.
 
     Parameters
     ----------
     text : str
-        YAML with the keys ``title order pitch axes planes used_by read_from notes``; only ``order`` is required.
+        YAML with the keys ``title like order pitch axes planes used_by read_from notes``; only ``order`` or ``like`` is required.
     file : str
         Name of the file in messages.
     name : str, optional
         Name of the layout.  Default: the stem of the file.
+    base : callable, optional
+        What reads the layout that ``like`` names.  Without it, ``like`` is refused: a text from elsewhere must not read files.
 
     Raises
     ------
@@ -48,7 +55,7 @@ def parse(text: str, file: str = "<string>", name: str | None = None) -> Layout:
         The text is not YAML, a key is unknown or repeated, a value has a wrong type, an axis is unknown or repeated, or a split has
         a wrong form.
     """
-    reader = _File(file)
+    reader = _File(file, base)
     with reader.guarded(text):
         return reader.layout(text, name or Path(file).stem)
 
@@ -82,11 +89,51 @@ def write(layout: Layout, *, scales: bool = False) -> str:
 class _File(YamlFile):
     """One layout file being read."""
 
-    def layout(self, text: str, name: str) -> Layout:
+    def __init__(self, file: str, base: Base | None = None, derived: Sequence[str] = ()) -> None:
+        super().__init__(file)
+        self.base = base
+        #: The files that derive from this one, the last first.
+        self.derived = derived
+
+    def keys(self, text: str) -> tuple[yaml.Node, dict[str, yaml.Node]]:
+        """The root and the keys of a file.  If it derives from another, those of the other are among them."""
         root = self.root(text, "order: …")
-        keys = self.mapping(root, "the file", KEYS)
-        if "order" not in keys:
-            self.fail(root, "key 'order' missing: add the axes, slowest first, for example order: \"[b l o] t h d\"")
+        keys = self.mapping(root, "the file", KEYS, example='order: "[b l o] t h d"')
+        return root, self.with_base(keys) if "like" in keys else keys
+
+    def with_base(self, own: dict[str, yaml.Node]) -> dict[str, yaml.Node]:
+        node = own["like"]
+        name = self.scalar(node, "like")
+        if self.base is None:
+            self.fail(node, "like: expected the whole layout, because this text is no file that kvbm.load reads: write its order")
+        planes = own.get("planes")
+        for key, value in [("order", own.get("order")), *self.orders_of_planes(planes)]:
+            if value is not None:
+                self.fail(value, f"{key}: a layout that is like another has its order: remove the key, or 'like'")
+        try:
+            text, file = self.base(name, self.file)
+        except SpecError as error:
+            self.fail(node, f"like: {error}")
+        files = [file, self.file, *self.derived]
+        if file in files[1:]:
+            circle = " → ".join(reversed(files[: files.index(file, 1) + 1]))
+            self.fail(node, f"like: each of these files derives from the next: {circle}; name a layout that is not among them")
+        reader = _File(file, self.base, files[1:])
+        with reader.guarded(text):
+            _, keys = reader.keys(text)
+        if planes is not None and isinstance(keys.get("planes"), yaml.MappingNode):
+            self.mapping(planes, "planes", list(self.mapping(keys["planes"], "planes")))
+        return derive(keys, own)
+
+    def orders_of_planes(self, planes: yaml.Node | None) -> Iterator[tuple[str, yaml.Node | None]]:
+        for name, plane in self.mapping(planes, "planes").items() if planes is not None else ():
+            yield f"order of plane '{name}'", self.mapping(plane, f"plane '{name}'", PLANE_KEYS).get("order")
+
+    def layout(self, text: str, name: str) -> Layout:
+        root, keys = self.keys(text)
+        if "order" not in keys or getattr(keys["order"], "value", None) == "":
+            what = f"key 'order' {'empty' if 'order' in keys else 'missing'}"
+            self.fail(keys.get("order", root), f'{what}: add the axes, slowest first, for example order: "[b l o] t h d"')
         extra = self.extra_axes(keys.get("axes"))
         orders = self.orders(keys["order"], extra)
         planes = self.planes(keys.get("planes"), keys["order"], orders, extra)
@@ -113,7 +160,7 @@ class _File(YamlFile):
 
     def expression(self, node: yaml.Node, text: str, what: str) -> Expression:
         try:
-            return Expression(text)
+            return Expression(text, self.line(node))
         except LayoutError as error:
             self.fail(node, f"{what}: {error}")
 
@@ -121,7 +168,7 @@ class _File(YamlFile):
 
     def extra_axes(self, node: yaml.Node | None) -> dict[str, Expression]:
         extra: dict[str, Expression] = {}
-        for axis, value in self.mapping(node, "axes").items() if node is not None else ():
+        for axis, value in self.mapping(node, "axes", example="{s: hd // 16}").items() if node is not None else ():
             if not re.fullmatch("[A-Za-z]", axis) or axis in AXES:
                 self.fail(
                     value, f"axes: expected one letter other than {' '.join(AXES)} as the name of a further axis, got {axis!r}"
@@ -133,6 +180,13 @@ class _File(YamlFile):
         """One order, or those of K and V.  For a plane, `outer` is the order that all planes share."""
         if isinstance(node, yaml.ScalarNode):
             return (self.order(node, extra, outer),)
+        if isinstance(node, yaml.SequenceNode):
+            axes = " ".join(str(item.value) for item in node.value if isinstance(item, yaml.ScalarNode))
+            self.fail(
+                node,
+                "order: expected a text, got a list: write the axes in quotation marks, with blanks between them, such as "
+                f'"{axes if axes and len(axes) < 100 else "b l o t h d"}"; brackets go inside the quotation marks: "[b l] o t h d"',
+            )
         halves = self.mapping(node, "order", ("k", "v"))
         for half in "kv":
             if half not in halves:
@@ -153,6 +207,17 @@ class _File(YamlFile):
 
     def order(self, node: yaml.Node, extra: dict[str, Expression], outer: Order | None = None) -> Order:
         text = self.scalar(node, "order")
+        try:
+            return self.order_of(node, text, extra, outer)
+        except SpecError as error:
+            meant, message = meant_order(text), str(error)
+            if meant != text and len(text) < 200:
+                with contextlib.suppress(SpecError):
+                    self.order_of(node, meant, extra, outer)
+                    message += f'. Did you mean "{meant}"?'
+            raise SpecError(message) from None
+
+    def order_of(self, node: yaml.Node, text: str, extra: dict[str, Expression], outer: Order | None) -> Order:
         table: list[Term] = []
         inner: list[Term] = []
         into, position, bracketed = inner, 0, False
@@ -160,6 +225,10 @@ class _File(YamlFile):
             match = _TOKEN.match(text, position)
             if match is None:
                 rest = text[position:].strip()
+                if rest[0] in "({<":
+                    self.fail(
+                        node, f"order {text!r}: '{rest[0]}' is not closed: expected '{')}>'['({<'.index(rest[0])]}'"
+                    )
                 self.fail(
                     node, f"order {text!r}: expected an axis, [, ], (…), {{…}} or a split such as d/16B, got {rest!r}"
                 )
@@ -241,8 +310,10 @@ class _File(YamlFile):
             )
         dtype = self.scalar(keys["dtype"], f"dtype of {what}") if "dtype" in keys else None
         if dtype is not None and dtype not in ITEMSIZE:
-            meant = f" Write {SPELLINGS[dtype]}." if dtype in SPELLINGS else suggestion(dtype, ITEMSIZE)
-            self.fail(keys["dtype"], f"dtype of {what}: expected a name such as bfloat16 or float32, got {dtype!r:.200}.{meant}")
+            self.fail(
+                keys["dtype"],
+                f"dtype of {what}: expected a name such as bfloat16 or float32, got {dtype!r:.200}.{meant_dtype(dtype)}",
+            )
         offset = None
         if "offset" in keys:
             if any(term.planes for term in outer.table):
@@ -257,9 +328,6 @@ class _File(YamlFile):
         if "scales" in keys and not scales:
             self.fail(keys["scales"], f"{what}: scales: expected the name of another plane, got none")
         return Plane(name, orders, dtype, offset, self.pitch(keys.get("pitch"), orders), shared, scales)
-
-    def line(self, node: yaml.Node) -> str:
-        return f"{self.file}:{node.start_mark.line + 1}"
 
     def term(self, node: yaml.Node, text: str, match: re.Match[str], extra: dict[str, Expression]) -> Term:
         opaque = match["opaque"] is not None
@@ -298,7 +366,8 @@ class _File(YamlFile):
                         f"axis {axis!r}", f"expected once, or in different pieces of one split, got '{first}' and '{term}'"
                     )
             if "b" in term.axes and str(term) != "b" and not term.planes:
-                refuse("axis 'b'", f"expected alone and unsplit, because block ids index it, got '{term}'")
+                alone = f"; write 'b {' '.join(term.axes[1:])}'" if term.axes[0] == "b" and not (term.steps or term.opaque) else ""
+                refuse("axis 'b'", f"expected alone and unsplit, because block ids index it, got '{term}'{alone}")
             if term.opaque and term in order.table:
                 refuse(f"'{term}'", "expected outside the brackets: its axes are contiguous, so they cannot select allocations")
         if "b" not in whole:
@@ -307,7 +376,7 @@ class _File(YamlFile):
     def pitch(self, node: yaml.Node | None, orders: tuple[Order, ...]) -> tuple[tuple[str, Pitch], ...]:
         pitches: dict[str, Pitch] = {}
         inside = {str(term) for order in orders for term in order.inner if not term.planes}
-        for term, value in self.mapping(node, "pitch").items() if node is not None else ():
+        for term, value in self.mapping(node, "pitch", example="{b: 4096 B}").items() if node is not None else ():
             if term not in inside:
                 self.fail(
                     value, f"pitch: expected one of {', '.join(sorted(inside))} (the terms outside brackets), got {term!r}"

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..errors import LayoutError
 from .address_map import Access, normal
 from .layout import Layout
-from .resolved import Resolved
+from .resolved import Resolved, legal
 from .shapes import BlockShape, as_shape, numpy_name
-
-__all__ = ["aliases", "ambiguous", "confusable", "same_addresses"]
 
 
 def aliases(layouts: Iterable[Layout]) -> list[list[Layout]]:
@@ -32,10 +30,7 @@ def aliases(layouts: Iterable[Layout]) -> list[list[Layout]]:
     >>> [[x.name for x in group] for group in aliases(map(load, ("nhd", "hnd", "dynamo/stacked_nhd")))]
     [['nhd', 'dynamo/stacked_nhd']]
     """
-    groups: dict[str, list[Layout]] = {}
-    for layout in layouts:
-        groups.setdefault(layout.fingerprint, []).append(layout)
-    return [group for group in groups.values() if len(group) > 1]
+    return [group for group in _by_fingerprint(layouts) if len(group) > 1]
 
 
 def same_addresses(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[list[list[Layout]]]:
@@ -139,10 +134,7 @@ def confusable(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: i
     def at(layout: Layout, blocks: int) -> Resolved | None:
         key = (layout.fingerprint, blocks)
         if key not in known:
-            try:
-                known[key] = layout.resolve(shape, blocks)
-            except LayoutError:
-                known[key] = None
+            known[key] = legal(layout, shape, blocks)
         return known[key]
 
     def look(resolved: Resolved) -> tuple[object, ...]:
@@ -201,7 +193,7 @@ def _accepts(one: Resolved, other: Resolved) -> bool:
     return _arrays(one) == _arrays(other)
 
 
-def _by_fingerprint(layouts: Sequence[Layout]) -> list[list[Layout]]:
+def _by_fingerprint(layouts: Iterable[Layout]) -> list[list[Layout]]:
     groups: dict[str, list[Layout]] = {}
     for layout in layouts:
         groups.setdefault(layout.fingerprint, []).append(layout)
@@ -213,10 +205,7 @@ def _legal(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int) 
     known: dict[str, Resolved | None] = {}  # aliases are resolved once
     for layout in layouts:
         if layout.fingerprint not in known:
-            try:
-                known[layout.fingerprint] = layout.resolve(shape, num_blocks)
-            except LayoutError:
-                known[layout.fingerprint] = None
+            known[layout.fingerprint] = legal(layout, shape, num_blocks)
         resolved = known[layout.fingerprint]
         if resolved is not None:
             yield layout, resolved

@@ -13,8 +13,6 @@ from .resolved import Resolved, resolve
 from .shapes import BlockShape, as_shape
 from .terms import Expression, Order, Pitch, Plane
 
-__all__ = ["Layout"]
-
 
 @dataclass(frozen=True, eq=False)
 class Layout(Shown):

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import LayoutError
 
-__all__ = ["coalesce", "loops_of", "refine"]
-
 
 def coalesce(loops: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     """The same nest in as few loops as possible, without loops of extent one.

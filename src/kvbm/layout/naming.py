@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -10,8 +11,6 @@ from typing import Any
 
 from .._arguments import quoted
 from ..errors import DTypeError
-
-__all__ = ["ITEMSIZE", "SPELLINGS", "dtype_name", "nearest", "suggestion"]
 
 #: Bytes per item of every dtype that a block may hold.  A copy moves bits, so it needs only the width.
 ITEMSIZE: Mapping[str, int] = MappingProxyType(
@@ -67,7 +66,8 @@ def dtype_name(dtype: Any, what: str = "dtype") -> str:
     name = SPELLINGS.get(text, text)
     if name not in ITEMSIZE:
         raise DTypeError(
-            f"{what}: expected a dtype such as bfloat16, float16 or float8_e4m3fn, got {quoted(dtype)}.{suggestion(text, ITEMSIZE)}"
+            f"{what}: expected a dtype such as bfloat16, float16 or float8_e4m3fn, got {quoted(dtype)}."
+            f"{meant_dtype(text)}"
         )
     return name
 
@@ -87,6 +87,19 @@ def _of_numpy(dtype: Any, what: str) -> str:
     if not found.isnative:
         raise DTypeError(f"{what}: expected the byte order of this machine, got {found.str}")
     return str(found.name)
+
+
+def meant_dtype(text: str) -> str:
+    """The end of a message about an unknown dtype: the most similar names, or an empty text.
+
+    Examples
+    --------
+    >>> meant_dtype("bf17"), meant_dtype("fp8_e5m2fnuz")
+    (' Did you mean bfloat16?', ' Did you mean float8_e5m2fnuz?')
+    """
+    if text in SPELLINGS:
+        return f" Did you mean {SPELLINGS[text]}?"
+    return suggestion(re.sub("^(fp|f|bf)(?=[0-9])", lambda m: "bfloat" if m[0] == "bf" else "float", text), ITEMSIZE)
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:

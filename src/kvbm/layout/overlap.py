@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["meet", "reach"]
-
-
 #: Most steps of a comparison of two nests; beyond, they are said to share a byte.
 _MOST_STEPS = 100_000
 

@@ -17,8 +17,6 @@ from .shapes import BlockShape, round_up
 if TYPE_CHECKING:
     from .layout import Layout
 
-__all__ = ["MAX_UNIT_DIGITS", "Section", "canonical", "pieces"]
-
 #: Most digits of an id inside a block that kernels support (``KVBM_UNIT_DIGITS`` of ``cuda/kvbm.h``).
 MAX_UNIT_DIGITS = 2
 

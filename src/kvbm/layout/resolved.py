@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,13 +20,10 @@ from .overlap import meet, reach
 from .region import Section
 from .scales import group_of
 from .shapes import ITEMSIZE, LIMIT, BlockShape
-from .terms import AXES, Order, Pitch, Plane, Term
+from .terms import AXES, Expression, Order, Pitch, Plane, Term
 
 if TYPE_CHECKING:
     from .layout import Layout
-
-__all__ = ["Allocation", "Piece", "Resolved", "resolve"]
-
 
 # ---- from terms to strides -----------------------------------------------------------------------------------------
 
@@ -42,7 +40,7 @@ def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
         try:
             sizes[axis] = expression.evaluate(names, exact=True)
         except LayoutError as error:
-            raise LayoutError(f"{layout.where}: axis '{axis}': {error} (at {shape})") from None
+            raise LayoutError(f"{expression.where or layout.where}: axis '{axis}': {error} (at {shape})") from None
     if shape.no > 2 and any(len(orders) == 2 for orders in (layout.orders, *(plane.orders for plane in layout.planes))):
         raise LayoutError(f"{layout.name}: K and V have orders of their own, so no must be 1 or 2, got {shape.no}")
     if layout.planes:
@@ -52,7 +50,7 @@ def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
         try:
             resolved.append(_resolve_order(order, dict(layout.pitch), sizes, names, shape))
         except LayoutError as error:
-            raise LayoutError(f"{order.where or layout.name}: {error} (at {shape})") from None
+            raise LayoutError(f"{_where(error) or order.where or layout.name}: {error} (at {shape})") from None
     if len(resolved) == 2 and not any(term.axes == ("o",) for term in layout.orders[0].table):
         _require_agreement_outside_o(layout, resolved)
     steps = [next((p.table, p.stride) for p in pieces if p.term.axes == ("b",)) for pieces in resolved]
@@ -62,6 +60,35 @@ def resolve(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved:
             "expected the same in both: give 'b' the same place in both orders"
         )
     return Resolved(layout, shape, num_blocks, MappingProxyType(sizes), tuple(resolved))
+
+
+def legal(layout: Layout, shape: BlockShape, num_blocks: int) -> Resolved | None:
+    """The layout at these sizes; None if it is not one-to-one there."""
+    try:
+        return layout.resolve(shape, num_blocks)
+    except LayoutError:
+        return None
+
+
+class _PlacedError(LayoutError):
+    """An error about an expression, which has a line of its own."""
+
+    def __init__(self, where: str, message: str) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+def _where(error: LayoutError) -> str:
+    """File and line of the expression that an error is about; empty if it is about none."""
+    return error.where if isinstance(error, _PlacedError) else ""
+
+
+def _evaluated(expression: Expression, names: Mapping[str, int], what: str, minimum: int = 1) -> int:
+    """The value of an expression.  Its errors begin with `what`, and know its line."""
+    try:
+        return expression.evaluate(names, minimum=minimum)
+    except LayoutError as error:
+        raise _PlacedError(expression.where, f"{what}: {error}") from None
 
 
 def _resolve_order(
@@ -116,16 +143,19 @@ def _inner_pieces(
             divisor, extent, packed = divisor * packed, extent // packed, 1
         stride = held
         if pitch and (declared := pitch.get(str(term))):
-            stride = count = declared.expression.evaluate(names)
+            stride = count = _evaluated(declared.expression, names, f"pitch of '{term}'")
             if not declared.in_bytes:  # elements; where neighbours share a byte, it is the step of the bytes
                 stride, rest = divmod(count * itemsize, 1 if packs else pack)
                 if rest:
-                    raise LayoutError(
-                        f"pitch of '{term}': {pack} elements share a byte: expected a multiple of {pack} elements, got {count}"
+                    raise _PlacedError(
+                        declared.expression.where,
+                        f"pitch of '{term}': {pack} elements share a byte: expected a multiple of {pack} elements, got {count}",
                     )
             if stride < held:
-                raise LayoutError(
-                    f"pitch of '{term}': neighbours overlap: expected at least {held} bytes, got {stride}"
+                unit = "" if declared.in_bytes else f" ({count} elements; with B at the end a pitch counts bytes)"
+                raise _PlacedError(
+                    declared.expression.where,
+                    f"pitch of '{term}': neighbours overlap: expected at least {held} bytes, got {stride}{unit}",
                 )
         pieces.append(Piece(term, divisor, extent, stride=stride, table=0, packs=packs))
         held = stride * extent
@@ -151,20 +181,46 @@ def _require_cover(order: Order, sizes: Mapping[str, int], itemsize: int, pack: 
     for axis, size in sizes.items():
         if axis not in home and (size > 1 or axis == "b"):
             raise LayoutError(
-                f"axis '{axis}' ({AXES.get(axis, 'extra')}): expected once, as its size is {size}, got none"
+                f"axis '{axis}' ({AXES.get(axis, 'extra')}): expected once, as its size is {size}, got none: add it to the order"
             )
     for group, terms in groups.items():
-        expected, total = 1, terms[0].extent(sizes)
+        covered, total, others, below = 1, terms[0].extent(sizes), list[str](), 1
+        unit = itemsize if all(step[2] for term in terms for step in term.steps) else 0
         for divisor, extent, text in sorted((*term.cut(sizes, itemsize, pack), str(term)) for term in terms):
             # A piece of extent one may have the same divisor as its neighbour: it takes no step.
-            if extent > 1 and divisor != expected:
+            if extent > 1 and divisor != covered:
+                # One below it is missing, or it begins inside the one below.
+                wanted = _piece(group, (covered, divisor if divisor > covered else divisor * extent), total, unit, pack)
+                got = "none: add it" if divisor > covered else f"'{text}'"
+                if divisor > covered and others and not divisor % below:
+                    # Probably the piece below has the wrong size; else one is missing between the two.
+                    meant = _piece(group, (below, divisor), total, unit, pack)
+                    wanted, got = meant, f"'{others.pop()}'; or add {wanted} between them"
+                beside = text if divisor > covered else " ".join(others)
                 raise LayoutError(
-                    f"axis '{' '.join(group)}' of {total}: its pieces do not cover it once: "
-                    f"'{text}' starts at {divisor}, expected {expected}"
+                    f"axis '{' '.join(group)}' of {total}: expected {wanted} beside '{beside}', got {got}"
                 )
-            expected *= extent
-        if expected != total:
-            raise LayoutError(f"axis '{' '.join(group)}': its pieces cover {expected} of {total}")
+            below, covered = covered, covered * extent
+            others.append(text)
+        if covered != total:
+            wanted = _piece(group, (covered, total), total, unit, pack)
+            raise LayoutError(
+                f"axis '{' '.join(group)}' of {total}: expected {wanted} beside '{' '.join(others)}', got none: add it"
+            )
+
+
+def _piece(group: Sequence[str], cut: tuple[int, int], total: int, unit: int, pack: int) -> str:
+    """The quoted text of the piece of an axis between two cuts.  With `unit` (bytes per item), its sizes are in bytes."""
+    low, high = cut
+    if high <= low or high % low or total % high:
+        return "other pieces that cover the axis once"
+
+    def size(count: int) -> str:
+        nbytes, rest = divmod(count * unit, pack)
+        return f"{nbytes}B" if unit and not rest else str(count)
+
+    head = group[0] if len(group) == 1 else f"({' '.join(group)})"
+    return f"'{head}{f'/{size(low)}' if low > 1 else ''}{f'%{size(high // low)}' if high < total else ''}'"
 
 
 def _require_agreement_outside_o(layout: Layout, orders: Sequence[tuple[Piece, ...]]) -> None:
@@ -198,7 +254,7 @@ def _resolve_planes(
             one = _find_plane(layout, plane, shape, sizes, names, 0 if is_separate else end)
         except LayoutError as error:
             raise LayoutError(
-                f"{plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
+                f"{_where(error) or plane.orders[0].where or layout.name}: plane '{plane.name}': {error} (at {shape})"
             ) from None
         found.append(one)
         # A plane with a declared offset may lie in the gaps of another plane: it needs no room after its last byte.
@@ -214,7 +270,7 @@ def _resolve_planes(
             _place_plane(layout, index, one, names, one.held if is_separate else end) for index, one in enumerate(found)
         ]
     except LayoutError as error:
-        raise LayoutError(f"{layout.where}: {error} (at {shape})") from None
+        raise LayoutError(f"{_where(error) or layout.where}: {error} (at {shape})") from None
     parts = tuple(
         Resolved(
             layout,
@@ -265,7 +321,7 @@ def _find_plane(
         held.append(size)
     if len(set(held)) > 1:
         raise LayoutError(f"K holds {held[0]} bytes and V {held[1]}: expected the same, as both fill one record")
-    offset = plane.offset.evaluate(names, minimum=0) if plane.offset else end
+    offset = _evaluated(plane.offset, names, "offset", minimum=0) if plane.offset else end
     return _Found(plane, own, MappingProxyType(mine), orders, offset, held[0])
 
 
@@ -290,7 +346,8 @@ def _require_disjoint(found: Sequence[_Found]) -> None:
                 if meet(_boxes(a), one.offset, one.shape.itemsize, _boxes(b), other.offset, other.shape.itemsize):
                     raise LayoutError(
                         f"planes '{one.plane.name}' (bytes {one.offset} to {one.offset + one.held} of a record) and "
-                        f"'{other.plane.name}' ({other.offset} to {other.offset + other.held}) overlap"
+                        f"'{other.plane.name}' ({other.offset} to {other.offset + other.held}) overlap: expected offsets "
+                        "and pitches that keep them apart, or another shape"
                     )
 
 
@@ -548,6 +605,9 @@ class Resolved:
     def address(self, block: Index, /, **coordinates: Index) -> tuple[Index, Index]:
         """The position of one element, or of many.
 
+        A coordinate that is not given is 0: ``address(5)`` is the first element of block 5, and ``address(5, h=3)`` is element 0 of
+        token 0 of head 3, of K of layer 0.
+
         Parameters
         ----------
         block : int or array of int
@@ -566,6 +626,13 @@ class Resolved:
         LayoutError
             The layout has no such axis, or a coordinate is out of range.  The layout has several planes: call it on one of
             `planes`.
+
+        Examples
+        --------
+        >>> from kvbm import load
+        >>> resolved = load("vllm/LBHNC").resolve("llama-3.1-8b", 4)
+        >>> resolved.address(1), resolved.address(1, h=3, d=1)
+        ((0, 65536), (0, 90114))
         """
         name = self.layout.name
         if self.parts:
@@ -575,7 +642,7 @@ class Resolved:
             if size is None:
                 raise LayoutError(f"{name}: axis '{axis}': expected one of {' '.join(self.sizes)}")
             try:
-                low, high = (index.min(), index.max()) if hasattr(index, "min") else (index, index)
+                low, high = (index.min(), index.max()) if hasattr(index, "min") else (operator.index(index),) * 2
                 _ = low < 0, high >= size
             except Exception:  # an empty array, a list, or the object's own code
                 raise LayoutError(

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from ..errors import LayoutError
 from .terms import Plane
 
-__all__ = ["QUANTISED", "SCALE_FORMATS", "Group", "group_of", "scale_text", "why_not_scales"]
-
 #: Formats of elements that have a scale.
 QUANTISED = ("float8_e4m3fn", "float8_e5m2", "int8", "float4_e2m1fn")
 

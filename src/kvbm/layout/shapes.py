@@ -12,26 +12,11 @@ from typing import Any
 
 import yaml
 
-from .._arguments import number, quoted
+from .._arguments import number, quoted, whole
 from ..errors import DTypeError, SpecError
-from .naming import ITEMSIZE, dtype_name, suggestion
-
-__all__ = [
-    "ITEMSIZE",
-    "LIMIT",
-    "OPTIONAL_KEYS",
-    "PACKED",
-    "REQUIRED_KEYS",
-    "BlockShape",
-    "as_shape",
-    "data_dir",
-    "heads_of_rank",
-    "is_file",
-    "load_shape",
-    "numpy_name",
-    "shape_names",
-    "shape_title",
-]
+from .naming import ITEMSIZE as ITEMSIZE
+from .naming import dtype_name, suggestion
+from .slips import meant_shape
 
 #: Keys of a shape file: required ones, and optional ones.
 REQUIRED_KEYS = ("title", "nl", "no", "nh", "nt", "hd", "dtype", "tp")
@@ -98,8 +83,10 @@ class BlockShape:
     def __post_init__(self) -> None:
         for name in ("nl", "no", "nh", "nt", "hd"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise SpecError(f"shape: {name}: expected an integer, got {quoted(value)}")
+            if type(value) is not int:
+                if (found := whole(value)) is None:
+                    raise SpecError(f"shape: {name}: expected an integer, got {quoted(value)}")
+                object.__setattr__(self, name, value := found)
             if not 1 <= value < LIMIT:
                 got = f"at least 1, got {value}" if abs(value) < LIMIT else "1 to 2**62"
                 raise SpecError(f"shape: {name}: expected {got}")
@@ -132,6 +119,7 @@ class BlockShape:
         return f"nl={self.nl},no={self.no},nh={self.nh},nt={self.nt},hd={self.hd},dtype={self.dtype}"
 
 
+@functools.cache
 def data_dir() -> Path:
     """Folder of the shipped layouts: in the package in a wheel, in the checkout's root for an editable install."""
     here = Path(__file__).resolve().parents[1]
@@ -234,6 +222,21 @@ def load_shape(text: str) -> BlockShape:
         raise SpecError(
             f"shape: expected a text such as 'llama-3.1-8b' or 'nl=2,no=2,nh=4,nt=16,hd=32', got {quoted(text)}"
         )
+    try:
+        return _shape_of(text)
+    except (DTypeError, SpecError) as error:
+        meant = meant_shape(text) if type(text) is str and len(text) < 200 else text
+        if meant is text or meant == text:
+            raise
+        try:
+            _shape_of(meant)
+        except (DTypeError, SpecError):
+            raise error from None
+        raise type(error)(f"{str(error).partition(' Did you mean ')[0].rstrip('.')}. Did you mean {meant}?") from None
+
+
+def _shape_of(text: str) -> BlockShape:
+    """Implements `load_shape` for texts without slips."""
     head, *rest = [part.strip() for part in text.split(",")]
     values: dict[str, Any] = {}
     if "=" in head:
@@ -242,7 +245,12 @@ def load_shape(text: str) -> BlockShape:
         match = re.fullmatch(r"(?P<name>[^/]+)(?:/tp(?P<tp>[0-9]{1,9}))?", head)
         path = data_dir() / "shapes" / f"{match['name']}.yaml" if match else None
         if match is None or path is None or not is_file(path):
-            meant = suggestion(head.partition("/")[0], [p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml"))])
+            if head.isdecimal():
+                raise SpecError(f"shape {quoted(text)}: expected a name before every number (nl=…,no=…,nh=…,nt=…,hd=…)")
+            meant = suggestion(
+                head.partition("/")[0 if "/tp" in head or "/pp" in head else 2] or head,
+                [p.stem for p in sorted((data_dir() / "shapes").glob("*.yaml"))],
+            )
             raise SpecError(
                 f"shape {quoted(head)}: expected a preset that `kvbm shapes` lists, or every size "
                 f"(nl=…,no=…,nh=…,nt=…,hd=…).{meant}"
@@ -283,7 +291,13 @@ def as_shape(given: Any, what: str = "shape") -> BlockShape:
         return given
     if isinstance(given, str):
         return load_shape(given)
-    raise SpecError(f"{what}: expected a BlockShape or a text such as 'llama-3.1-8b', got {quoted(given)}")
+    sizes = ("nl", "no", "nh", "nt", "hd", "dtype")
+    advice = ""
+    if type(given) is dict and given and all(type(key) is str and key in sizes for key in given):
+        advice = ": pass kvbm.BlockShape(**shape)"
+    elif type(given) in (list, tuple) and len(given) in (5, 6):
+        advice = ": pass kvbm.BlockShape(nl=…, no=…, nh=…, nt=…, hd=…, dtype=…)"
+    raise SpecError(f"{what}: expected a BlockShape or a text such as 'llama-3.1-8b', got {quoted(given)}{advice}")
 
 
 @functools.cache

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 
 from .._arguments import quoted, require_a
-from ..errors import LayoutError, SpecError
-from .grammar import parse
+from ..errors import SpecError
+from .grammar import parse as parse
 from .layout import Layout
 from .naming import suggestion
+from .resolved import legal
 from .shapes import data_dir, is_file, load_shape
+from .slips import meant_order
 from .yamlfile import read_text
-
-__all__ = [
-    "as_layout",
-    "example_shape",
-    "layouts",
-    "layouts_dir",
-    "load",
-    "load_all",
-    "load_dir",
-    "load_shipped",
-    "parse",
-]
 
 
 def layouts_dir() -> Path:
@@ -37,24 +30,35 @@ def layouts() -> list[str]:
     return sorted(layout.name for layout in load_dir(layouts_dir()))
 
 
-def load_dir(folder: str | Path) -> list[Layout]:
-    """Every layout under a folder, sorted by name.  The name of a layout is the path of its file.  ``shapes/`` is skipped."""
+def load_dir(folder: str | Path, broken: Callable[[SpecError], None] | None = None) -> list[Layout]:
+    """Every layout under a folder, sorted by name.  The name of a layout is the path of its file.  ``shapes/`` is skipped.
+
+    `broken` is called with the error of each file that is no layout; without it, the error is raised.
+    """
     root = Path(folder)
     if not root.is_dir():
         raise SpecError(f"{root}: expected a folder of layouts, but this folder does not exist")
     files = [path for path in root.rglob("*.yaml") if path.relative_to(root).parts[0] != "shapes"]
-    return sorted(
-        (_read(path, path.relative_to(root).with_suffix("").as_posix()) for path in files), key=lambda x: x.name
-    )
+    found = []
+    for path in sorted(files):
+        try:
+            found.append(_read(path, path.relative_to(root).with_suffix("").as_posix()))
+        except SpecError as error:
+            if broken is None:
+                raise
+            broken(error)
+    return sorted(found, key=lambda layout: layout.name)
 
 
-def load_all(paths: Iterable[str | Path]) -> list[Layout]:
+def load_all(paths: Iterable[str | Path], broken: Callable[[SpecError], None] | None = None) -> list[Layout]:
     """Every layout of some files and folders, in that order; each folder is sorted by name.
 
     Parameters
     ----------
     paths : iterable of str or Path
         Files and folders.  A file that occurs twice counts once.
+    broken : callable, optional
+        Called with the error of each file in a folder that is no layout.  Without it, the error is raised.
 
     Raises
     ------
@@ -68,7 +72,7 @@ def load_all(paths: Iterable[str | Path]) -> list[Layout]:
     """
     by_name: dict[str, tuple[Path, Layout]] = {}
     for path in map(Path, paths):
-        for layout in load_dir(path) if path.is_dir() else [load(path)]:
+        for layout in load_dir(path, broken) if path.is_dir() else [load(path)]:
             file = (path / f"{layout.name}.yaml" if path.is_dir() else path).resolve()
             first, _ = by_name.setdefault(layout.name, (file, layout))
             if first != file:
@@ -107,11 +111,29 @@ def load(name: str | Path) -> Layout:
     if text.endswith((".yaml", ".yml")):
         return _read(Path(name), Path(name).stem)
     if (layout := load_shipped(text)) is None:
-        meant = suggestion(text, layouts())
         raise SpecError(
-            f"layout {text!r:.200}: expected a name that `kvbm layouts` lists, or the path of a .yaml file.{meant}"
+            f"layout {text!r:.200}: expected a name that `kvbm layouts` lists, or the path of a .yaml file.{_meant(text)}"
         )
     return layout
+
+
+def _meant(text: str) -> str:
+    """The end of a message about a text that is no name of a layout."""
+    if re.match(r"\s*n[lohtd]=|\s*hd=", text):
+        return " This is the shape of a block, which is another argument"
+    if is_file(Path(f"{text}.yaml")):
+        return f" There is a file {text}.yaml: give its whole name"
+    if is_file(Path(text)):
+        return " There is a file of this name: its name must end in .yaml"
+    order = re.sub(r"^\s*order:\s*|[\"']", "", text).strip()
+    if " " in order:
+        with contextlib.suppress(SpecError):
+            parse(f'order: "{meant_order(order)}"')
+            return f' This is an order: write  order: "{meant_order(order)}"  to a .yaml file, and give its path'
+    folder, known = f"{text.rstrip('/')}/", layouts()
+    if any(name.startswith(folder) for name in known):
+        return f" {folder} is a folder of layouts: `kvbm layouts {folder}` lists them"
+    return suggestion(text, known)
 
 
 def as_layout(given: Layout | str | Path, what: str = "layout") -> Layout:
@@ -131,10 +153,13 @@ def as_layout(given: Layout | str | Path, what: str = "layout") -> Layout:
 
 def load_shipped(name: str) -> Layout | None:
     """The shipped layout of a name; None if there is none.  The name is never used as a path."""
+    path = _shipped_path(name)
+    return None if path is None else _read(path, name)
+
+
+def _shipped_path(name: str) -> Path | None:
     path = layouts_dir() / f"{name}.yaml"
-    if name.startswith(("/", "shapes/")) or ".." in name or not is_file(path):
-        return None
-    return _read(path, name)
+    return None if name.startswith(("/", "shapes/")) or ".." in name or not is_file(path) else path
 
 
 #: Example shapes for layouts: a model with heads, a narrow V, a latent, a latent with scales of a power of two, an indexer.
@@ -166,17 +191,31 @@ def example_shape(layout: Layout) -> str | None:
     else:
         candidates = _LATENTS[::-1] if "float8_e8m0fnu" in dtypes else _LATENTS
     for text in candidates:
-        try:
-            layout.resolve(load_shape(text), 1024)
-        except LayoutError:
-            continue
-        return text
+        if legal(layout, load_shape(text), 1024) is not None:
+            return text
     return None
 
 
 def _read(path: Path, name: str) -> Layout:
     file = _display(path)
-    return _parse_cached(read_text(path, file), file, name)
+    text = read_text(path, file)
+    if "like" in text:  # the other file may have changed
+        return parse(text, file, name, base_of)
+    return _parse_cached(text, file, name)
+
+
+def base_of(name: str, file: str) -> tuple[str, str]:
+    """The text and the file of the layout that a file is like: a shipped one, or a path from the file's folder."""
+    if name.endswith((".yaml", ".yml")):
+        path = Path(os.path.normpath(Path(file).parent / name))
+    elif (found := _shipped_path(name)) is not None:
+        path = found
+    else:
+        raise SpecError(
+            f"{quoted(name)}: expected a name that `kvbm layouts` lists, or the path of a .yaml file from this file's folder."
+            f"{suggestion(name, layouts())}"
+        )
+    return read_text(path, _display(path)), _display(path)
 
 
 def _display(path: Path) -> str:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from ..errors import LayoutError
 from .shapes import LIMIT, round_up
-
-__all__ = ["AXES", "Expression", "Order", "Pitch", "Plane", "Term"]
 
 #: The axes of the language and their names in texts.
 AXES: Mapping[str, str] = MappingProxyType(
@@ -51,6 +50,8 @@ class Expression:
     text : str
         ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``; at most
         1,000 characters.
+    where : str
+        File and line.
 
     Raises
     ------
@@ -59,6 +60,7 @@ class Expression:
     """
 
     text: str = field(compare=False)
+    where: str = field(compare=False, repr=False, default="")
     key: str = field(init=False, repr=False, default="")
 
     def __post_init__(self) -> None:
@@ -91,24 +93,40 @@ class Expression:
                     return OPERATORS[type(op)](a, b)
                 case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
                     return FUNCTIONS[name](*map(walk, args))
-            raise LayoutError(
-                f"expression {self.text!r}: expected integers, {', '.join(sizes)}, + - * // %, round_up(x, to), min, max; "
-                f"got {ast.unparse(node)!r}"
-            )
+            raise LayoutError(_unexpected(self.text, ast.unparse(node), sizes))
 
         try:
-            with warnings.catch_warnings():  # Python warns of texts such as "1if nh else 2", which are refused
-                warnings.simplefilter("ignore")
-                tree = ast.parse(self.text, mode="eval")
-            value = walk(tree.body)
+            value = walk(_parsed(self.text))
         except LayoutError:
             raise
-        except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        except SyntaxError:
+            raise LayoutError(_unexpected(self.text, self.text, sizes)) from None
+        except (TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             raise LayoutError(f"expression {self.text!r}: {str(error) or 'nested too deeply'}") from None
         if minimum is not None and not minimum <= value < LIMIT:
             wanted = f"at least {minimum}" if value < minimum else "less than 2**62"
             raise LayoutError(f"expression {self.text!r}: expected {wanted}, got {value}")
         return value
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> ast.expr:
+    with warnings.catch_warnings():  # Python warns of texts such as "1if nh else 2", which are refused
+        warnings.simplefilter("ignore")
+        return ast.parse(text, mode="eval").body
+
+
+def _unexpected(text: str, got: str, sizes: Iterable[str]) -> str:
+    """A message about an expression that has something else than the language allows."""
+    advice = ""
+    if unit := re.fullmatch(r"\s*(\d+)\s*(?:(bytes?|b)|([kKmMgG])i?[bB]?)\s*", text):
+        power = {"k": 10, "m": 20, "g": 30}[unit[3].lower()] if unit[3] else 0
+        advice = f"; bytes are written as {int(unit[1]) << power} B"
+    elif re.search(r"[^/]/[^/]", text):
+        advice = "; divide with //"
+    elif text.count("(") > text.count(")"):
+        advice = "; between { and }, an expression with a comma needs quotation marks"
+    return f"expression {text!r}: expected integers, {', '.join(sizes)}, + - * // %, round_up(x, to), min, max; got {got!r}{advice}"
 
 
 # ---- declarations --------------------------------------------------------------------------------------------------

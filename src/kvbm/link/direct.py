@@ -469,8 +469,8 @@ class Reader:
         made = None if packer.max_sms or casts else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
         copies = sums if isinstance(sums, list) else prepare(
-            between(*sections, title, cast=packer.made.cast if casts else None), *alignments, sm_limited=packer.max_sms > 0,
-            device=packer.device, src_steps=steps[0], dst_steps=steps[1],
+            between(*sections, title, cast=packer.made.cast_of(message) if casts else None), *alignments,
+            sm_limited=packer.max_sms > 0, device=packer.device, src_steps=steps[0], dst_steps=steps[1],
         )  # fmt: skip
         route = _core.Route(
             packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=_warmed(copies, packer),

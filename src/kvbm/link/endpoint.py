@@ -8,7 +8,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 import queue
 import re
@@ -33,9 +32,9 @@ from ..errors import (
 from ..layout.layout import Layout
 from ..layout.shapes import ITEMSIZE, BlockShape, load_shape
 from ..memory.array_checks import require_declared, require_one_format
-from ..planner.cast import Cast, Scale, one_scale
+from ..planner.cast import Cast, Scale, as_cast, difference, of_json, to_json
 from ..pool.pool import Pool
-from ..reshard.casting import ENGINES, Layouts, formats_of, require_same_elements
+from ..reshard.casting import Layouts, formats_of, require_same_elements
 from ..reshard.local import cuts_of, require_pool
 from ..reshard.messages import Resharding, plan
 from ..reshard.messages import gather as in_two_steps
@@ -118,9 +117,9 @@ class Endpoint:
         Let peers on this host copy out of the pools, and copy out of theirs, if the wire is `wire.mapped` and the memory can be
         shared: GPU memory with a CUDA IPC handle, or ``Pool.allocate(…, device="shared")``.  `Link.paths` says what came of it.
     cast : {"amax"} or kvbm.Scale, optional
-        Values may change their format on the way, as for `kvbm.Transfer`, to an engine that says the same.  Chunks have the smaller
-        format: the sender quantises, or the receiver dequantises.  A direct copy casts as it reads.  Digests are of the quantised
-        bits.  Default: both engines have the same formats.
+        Values may change their format on the way, as for `kvbm.reshard.plan`, to an engine that says the same.  Chunks have the
+        smaller format: the sender quantises, or the receiver dequantises.  A direct copy casts as it reads.  Digests are of the
+        quantised bits.  Default: both engines have the same formats.
     secret_file : path, optional
         A file with a secret that all engines share.  Then only cards that were made with this secret are accepted, and every note
         has a code of it.  The data of chunks have none.
@@ -180,9 +179,7 @@ class Endpoint:
             raise BindError(
                 f"endpoint {engine}: expected pools on one device and placements of one world, got {devices}, {worlds}"
             )
-        self.cast = one_scale(cast, ENGINES)
-        if self.cast is not None and max_sms is not None:
-            raise BindError(f"endpoint {engine}: max_sms: messages that cast take no limit of multiprocessors; leave it out")
+        self.cast = as_cast(cast)
         for _, mine in groups.values() if self.cast is not None else ():
             try:
                 told(mine.layout, scales=True)
@@ -216,7 +213,7 @@ class Endpoint:
         self._drop_at: dict[str, tuple[float, float]] = {}  # peers that could not be dropped → time of the next attempt, pause
         self._unclaimed: dict[tuple[object, ...], Link] = {}  # links whose callers had given up when they were made
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = threading.Event()
+        self._wake = _Wake()
         self._is_woken = hasattr(wire, "on_news")  # polling would take Python's lock from threads that work
         if hasattr(wire, "on_news"):
             wire.on_news(self._wake.set)
@@ -264,7 +261,7 @@ class Endpoint:
             "nonce": self._nonce.hex(),
         }  # fmt: skip
         if self.cast is not None:
-            held["cast"] = self.cast.value if self.cast.is_given else "amax"
+            held["cast"] = to_json(self.cast)
         if not self._shared:
             return self._signed(json.dumps(held).encode())
         pools: dict[str, Any] = {name: one if isinstance(one, str) else one._asdict() for name, one in self._shared.items()}
@@ -557,7 +554,6 @@ class Endpoint:
                     time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: only releases Python's lock
                 else:
                     self._wake.wait(_LONG)
-                self._wake.clear()
         except Exception as error:  # if the thread ends, all its links fail
             self._broken = f"{type(error).__name__}: {error}"
         finally:
@@ -585,13 +581,9 @@ class Endpoint:
     def _step(self) -> bool:
         busy = False
         notes = self.wire.poll()  # poll first: a call that was submitted before a note arrived runs before the note is handled
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                break
+        while not self._commands.empty():  # only this thread takes them
             busy = True
-            command()
+            self._commands.get()()
         for peer, data in notes:
             link = self._by_peer.get(peer)
             if link is None:
@@ -603,9 +595,16 @@ class Endpoint:
                 link.count("notes_wrong")
             else:
                 link.heard(peer, note)
-        now = time.monotonic()
+        now, is_closing = time.monotonic(), False
         for link in self._links:
             busy |= link.tick(now)
+            is_closing |= link.is_closed
+        if self.dropping or is_closing:
+            self._part(now)
+        return busy
+
+    def _part(self, now: float) -> None:
+        """Drop the peers that are lost.  Forget the links that are closed and have no peer to drop."""
         for peer, link in list(self.dropping.items()):
             at, pause = self._drop_at.get(peer, (now, _DROPS[0]))
             if now < at:
@@ -624,7 +623,6 @@ class Endpoint:
                     self._links.remove(link)
                     self._past.setdefault(link.engine, Counter()).update(link.stats())
                 self._by_peer.update(dict.fromkeys(link.peers))
-        return busy
 
     def close(self, *, timeout: float = 6.0) -> None:
         """End all links, and release the ring.
@@ -702,6 +700,22 @@ class Endpoint:
         return f"<kvbm Endpoint {self.engine} rank {self.rank} of {self._world}, {len(self._links)} links>"
 
 
+class _Wake:
+    """Wakes one thread, also one that will wait later.  An Event takes ten times as many calls."""
+
+    def __init__(self) -> None:
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+
+    def set(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is awake, or was woken before
+            self._asleep.release()
+
+    def wait(self, seconds: float = -1) -> None:
+        """Return when it was woken since the last `wait`, or after `seconds`."""
+        self._asleep.acquire(timeout=seconds)
+
+
 class _Card:
     """A card of another rank.  All of it is checked.  Its groups are read when they are needed: names are compared before."""
 
@@ -717,12 +731,15 @@ class _Card:
             _refuse("JSON", repr(card[:40]))
         version = held.get("kvbm-link") if isinstance(held, dict) else None
         if not isinstance(held, dict) or version not in (_VERSION, _CASTING):
-            _refuse(f"version {_VERSION}: both sides need the same kvbm", repr(held)[:60])
-        self.cast = held.get("cast")
-        if version == _VERSION and self.cast is not None:
+            got = quoted(held, 60) if version is None else f"version {quoted(version, 60)}"
+            _refuse(f"version {_VERSION}, or {_CASTING} with a cast: both sides need the same kvbm", got)
+        cast = held.get("cast")
+        if version == _VERSION and cast is not None:
             _refuse(f"version {_CASTING} for a card with a cast", f"version {_VERSION}")
-        if version == _CASTING and not (self.cast == "amax" or (type(self.cast) is float and 0 < self.cast < math.inf)):
-            _refuse("'cast' of 'amax' or a number", repr(self.cast)[:60])
+        try:
+            self.cast = of_json(cast) if version == _CASTING else None
+        except PlanError:
+            _refuse("'cast' of 'amax', a number, or numbers by layer", repr(cast)[:60])
         kinds = {
             "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,
             "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str,
@@ -770,11 +787,12 @@ class _Card:
 
     def require_cast(self, cast: Scale | None, title: str) -> None:
         """Raise `BindError` unless the card says the same cast."""
-        own: Any = None if cast is None else cast.value if cast.is_given else "amax"
-        if own != self.cast:
+        if cast != self.cast:
+            place = "" if cast is None or self.cast is None else difference(cast, self.cast)
+            where = f", which differ{place}" if place else ""
             raise BindError(
-                f"{title}: cast: {_cast_text(own)} here and {_cast_text(self.cast)} on the other side; expected the same: values "
-                "change only if both sides say so"
+                f"{title}: cast: {_cast_text(cast)} here and {_cast_text(self.cast)} on the other side{where}; expected the same: "
+                "values change only if both sides say so"
             )
 
     def shared(self, name: str) -> Shared | str:
@@ -897,8 +915,8 @@ def _planes_of(layout: Layout, dtype: str) -> str:
     return ", ".join(sorted({f"{plane.name} {plane.dtype or dtype}" for plane in layout.planes})) or dtype
 
 
-def _cast_text(cast: str | float | None) -> str:
-    return "none" if cast is None else repr(cast)
+def _cast_text(cast: Scale | None) -> str:
+    return "none" if cast is None else str(cast)
 
 
 def _require_formats(

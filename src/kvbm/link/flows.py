@@ -12,7 +12,6 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import BindError, DigestError, KvbmError, PeerLostError, TransferError
@@ -166,9 +165,9 @@ class Outflow:
         try:
             loan = Loan(self, self.link.lender(offer.group), all_of_it)
         except KvbmError:  # it is raised when the peer asks
-            self.offer = replace(offer, is_lent=False)
+            self.offer = offer._replace(is_lent=False)
             return None
-        self.offer = replace(offer, table=loan.small_table())
+        self.offer = offer._replace(table=loan.small_table())
         return loan
 
     def _begin_loan(self, loan: Loan) -> None:
@@ -295,7 +294,7 @@ class Outflow:
             self.link.lose(self.peer, PeerLostError(why, peer=self.peer))
 
     def _say_offer(self) -> None:
-        self.link.say(self.peer, replace(self.offer, age=time.monotonic() - self.sending.began))
+        self.link.say(self.peer, self.offer._replace(age=time.monotonic() - self.sending.began))
 
     def _pack(self) -> bool:
         """Pack wanted chunks: first a single one, so that it is sent soon, then more per call."""

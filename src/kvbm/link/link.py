@@ -11,7 +11,6 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import quoted, seconds
@@ -226,10 +225,7 @@ class Link:
             with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
                 # Prepare while the offer is on its way: mostly it is of everything that is expected.
                 self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
-        for message in packer.made.messages:
-            if message.dst == self.endpoint.rank:
-                held = {x for meeting in message.l for x in meeting.coordinates("first")}
-                arrival.missing[message.src] = arrival.missing.get(message.src, set()) | held & set(some)
+        arrival.missing = {rank: set(layers) for rank, layers in packer.layers(some).items()}
         return arrival
 
     fetch = receive
@@ -366,7 +362,7 @@ class Link:
                     f"{self.title}: {arrival.key!r}: {peer} offers layers {offer.layers}; expected some of {sorted(missing)}, once"
                 )
             if self._may_be_late(arrival, began):  # who sends it again is asked
-                offer = replace(offer, is_lent=False, table=None)
+                offer = offer._replace(is_lent=False, table=None)
             flow = self._incoming(arrival, peer, rank, offer, began)
         except KvbmError as error:
             arrival.fail(error)
@@ -467,7 +463,7 @@ class Link:
             self._refuse(peer, offer, number, why)
             return
         # What follows an offer that is lent will be gone: the peer is asked.
-        self._offers[peer, offer.sending] = replace(offer, is_lent=False, table=None), began
+        self._offers[peer, offer.sending] = offer._replace(is_lent=False, table=None), began
         while len(self._offers) > _MOST:
             self._offers.popitem(last=False)  # the peer repeats it
 
@@ -484,29 +480,37 @@ class Link:
 
     def tick(self, now: float) -> bool:
         """Advance all transfers.  True if something was done."""
-        busy = False
+        busy, is_tidy = False, True
         for flow in self._all_flows():
-            if flow.is_over:
-                continue
-            try:
-                busy |= flow.tick(now)
-            except PeerLostError as error:
-                self._losing.setdefault(flow.peer, error)
-            except KvbmError as error:  # the peer sent something wrong
-                _handle_of(flow).fail(error)
+            if not flow.is_over:
+                try:
+                    busy |= flow.tick(now)
+                except PeerLostError as error:
+                    self._losing.setdefault(flow.peer, error)
+                except KvbmError as error:  # the peer sent something wrong
+                    _handle_of(flow).fail(error)
+            is_tidy &= not flow.is_over
         if now >= self._probe_at:
             self._probe_at = now + _PROBES
             self._probe()
-        for peer, lost in list(self._losing.items()):
-            self._lose(peer, lost)
-        self._losing.clear()
+        if self._losing:
+            for peer, lost in list(self._losing.items()):
+                self._lose(peer, lost)
+            self._losing.clear()
         for handle in self._handles:
-            if not handle.has_ended and not handle.has_failed and now > handle.deadline:
+            if now > handle.deadline and not handle.has_ended and not handle.has_failed:
                 handle.fail(
                     TransferTimeoutError(
                         f"{self.title}: {handle.what} {handle.key!r}: not done after {handle.timeout} s"
                     )
                 )
+            is_tidy &= not handle.has_ended and not handle.has_failed
+        if not is_tidy:
+            self._tidy()
+        return busy
+
+    def _tidy(self) -> None:
+        """End the transfers that have failed and use no pool any more.  Forget what has ended."""
         for handle in self._handles:
             if handle.has_failed and isinstance(handle, Arrival):
                 self._failed[handle.identity] = handle.failed_at, handle.number, handle.why
@@ -521,7 +525,6 @@ class Link:
         for kept in (self._ended, self._failed):
             while len(kept) > _MOST:
                 kept.popitem(last=False)
-        return busy
 
     def _probe(self) -> None:
         """Send an empty note to peers from which something is expected: only then does a wire report that a peer is gone."""

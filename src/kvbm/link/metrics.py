@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BindError, KvbmError
+from ..errors import BindError, MissingPackageError
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
@@ -53,7 +53,7 @@ class Links:
 
     Raises
     ------
-    KvbmError
+    MissingPackageError
         ``prometheus_client`` is not installed.
     """
 
@@ -61,7 +61,7 @@ class Links:
         try:
             from prometheus_client import core
         except ImportError as error:
-            raise KvbmError(
+            raise MissingPackageError(
                 f"kvbm.reshard.metrics needs prometheus_client ({error}): pip install 'kvbm-layouts[metrics]'"
             ) from None
         self._core: Any = core

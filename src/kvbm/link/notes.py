@@ -6,8 +6,7 @@ Each note is complete in itself and may be repeated: an `Offer` until it is answ
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
@@ -20,6 +19,19 @@ _MAGIC, _VERSION = b"kn", 1
 #: Magic, version, kind, and the number of the sending, which the sender has chosen for this peer.
 _HEAD = struct.Struct("<2sBBQ")
 _KIND_AT: Final = 3
+
+#: Each kind of note: its number in the head, and the layout of its fields behind the head.
+_FORMS: Final = {
+    "Offer": (1, struct.Struct("<Q16sHIIQQQ?d?")),
+    "Want": (2, struct.Struct("<QQQQQI")),
+    "Put": (3, struct.Struct("<QIII")),
+    "Done": (4, struct.Struct("<QQ")),
+    "Stop": (5, struct.Struct("<Q??")),
+    "Stopped": (6, struct.Struct("<Q?")),
+    "Ask": (7, struct.Struct("<QQQQQ")),
+    "Table": (8, struct.Struct("<QII?")),
+    "Ready": (9, struct.Struct("<QQ")),
+}
 
 
 class Grant(NamedTuple):
@@ -39,8 +51,7 @@ class Grant(NamedTuple):
     serial: int
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """From the sender: these tokens and layers of a sequence are available.
 
     Attributes
@@ -78,9 +89,6 @@ class Offer:
     is_lent: bool = False
     table: Table | None = None
 
-    KIND: ClassVar[int] = 1
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q16sHIIQQQ?d?")
-
     def fields(self) -> tuple[Any, ...]:
         layers, tokens = self.layers, self.tokens
         return (
@@ -94,7 +102,8 @@ class Offer:
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Offer:
         plan, key, group, first, last, start, stop, origin, pulls, age, is_lent = values
-        _require(not rest or rest[_KIND_AT : _KIND_AT + 1] == bytes([Table.KIND]), "an offer with a table")  # no offer in an offer
+        is_table = rest[_KIND_AT : _KIND_AT + 1] == bytes([_FORMS["Table"][0]])  # no offer in an offer
+        _require(not rest or is_table, "an offer with a table")
         table = read(rest) if rest else None
         _require(table is None or table.sending == sending, "an offer with its own table")
         _require(first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
@@ -102,8 +111,7 @@ class Offer:
         return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent, table)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Want:
+class Want(NamedTuple):
     """From the receiver: it wants these tokens of an offer, and grants these chunks.
 
     A chunk that an earlier note listed and this one does not has arrived.
@@ -127,9 +135,6 @@ class Want:
     turn: int
     grants: tuple[Grant, ...]
 
-    KIND: ClassVar[int] = 2
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQQQI")
-
     def fields(self) -> tuple[Any, ...]:
         return self.arrival, self.plan, self.tokens.start, self.tokens.stop, self.origin, self.turn
 
@@ -148,11 +153,10 @@ class Want:
 _GRANT = struct.Struct("<III")
 
 #: Most grants of a note.  With a secret it has its code in addition.
-MOST_GRANTS = (NOTE_BYTES - NOTE - _HEAD.size - Want.LAYOUT.size) // _GRANT.size
+MOST_GRANTS = (NOTE_BYTES - NOTE - _HEAD.size - _FORMS["Want"][1].size) // _GRANT.size
 
 
-@dataclass(frozen=True)
-class Put:
+class Put(NamedTuple):
     """From the sender: this chunk is in the granted slot, or, if the receiver pulls chunks, in this slot of the sender."""
 
     sending: int
@@ -161,11 +165,8 @@ class Put:
     chunk: int
     slot: int
 
-    KIND: ClassVar[int] = 3
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QIII")
-
     def fields(self) -> tuple[Any, ...]:
-        return self.arrival, self.serial, self.chunk, self.slot
+        return self[1:]
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Put:
@@ -173,19 +174,15 @@ class Put:
         return cls(sending, *values)
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """From the receiver: all chunks have arrived and are correct.  It has the sum of their digests."""
 
     sending: int
     arrival: int
     digest: int
 
-    KIND: ClassVar[int] = 4
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQ")
-
     def fields(self) -> tuple[Any, ...]:
-        return self.arrival, self.digest
+        return self[1:]
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Done:
@@ -193,8 +190,7 @@ class Done:
         return cls(sending, *values)
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
     """From either side: the transfer has failed.
 
     The receiver sends it when it accepts no more chunks, and the sender when none of its puts is running.
@@ -214,9 +210,6 @@ class Stop:
     by_sender: bool
     why: str
 
-    KIND: ClassVar[int] = 5
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q??")
-
     def fields(self) -> tuple[Any, ...]:
         return self.arrival, self.is_digest, self.by_sender
 
@@ -230,19 +223,15 @@ class Stop:
         return cls(sending, arrival, is_digest, by_sender, printable(rest.decode("utf-8", "replace"), 1000))
 
 
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(NamedTuple):
     """The answer to a stop.  From a sender it means: none of its puts is running, and none will follow."""
 
     sending: int
     arrival: int
     by_sender: bool
 
-    KIND: ClassVar[int] = 6
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q?")
-
     def fields(self) -> tuple[Any, ...]:
-        return self.arrival, self.by_sender
+        return self[1:]
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Stopped:
@@ -250,8 +239,7 @@ class Stopped:
         return cls(sending, *values)
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """From the receiver: it has opened the sender's pool, and copies these tokens itself.  It wants the table and the digest."""
 
     sending: int
@@ -259,9 +247,6 @@ class Ask:
     plan: int
     tokens: range
     origin: int
-
-    KIND: ClassVar[int] = 7
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQQQ")
 
     def fields(self) -> tuple[Any, ...]:
         return self.arrival, self.plan, self.tokens.start, self.tokens.stop, self.origin
@@ -277,8 +262,7 @@ class Ask:
 MOST_ENTRIES = 1 << 22
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """From the sender, to who asks: a part of its block table.
 
     Attributes
@@ -286,8 +270,8 @@ class Table:
     sending : int
     arrival : int
         The number of the `Ask`; 0 without one.
-    first, count : int
-        The entry of the table with which the part begins, and the entries of the table.
+    first, entries : int
+        The entry of the table with which the part begins, and the number of entries of the table.
     is_complete : bool
         True if the blocks are complete: the receiver may copy them before the sender has digested them.
     blocks : bytes
@@ -297,47 +281,40 @@ class Table:
     sending: int
     arrival: int
     first: int
-    count: int
+    entries: int
     is_complete: bool
     blocks: bytes
 
-    KIND: ClassVar[int] = 8
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QII?")
-
     def fields(self) -> tuple[Any, ...]:
-        return self.arrival, self.first, self.count, self.is_complete
+        return self.arrival, self.first, self.entries, self.is_complete
 
     def tail(self) -> bytes:
         return self.blocks
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Table:
-        arrival, first, count, is_complete = values
-        _require(len(rest) % 4 == 0 and bool(rest) == bool(count), "a part of a table")
-        _require(first + len(rest) // 4 <= count <= MOST_ENTRIES, "a part of a table")
-        return cls(sending, arrival, first, count, is_complete, rest)
+        arrival, first, entries, is_complete = values
+        _require(len(rest) % 4 == 0 and bool(rest) == bool(entries), "a part of a table")
+        _require(first + len(rest) // 4 <= entries <= MOST_ENTRIES, "a part of a table")
+        return cls(sending, arrival, first, entries, is_complete, rest)
 
 
 #: Most blocks of a `Table`.  With a secret it has its code in addition.
-MOST_BLOCKS = (NOTE_BYTES - NOTE - _HEAD.size - Table.LAYOUT.size) // 4
+MOST_BLOCKS = (NOTE_BYTES - NOTE - _HEAD.size - _FORMS["Table"][1].size) // 4
 
 #: Most blocks of the table of an `Offer`.
-MOST_OFFERED = MOST_BLOCKS - (_HEAD.size + Offer.LAYOUT.size + 3) // 4
+MOST_OFFERED = MOST_BLOCKS - (_HEAD.size + _FORMS["Offer"][1].size + 3) // 4
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """From the sender, to who asks: the blocks are complete, and this is the digest of their cells."""
 
     sending: int
     arrival: int
     digest: int
 
-    KIND: ClassVar[int] = 9
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQ")
-
     def fields(self) -> tuple[Any, ...]:
-        return self.arrival, self.digest
+        return self[1:]
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Ready:
@@ -347,13 +324,18 @@ class Ready:
 
 Note = Offer | Want | Put | Done | Stop | Stopped | Ask | Table | Ready
 
-_KINDS: dict[int, Any] = {kind.KIND: kind for kind in (Offer, Want, Put, Done, Stop, Stopped, Ask, Table, Ready)}
+#: Number of a kind → the kind, and the layout of its fields.
+_KINDS: dict[int, tuple[Any, struct.Struct]] = {
+    _FORMS[kind.__name__][0]: (kind, _FORMS[kind.__name__][1])
+    for kind in (Offer, Want, Put, Done, Stop, Stopped, Ask, Table, Ready)
+}
 
 
 def write(note: Note) -> bytes:
     """Return the note as bytes, at most `NOTE_BYTES`."""
     tail = note.tail() if isinstance(note, Offer | Want | Stop | Table) else b""
-    return _HEAD.pack(_MAGIC, _VERSION, note.KIND, note.sending) + note.LAYOUT.pack(*note.fields()) + tail
+    number, layout = _FORMS[type(note).__name__]
+    return _HEAD.pack(_MAGIC, _VERSION, number, note.sending) + layout.pack(*note.fields()) + tail
 
 
 def read(data: bytes) -> Note:
@@ -364,18 +346,27 @@ def read(data: bytes) -> Note:
     BindError
         The bytes are not a note, or have another version.
     """
-    _require(_HEAD.size <= len(data) <= NOTE_BYTES, "a note")
+    if not _HEAD.size <= len(data) <= NOTE_BYTES:
+        _refuse("a note")
     magic, version, number, sending = _HEAD.unpack_from(data)
-    _require(magic == _MAGIC, "a note of a kvbm link")
-    _require(version == _VERSION, f"a note of version {_VERSION}: both sides need the same kvbm")
-    _require(number in _KINDS, "a note of a known kind")
-    kind = _KINDS[number]
-    _require(len(data) >= _HEAD.size + kind.LAYOUT.size, "a note, whole")
-    values = kind.LAYOUT.unpack_from(data, _HEAD.size)
-    found: Note = kind.of(sending, values, data[_HEAD.size + kind.LAYOUT.size :])
+    if magic != _MAGIC:
+        _refuse("a note of a kvbm link")
+    if version != _VERSION:
+        _refuse(f"a note of version {_VERSION}: both sides need the same kvbm")
+    if number not in _KINDS:
+        _refuse("a note of a known kind")
+    kind, layout = _KINDS[number]
+    behind = _HEAD.size + layout.size
+    if len(data) < behind:
+        _refuse("a note, whole")
+    found: Note = kind.of(sending, layout.unpack_from(data, _HEAD.size), data[behind:])
     return found
 
 
 def _require(is_right: object, expected: str) -> None:
     if not is_right:
-        raise BindError(f"note: expected {expected}")
+        _refuse(expected)
+
+
+def _refuse(expected: str) -> NoReturn:
+    raise BindError(f"note: expected {expected}")

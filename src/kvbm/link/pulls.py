@@ -65,12 +65,12 @@ class Pull(Incoming):
         self._is_complete |= note.is_complete
         if self._pieces is not None:
             return
-        if note.count > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
-            raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks for fewer tokens")
+        if note.entries > self.arrival.span.tokens.stop - self.offer.origin:  # a block holds a token or more
+            raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.entries} blocks for fewer tokens")
         if self._table is None:
-            self._table, self._has_entry = np.full(note.count, -1, np.int64), np.zeros(note.count, bool)
-        if len(self._table) != note.count:
-            raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.count} blocks, and of {len(self._table)}")
+            self._table, self._has_entry = np.full(note.entries, -1, np.int64), np.zeros(note.entries, bool)
+        if len(self._table) != note.entries:
+            raise BindError(f"{self.link.title}: {self.peer} tells of a table of {note.entries} blocks, and of {len(self._table)}")
         part = np.frombuffer(note.blocks, "<i4")
         self._table[note.first : note.first + len(part)] = part
         self._has_entry[note.first : note.first + len(part)] = True

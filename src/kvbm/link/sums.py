@@ -35,7 +35,7 @@ class Sums:
 
     @property
     def address(self) -> int:
-        return int(self.memory.ctypes.data)
+        return int(self.memory.__array_interface__["data"][0])  # `ctypes.data` makes objects first
 
     def __del__(self) -> None:
         piece = getattr(self, "_piece", None)

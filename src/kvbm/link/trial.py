@@ -22,7 +22,15 @@ from typing import Any
 from .. import wire
 from .._arguments import quoted
 from .._version import __version__
-from ..errors import BindError, DigestError, KvbmError, TransferTimeoutError, UnreachableError, printable
+from ..errors import (
+    BindError,
+    DigestError,
+    KvbmError,
+    MissingPackageError,
+    TransferTimeoutError,
+    UnreachableError,
+    printable,
+)
 from ..layout.shapes import BlockShape, load_shape
 from ..reshard.presets import vllm
 from ..reshard.sequence import Span
@@ -252,7 +260,7 @@ def _store(host: str, port: int | None, timeout: float) -> Any:
     try:
         from torch.distributed import TCPStore
     except ImportError as error:
-        raise KvbmError(f"--wire torch needs torch ({error}): pip install torch") from None
+        raise MissingPackageError(f"--wire torch needs torch ({error}): pip install torch") from None
     given = {"timeout": timedelta(seconds=timeout), "wait_for_workers": False}
     try:
         if port is not None:

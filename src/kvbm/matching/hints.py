@@ -15,8 +15,6 @@ from ..layout.resolved import Allocation, Resolved
 from ..layout.shapes import ITEMSIZE, BlockShape
 from ..memory.array_info import Array, dense
 
-__all__ = ["HOW", "Steps", "near_shapes", "own_layout", "pitches", "steps_between", "steps_of", "vllm_call"]
-
 #: How arrays are bound, by the fit of their axes.
 HOW = {
     "exact": "as given: kvbm.Pool takes the arrays",

@@ -12,28 +12,28 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .._arguments import quoted
+from .._arguments import listed, quoted
 from ..errors import BindError, LayoutError, SpecError
 from ..layout import spec
 from ..layout.address_map import Access, Step, normal
 from ..layout.layout import Layout
 from ..layout.loops import coalesce
 from ..layout.naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
-from ..layout.resolved import Allocation, Resolved
+from ..layout.resolved import Allocation, Resolved, legal
 from ..layout.shapes import BlockShape, numpy_name
+from ..layout.slips import meant_array
 from ..layout.terms import AXES
-from ..memory.allocation import Arrays
 from ..memory.array_checks import block_shape, reads_as
-from ..memory.array_info import Array, dense, describe, span
+from ..memory.array_info import Array, dense, span
+from .declare import declare_described, described, possible_orders
 from .hints import HOW, Steps, near_shapes, own_layout, pitches, steps_between, steps_of, vllm_call
-
-__all__ = ["Candidate", "Check", "Match", "match", "match_described", "names_of_strides", "parse"]
 
 _READING = {
     "given": "",
@@ -112,6 +112,8 @@ class Match(Sequence[Candidate]):
         If no layout fits: the reason.
     alike : tuple of tuple of Candidate
         The candidates again: those with the same addresses of all elements are together.
+    near : tuple of str
+        If layouts fit only as views of the arrays: which other size of the shape would make layouts fit as they are.
     """
 
     shape: BlockShape
@@ -120,6 +122,7 @@ class Match(Sequence[Candidate]):
     checks: tuple[Check, ...]
     reason: str = ""
     alike: tuple[tuple[Candidate, ...], ...] = ()
+    near: tuple[str, ...] = ()
 
     def __getitem__(self, index: Any) -> Any:
         return self.candidates[index]
@@ -146,6 +149,8 @@ class Match(Sequence[Candidate]):
                 lines.append(f"   {len(others)} more layouts have the same addresses at this shape")
         if len(self.candidates) == 1:
             lines.append("No other shipped layout fits. Shapes do not prove a layout: compare with the engine's documentation.")
+        if self.near:
+            lines += ["", f"Each fits only as a view. Is the shape right? {'; or '.join(self.near)}."]
         for check in self.checks:
             lines += ["", str(check)]
         if len(self.candidates) > 1 and not self.checks:
@@ -171,6 +176,7 @@ class Match(Sequence[Candidate]):
                 for check in self.checks
             ],
             "reason": self.reason,
+            "near": list(self.near),
         }  # fmt: skip
 
 
@@ -225,9 +231,10 @@ class _Found(NamedTuple):
 
 
 def match(
-    tensors: Any, shape: BlockShape | str, *, engine: str | None = None, num_blocks: int | None = None
-) -> Match:
-    """List the shipped layouts that fit some arrays, by their number, shapes, strides and dtypes.
+    tensors: Any, shape: BlockShape | str, *, engine: str | None = None, num_blocks: int | None = None,
+    layouts: Iterable[Layout | str | Path] = (),
+) -> Match:  # fmt: skip
+    """List the layouts that fit some arrays, by their number, shapes, strides and dtypes.
 
     Parameters
     ----------
@@ -240,6 +247,9 @@ def match(
         Only layouts of this engine, such as ``"vllm"``.
     num_blocks : int, optional
         Number of blocks in the arrays.  Default: derived from their sizes.
+    layouts : iterable of Layout, str or Path
+        Layouts of your own, which are searched beside the shipped ones: files, and folders of files.  Their names in the result are
+        the paths of their files.
 
     Returns
     -------
@@ -251,7 +261,7 @@ def match(
     BindError
         There are no arrays, an item is not an array, or the arrays are on several devices.
     SpecError
-        `shape` is not a shape, or kvbm has no layouts for `engine`.
+        `shape` is not a shape, kvbm has no layouts for `engine`, or a file of `layouts` is wrong.
 
     Examples
     --------
@@ -260,18 +270,13 @@ def match(
     >>> match(layers, "nl=3,no=2,nh=4,nt=16,hd=8", engine="vllm")[0].names
     ('vllm/flash_attn_nhd', 'lmcache/NL_X_TWO_NB_BS_NH_HS')
     """
-    if isinstance(tensors, Mapping):
-        tensors = list(tensors.values())
-    given = list(tensors) if isinstance(tensors, list | tuple | Arrays) else [tensors]
-    if not given:
-        raise BindError("match: expected at least one array, got none")
-    arrays = [describe(one, f"match: array {i}") for i, one in enumerate(given)]
-    return match_described(arrays, shape, engine, num_blocks, numpy=all(isinstance(one, np.ndarray) for one in given))
+    arrays, numpy = described("match", tensors)
+    return match_described(arrays, shape, engine, num_blocks, own_layouts(layouts), numpy=numpy)
 
 
 def match_described(
-    arrays: Sequence[Array], shape: BlockShape | str, engine: str | None = None, num_blocks: int | None = None, *,
-    placed: bool = True, numpy: bool = False,
+    arrays: Sequence[Array], shape: BlockShape | str, engine: str | None = None, num_blocks: int | None = None,
+    own_ones: Sequence[Layout] = (), *, placed: bool = True, numpy: bool = False,
 ) -> Match:
     """`match` for arrays that are already described.  Without `placed`, their addresses mean nothing.
 
@@ -281,7 +286,7 @@ def match_described(
     for index, one in enumerate(arrays):
         if one.device != arrays[0].device:
             raise BindError(f"match: array {index} is on {one.device}, array 0 on {arrays[0].device}; expected one device")
-    layouts, readings = _layouts(engine), _readings(arrays, placed)
+    layouts, readings = _layouts(engine, own_ones), _readings(arrays, placed)
     raw = _cast(arrays, sizes.dtype, numpy) if _itemsize(arrays[0].dtype) == 1 else None
     readings += _readings(*raw[:1], placed, raw[1]) if raw else []
     own = f"{engine}/".lower()
@@ -291,15 +296,31 @@ def match_described(
         planes = [same for same in layouts if same[0].planes]
         fits = _candidates(_readings(*raw[:1], placed, raw[1]), sizes, planes, num_blocks)
         found = [one for one in fits if not one.rank[2]]  # no row of the arrays goes on into another record
-    found.sort(key=lambda one: (engine is not None and not one.candidate.names[0].startswith(own), one.rank))
+    known = set(own_ones)
+    found.sort(
+        key=lambda one: (
+            engine is not None and one.candidate.layout not in known and not one.candidate.names[0].startswith(own), one.rank
+        )
+    )  # fmt: skip
     alike: dict[Any, list[Candidate]] = {}
     named = [one.candidate._replace(code=_code(one, one.candidate.names[0], numpy)) for one in found]
     table_axes = set[str]().union(*map(_table_axes, found))
     for each, candidate in zip(found, named, strict=True):
         alike.setdefault(_address_map(each, table_axes), []).append(candidate)
     checks = _checks(found, arrays, sizes) if len(found) > 1 else ()
+    near: list[str] = []
+    if found and all(one.candidate.fit == "viewed" for one in found):
+        near = near_shapes(arrays, sizes, functools.partial(_fitting, readings, layouts, num_blocks))
     reason = "" if found else _reason(arrays, sizes, layouts, readings, num_blocks, numpy)
-    return Match(sizes, _words(arrays), tuple(named), tuple(checks), reason, tuple(map(tuple, alike.values())))
+    return Match(sizes, _words(arrays), tuple(named), tuple(checks), reason, tuple(map(tuple, alike.values())), tuple(near))
+
+
+def _fitting(
+    readings: Sequence[_Reading], layouts: Sequence[Sequence[Layout]], num_blocks: int | None, other: BlockShape
+) -> list[str]:
+    """Names of the layouts that fit with another shape, without those that only have the same bytes."""
+    found = sorted(_candidates(readings, other, layouts, num_blocks), key=lambda one: one.rank)
+    return [name for one in found if one.rank[:2] < (_WORST.index("viewed"), 1) for name in one.candidate.names]
 
 
 def names_of_strides(arrays: Sequence[Array], shape: BlockShape, asked: str, most: int = 3) -> list[str]:
@@ -334,7 +355,11 @@ def parse(texts: Sequence[str], shape: BlockShape, dtype: str | None = None) -> 
     for text in texts:
         found = _TEXT.fullmatch(re.sub(r", ?", ",", text))
         if found is None:
-            raise SpecError(f"array {quoted(text)}: expected [COUNTx]SHAPE[:STRIDES], such as 32x2,1024,16,8,128")
+            meant = meant_array(text) if len(text) < 200 else ""
+            advice = f". Did you mean {meant}?" if _TEXT.fullmatch(meant) else ""
+            if text.endswith((".yaml", ".yml")):
+                advice = f"; to look at a layout file: kvbm show {text}, kvbm check {text}"
+            raise SpecError(f"array {quoted(text)}: expected [COUNTx]SHAPE[:STRIDES], such as 32x2,1024,16,8,128{advice}")
         extents = tuple(map(int, (found[2] or found[3]).split(",")))
         steps = found[4] or found[5]
         strides = tuple(int(step) * size for step in steps.split(",")) if steps else dense(extents, size)
@@ -347,14 +372,46 @@ def parse(texts: Sequence[str], shape: BlockShape, dtype: str | None = None) -> 
     return made
 
 
+def perhaps_bytes(arrays: Sequence[Array]) -> str:
+    """A note if the strides of texts may be in bytes, as NumPy has them: none is below the size of an element; else ""."""
+    size = _itemsize(arrays[0].dtype)
+    steps = {stride // size for one in arrays for stride in one.strides}
+    if size == 1 or not steps or min(steps) != size or any(step % size for step in steps):
+        return ""
+    return (
+        f"strides are in elements, as torch prints them. All of these are multiples of {size}, the bytes of one element: if they "
+        "are NumPy's, which are in bytes, divide them"
+    )
+
+
 @functools.cache
 def _shipped() -> tuple[Layout, ...]:
     """All shipped layouts, names without a folder first.  They are read once per process."""
     return tuple(sorted(spec.load_dir(spec.layouts_dir()), key=lambda layout: ("/" in layout.name, layout.name)))
 
 
-def _layouts(engine: str | None) -> list[list[Layout]]:
-    """The shipped layouts, of one engine if one is named, in groups with the same meaning."""
+def own_layouts(
+    given: Iterable[Layout | str | Path], broken: Callable[[SpecError], None] | None = None
+) -> list[Layout]:
+    """The layouts of files and folders, named by the paths of their files.  A layout as such keeps its name.
+
+    `broken` is called with the error of a file in a folder that is no layout; without it, the error is raised.
+    """
+    if isinstance(given, Layout | str | Path):
+        given = [given]
+    found: list[Layout] = []
+    for one in listed("layouts", given, "files, folders and layouts"):
+        if isinstance(one, Layout):
+            found.append(one)
+            continue
+        if not issubclass(type(one), str | Path):  # not what an object says itself of its class
+            raise SpecError(f"layouts: expected a file, a folder or a Layout, got {quoted(one)}")
+        found += (replace(layout, name=layout.file) for layout in spec.load_all([one], broken))
+    return found
+
+
+def _layouts(engine: str | None, own: Sequence[Layout] = ()) -> list[list[Layout]]:
+    """The shipped layouts, of one engine if one is named, and further ones, in groups with the same meaning."""
     known: Sequence[Layout] = _shipped()
     if engine is not None:
         text = str(engine).lower()
@@ -365,7 +422,7 @@ def _layouts(engine: str | None) -> list[list[Layout]]:
             raise SpecError(f"engine: expected one of {', '.join(folders)}, got {quoted(engine)}.{suggestion(text, folders)}")
         known = sorted(mine, key=lambda layout: (not layout.name.startswith(f"{text}/"), layout.name))
     by_meaning: dict[str, list[Layout]] = {}
-    for layout in known:
+    for layout in [*own, *known]:
         by_meaning.setdefault(layout.fingerprint, []).append(layout)
     return list(by_meaning.values())
 
@@ -535,13 +592,7 @@ def _resolver(layout: Layout, shape: BlockShape, given: int | None) -> _Resolve:
 
     Many readings ask for the same number: each is resolved once, unless the caller of `match` has `given` it.
     """
-
-    def resolve(num_blocks: int) -> Resolved | None:
-        try:
-            return layout.resolve(shape, num_blocks)
-        except LayoutError:
-            return None
-
+    resolve = functools.partial(legal, layout, shape)
     return functools.cache(resolve) if given is None else resolve  # a given one may be anything: it need not be a key
 
 
@@ -704,11 +755,18 @@ def _reason(
                 return f"array {index} has a stride of {s} bytes along an axis of {n}; no layout has strides below 1"
     if texts := _with_pitches(shape, layouts, readings, num_blocks, numpy):
         return "none has these strides. " + "\nOr: ".join(texts)
-
-    def fits(other: BlockShape) -> list[str]:
-        """Names of the layouts that fit with another shape, without those that only have the same bytes."""
-        found = sorted(_candidates(readings, other, layouts, num_blocks), key=lambda one: one.rank)
-        return [name for one in found if one.rank[:2] < (_WORST.index("viewed"), 1) for name in one.candidate.names]
+    if orders := possible_orders(arrays, shape):
+        if len(orders) == 1:
+            text = declare_described(arrays, orders[0], shape, numpy=numpy).rstrip()
+            return (
+                f"none has this order. By the sizes it can only be {orders[0]}, unless an axis is split or its size means "
+                f"something else. As a layout of your own, mine.yaml:\n{text}"
+            )
+        some = " or ".join(orders[:3]) + (", …" if orders[3:] else "")
+        return (
+            f"none has this order. By the sizes it can be {some}. Which of them the engine's documentation says; "
+            f'kvbm.declare(tensors, "{orders[0]}") or `kvbm declare` writes its layout'
+        )
 
     if shape.no > 1 and (raw := _cast(arrays, "uint8", numpy)):  # K and V of other sizes side by side, in one row
         own = [same for same in layouts if same[0].planes]
@@ -720,14 +778,14 @@ def _reason(
                 f"{raw[1]}, these fit: {', '.join(fitting)}"
             )
 
-    if near := near_shapes(arrays, shape, fits):
+    if near := near_shapes(arrays, shape, functools.partial(_fitting, readings, layouts, num_blocks)):
         return "; or ".join(near)
     held = sum(math.prod(one.shape) * _itemsize(one.dtype) for one in arrays)
     if held % shape.nbytes:
         return f"the arrays hold {held:,} bytes, and a block {shape.nbytes:,}: not a whole number of blocks. Is the shape right?"
     return (
         "none has allocations of these shapes and strides at this block shape. Is the shape right? A layout of your own is one "
-        "line of YAML: see the layout language"
+        "line of YAML, which kvbm.declare and `kvbm declare` write from the names of the axes"
     )
 
 

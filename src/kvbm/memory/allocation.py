@@ -28,26 +28,6 @@ from ..layout.resolved import Allocation, Resolved
 from ..layout.shapes import PACKED, round_up
 from .array_info import array_on, bits_dtype, numpy_dtype
 
-__all__ = [
-    "Arrays",
-    "DeviceArray",
-    "DeviceMemory",
-    "Pins",
-    "Progress",
-    "Slab",
-    "available_bytes",
-    "bits_of",
-    "explained",
-    "find_ranges",
-    "free_on_gpu",
-    "host_arrays",
-    "new_slab",
-    "pinned_slab",
-    "require_memory",
-    "total_bytes",
-    "unpinned_pages",
-]
-
 #: Type of `progress`: a function of the bytes done and of all bytes.
 Progress = Callable[[int, int], object]
 

@@ -15,41 +15,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .._arguments import quoted, require_a
-from ..errors import BindError, DTypeError, KvbmError, LayoutError, SpecError
+from ..errors import BindError, DTypeError, KvbmError, SpecError
 from ..layout.layout import Layout
 from ..layout.loops import loops_of
 from ..layout.naming import SPELLINGS
-from ..layout.resolved import Resolved
+from ..layout.resolved import Resolved, legal
 from ..layout.shapes import ITEMSIZE, LIMIT, BlockShape, load_shape
 from ..layout.spec import load
 from ..planner.cast import Scale
 from ..planner.plan import plan
 from .array_info import Array, dense, other_order, same_dtype, span, stand_ins
-
-__all__ = [
-    "ALIKE",
-    "GATES",
-    "ONE_FORMAT",
-    "Caller",
-    "Kind",
-    "Side",
-    "Sized",
-    "block_shape",
-    "format_of",
-    "formats_of",
-    "kinds_of",
-    "named",
-    "numbers_of_blocks",
-    "one_number",
-    "reads_as",
-    "require",
-    "require_declared",
-    "require_each",
-    "require_formats",
-    "require_one_format",
-    "side_of",
-    "sides_of",
-]
 
 #: Integers that may be read as any other dtype of one byte, and the reverse: the bits do not change.
 _BITS8 = ("uint8", "int8", "void8")
@@ -169,6 +144,27 @@ def holds_the_dtype(at: Look) -> None:
     require_dtype(at.name, at.seen.dtype, at.kind.dtype or at.shape.dtype, why)
 
 
+def of_steps_forward(at: Look) -> None:
+    """No stride is 0 or negative: no layout has such an array."""
+    if any(type(n) is int and n == 0 for n in at.seen.shape):
+        return
+    for axis, (n, stride) in enumerate(zip(at.seen.shape, at.seen.strides, strict=True)):
+        if type(stride) is not int or stride > 0 or type(n) is not int or n < 2:
+            continue
+        if stride < 0:
+            why = (
+                "it is a reversed view, such as [::-1], and no layout counts down: pass the array that it is a view of"
+            )
+        else:
+            why = (
+                "its items are all in one place, as after expand or broadcast_to: pass an array with an item for each index, as "
+                ".copy() (NumPy) or .contiguous() (torch) returns"
+            )
+        raise BindError(
+            f"{at.name}: expected strides above 0, got a stride of {stride} bytes along axis {axis} of {n}; {why}"
+        )
+
+
 def of_the_bytes(at: Look) -> None:
     """Records are bytes in any shape, with or without the padding."""
     seen, kind = at.seen, at.kind
@@ -187,19 +183,17 @@ def of_the_bytes(at: Look) -> None:
 def of_the_rank(at: Look) -> None:
     """The array has as many axes as the layout."""
     if len(at.seen.shape) != len(at.kind.shape) and not at.kind.whole:
-        raise BindError(
-            f"{at.name}: expected {len(at.kind.shape)} axes ({' '.join(at.kind.axes)}) of {_tuple(at.kind.shape)}, got shape "
-            f"{_tuple(at.seen.shape)}; {_reshape(at.seen, at.kind)}"
-        )
+        raise BindError(f"{at.name}: {wrong_rank(at.seen, at.kind)}")
 
 
 def of_the_shape(at: Look) -> None:
     """The array has the layout's number of elements along each axis."""
     for axis, want, got in zip(at.kind.axes, at.kind.shape, at.seen.shape, strict=False):
         if want != got and not at.kind.whole:
+            kind = at.kind if axis == "b" else _with_blocks(at.kind, at.seen)
             raise BindError(
                 f"{at.name}: axis '{axis}': expected {want}, got {got} (shape {_tuple(at.seen.shape)}, expected "
-                f"{_tuple(at.kind.shape)}); {_reshape(at.seen, at.kind)}"
+                f"{_tuple(kind.shape)}); {_reshape(at.seen, kind)}"
             )
 
 
@@ -239,7 +233,9 @@ def _steps_alike(at: Look) -> bool:
 ALIKE: tuple[Callable[[Look], None], ...] = (on_one_device, of_one_dtype, holds_the_dtype)
 
 #: Checks for every array of a list, in this order.
-GATES: tuple[Callable[[Look], None], ...] = (*ALIKE, of_the_bytes, of_the_rank, of_the_shape, of_the_strides)
+GATES: tuple[Callable[[Look], None], ...] = (
+    *ALIKE, of_steps_forward, of_the_bytes, of_the_rank, of_the_shape, of_the_strides,
+)  # fmt: skip
 
 
 def require(who: Caller, seen: Sequence[Array], sized: Sized) -> None:
@@ -306,6 +302,8 @@ def require_dtype(name: str, found: str, wanted: str, why: str = "the shape says
     of_the_shape = why == "the shape says"
     if _width(found) == _width(wanted) == 1:
         advice = "two formats of one byte can only be copied as bits: pass its .view(torch.uint8)"
+    elif of_the_shape and _width(found) == 0:
+        advice = f"no block holds {found}: convert the values before"
     elif of_the_shape:
         advice = f"a copy converts no dtype: pass shape='…,dtype={found}', or convert the values before"
     else:
@@ -420,14 +418,69 @@ def _width(dtype: str) -> int:
     return 1 if dtype.startswith(("float8_", "float4_", "void8")) else ITEMSIZE.get(dtype, 0)
 
 
+def wrong_rank(seen: Array, kind: Kind) -> str:
+    """A message about an array with another number of axes than its kind, which has any number of blocks."""
+    part = seen._replace(shape=seen.shape[1:], strides=seen.strides[1:])
+    is_list = len(part.shape) == len(kind.shape) and part.shape == _with_blocks(kind, part).shape
+    exact = _with_blocks(kind, part if is_list else seen)
+    sizes = [str(n) for n in exact.shape]
+    if exact is kind and "b" in kind.axes:
+        sizes[kind.axes.index("b")] = "blocks"
+    kind = exact
+    advice = f"if it is {seen.shape[0]} arrays in one, pass list(array)" if is_list else _reshape(seen, kind)
+    wanted = f"{len(kind.shape)} axes ({' '.join(kind.axes)}) of ({', '.join(sizes)})"
+    return f"expected {wanted}, got shape {_tuple(seen.shape)}; {advice}"
+def _with_blocks(kind: Kind, seen: Array) -> Kind:
+    """The kind with as many blocks as an array with other axes holds.  Unchanged if that is not a whole number."""
+    if (
+        "b" not in kind.axes
+        or not all(type(n) is int for n in (*seen.shape, *kind.shape))
+        or kind.strides != dense(kind.shape, kind.itemsize)
+    ):
+        return kind
+    at = kind.axes.index("b")
+    blocks, rest = divmod(math.prod(seen.shape), math.prod(kind.shape[:at] + kind.shape[at + 1 :]))
+    if rest or not blocks:
+        return kind
+    shape = (*kind.shape[:at], blocks, *kind.shape[at + 1 :])
+    return kind._replace(shape=shape, strides=dense(shape, kind.itemsize))
+
+
 def _reshape(seen: Array, kind: Kind) -> str:
-    known = all(isinstance(n, int) for n in (*seen.shape, *seen.strides, *kind.shape))
-    count = math.prod(kind.shape) if known else 0
-    runs = loops_of(seen.shape, seen.strides) if known else []
+    """What to do with an array of another shape than its kind."""
+    if not all(type(n) is int for n in (*seen.shape, *seen.strides, *kind.shape)):
+        return "check the shape"
+    count = math.prod(kind.shape)
+    runs = loops_of(seen.shape, seen.strides)
+    turned = _turned(seen, kind)
+    if turned:
+        strides = tuple(seen.strides[axis] for axis in turned)
+        order, mine = (
+            ", ".join(map(str, turned)),
+            " ".join(kind.axes[turned.index(axis)] for axis in range(len(turned))),
+        )
+        if all(a == b for n, a, b in zip(kind.shape, strides, kind.strides, strict=True) if n > 1):
+            return f"if its axes are {mine}, pass array.permute({order}), or .transpose({order}) of NumPy"
+        return f"if its axes are {mine}, use a layout with its order: `kvbm.match` lists those that fit, `kvbm.declare` writes one"
     # Of an array that is not contiguous, .reshape would make a copy.
-    if known and math.prod(seen.shape) == count and runs in ([], [(count, ITEMSIZE.get(seen.dtype, 0))]):
+    if math.prod(seen.shape) == count and runs in ([], [(count, ITEMSIZE.get(seen.dtype, 0))]):
         return f"if its elements are in that order, call .reshape({', '.join(map(str, kind.shape))})"
     return "check the shape"
+
+
+def _turned(seen: Array, kind: Kind) -> tuple[int, ...]:
+    """For each axis of a kind, the axis of the array with its size, if the sizes tell; else empty.
+
+    Axes of one size count as they come.
+    """
+    left, found = list(range(len(seen.shape))), []
+    for size in kind.shape:
+        axis = next((axis for axis in left if seen.shape[axis] == size), None)
+        if axis is None:
+            return ()
+        left.remove(axis)
+        found.append(axis)
+    return () if left or found == sorted(found) else tuple(found)
 
 
 def _tuple(numbers: Sequence[int]) -> str:
@@ -445,10 +498,8 @@ def numbers_of_blocks(layout: Layout, shape: BlockShape, nbytes: int) -> range:
     """
 
     def size(blocks: int) -> int:
-        try:
-            return layout.resolve(shape, blocks).first.nbytes
-        except LayoutError:  # the pitch has room for fewer blocks
-            return LIMIT
+        found = legal(layout, shape, blocks)
+        return LIMIT if found is None else found.first.nbytes  # None: the pitch has room for fewer blocks
 
     above = 1
     while size(above) <= nbytes:
@@ -523,10 +574,8 @@ class Side:
 
     def _is_exact(self, shape: Sequence[int], blocks: int) -> bool:
         """True if an array of records has exactly the shape that the layout gives for this number of blocks."""
-        try:
-            return tuple(shape) == self.layout.resolve(self.shape, blocks).first.shape
-        except LayoutError:
-            return False
+        found = legal(self.layout, self.shape, blocks)
+        return found is not None and tuple(shape) == found.first.shape
 
     def sized(self, num_blocks: Size) -> Sized:
         """The required arrays for this number of blocks; cached.  The number may be 0, or a compiler's symbol."""

@@ -18,28 +18,6 @@ from ..layout.overlap import meet
 from ..layout.resolved import Allocation
 from ..layout.shapes import ITEMSIZE, PACKED, numpy_name
 
-__all__ = [
-    "TOLD",
-    "Array",
-    "PackedArray",
-    "array_on",
-    "as_packed",
-    "bits_dtype",
-    "dense",
-    "describe",
-    "empty",
-    "find_overlap",
-    "flat_integers",
-    "nest_of",
-    "numpy_dtype",
-    "of_view",
-    "other_order",
-    "same_dtype",
-    "span",
-    "stand_ins",
-    "written",
-]
-
 #: For dtypes that NumPy does not have, arrays of integers (or raw bytes) of the same width are used.
 _PLAIN = {1: ("uint8", "int8", "void8"), 2: ("uint16", "int16", "void16")}
 #: Exceptions of an object that implements its protocol only in part.
@@ -244,12 +222,12 @@ def _dtype_name(dtype: np.dtype[Any], what: str, fields: bool = False, *, swappe
             f"{what}: expected the byte order of this machine, got {dtype.name} in the other one ({dtype.str}); pass "
             "array.astype(array.dtype.newbyteorder('='))"
         )
-    if dtype.name in PACKED:
+    if (name := dtype.name) in PACKED:  # NumPy makes the name anew each time
         raise DTypeError(
-            f"{what}: {dtype.name} of ml_dtypes has one byte per element, and a block has {PACKED[dtype.name]} elements per byte; "
+            f"{what}: {name} of ml_dtypes has one byte per element, and a block has {PACKED[name]} elements per byte; "
             "pack them, and pass uint8"
         )
-    return dtype.name
+    return name
 
 
 def _cuda_array(array: Any, interface: Any, what: str) -> Array:

@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from .array_info import TOLD, Array, span
 
-__all__ = ["Borrowed", "has_memory", "numpy_fits", "torch_fields"]
-
 #: As `arrays.TOLD`, if torch can be told without Python.
 _TOLD_IN_C = 4096
 

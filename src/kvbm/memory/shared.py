@@ -20,8 +20,6 @@ from ..system.memory_files import memory_file
 from .allocation import DeviceArray, require_memory
 from .array_info import array_on
 
-__all__ = ["file_of", "opened_arrays", "shared_slab"]
-
 #: (begin, end, descriptor) of each memory file that `shared_slab` has mapped.
 _files: list[tuple[int, int, int]] = []
 _lock = Lock()

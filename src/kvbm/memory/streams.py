@@ -7,8 +7,6 @@ from typing import Any
 
 from ..errors import BindError
 
-__all__ = ["framework_of", "framework_stream", "torch_stream"]
-
 
 def framework_of(array: object) -> str:
     """The framework of an array: ``torch``, ``cupy``, ``numpy``."""
@@ -34,3 +32,10 @@ def framework_stream(framework: str, index: int) -> Any:
     raise BindError(
         f"stream: arrays of {framework} have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
     )
+
+
+def require_no_stream(why: str, **given: Any) -> None:
+    """Raise `BindError` for a stream, or something to wait for, on the CPU: ``stream: the pool is …; leave stream out``."""
+    for name, one in given.items():
+        if one is not None:
+            raise BindError(f"{name}: {why}; leave {name} out")

@@ -19,29 +19,7 @@ from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step
 from ..layout.loops import coalesce, refine
 from ..layout.scales import QUANTISED, Group
-from .loopnest import MAX_INNER, MAX_OUTER, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
-
-__all__ = [
-    "AMAX",
-    "FORMATS",
-    "GROUP_MODES",
-    "MAX_SCALES",
-    "PLAIN",
-    "WIDE_CASTS",
-    "WIDE_MODES",
-    "Cast",
-    "CastPart",
-    "Scale",
-    "as_cast",
-    "cast_part",
-    "is_one",
-    "layers_of",
-    "of_layers",
-    "one_scale",
-    "paired",
-    "scaled_side",
-    "table_of",
-]
+from .loopnest import MAX_INNER, MAX_OUTER, STILL, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
 
 #: Formats of elements and scales → their names in kernels.
 FORMATS = {
@@ -53,7 +31,7 @@ FORMATS = {
 PLAIN = ("bfloat16", "float16", "float32")
 
 #: Elements that a thread moves at a time, if they are contiguous and aligned.
-_ITEM = 8
+ITEM = 8
 
 #: Numbers of formats in the parameters of kernels (``cuda/formats.cuh``).
 _NUMBERS = {"": 0} | {name: number for number, name in enumerate(
@@ -66,12 +44,26 @@ _SCALED = (
     ("e4m3",), ("e5m2",), ("i8",),
 )  # fmt: skip
 
+
+
+def _there_and_back(*plain: str) -> frozenset[str]:
+    """Casts between formats that are not quantised and those that are."""
+    return frozenset(
+        "_".join((*formats, *scale))
+        for one, (quantised, *scale) in itertools.product(plain, _SCALED)
+        for formats in ((one, quantised), (quantised, one))
+    )
+
+
+#: The formats of kernels that also digest the quantised side.
+DIGESTED_CASTS = _there_and_back("bf16", "f16")
+
 #: The formats of kernels for contiguous elements.  Kernels for any formats do the rest.
-WIDE_CASTS = frozenset(
-    "_".join((*formats, *scale))
-    for plain, (quantised, *scale) in itertools.product(("bf16", "f16", "f32"), _SCALED)
-    for formats in ((plain, quantised), (quantised, plain))
-) | frozenset("_".join(formats) for formats in itertools.permutations(("bf16", "f16", "f32"), 2))
+WIDE_CASTS = (
+    DIGESTED_CASTS
+    | _there_and_back("f32")
+    | {"_".join(formats) for formats in itertools.permutations(("bf16", "f16", "f32"), 2)}
+)
 
 #: Inner modes of these kernels.
 WIDE_MODES = 6
@@ -97,7 +89,8 @@ _Numbers = float | tuple[float, ...]
 class Scale:
     """Scales that the caller gives for a cast: one, or one for each layer, together or apart for K and V.
 
-    The layers are those of the pool, or of the section, that holds the quantised values; of the destination if none does.
+    The layers are those of the pool, or of the section, that holds the quantised values; of the destination if none does.  Between
+    engines they are all layers of the model.
 
     Parameters
     ----------
@@ -173,6 +166,29 @@ def layers_of(scale: Scale) -> int | None:
     return next((len(of) for of in scale.halves if isinstance(of, tuple)), None)
 
 
+def numbers_text(scale: Scale) -> str:
+    """The numbers in a few words: ``0.5``, or ``6 scales from 0.01 to 0.05``."""
+    found = [one for of in scale.halves for one in (of if isinstance(of, tuple) else (of,))]
+    count = len(found) if scale.k is not None else len(found) // 2
+    return f"{found[0]:g}" if len({*found}) == 1 else f"{count} scales from {min(found):g} to {max(found):g}"
+
+
+def difference(one: Scale, other: Scale) -> str | None:
+    """Where two scales differ first: `` in K of layer 3``, or nothing for two single numbers.  None: they mean the same."""
+    if one.is_given != other.is_given:
+        return ""
+    counts = {count for count in map(layers_of, (one, other)) if count is not None}
+    if len(counts) > 1:
+        return " in the number of layers"
+    for layer in range(max(counts, default=1)):
+        ours, theirs = ([of[layer] if isinstance(of, tuple) else of for of in scale.halves] for scale in (one, other))
+        if ours != theirs:
+            half = "KV"[ours[0] == theirs[0]] if (one.k, other.k) != (None, None) else ""
+            place = " of ".join(filter(None, (half, f"layer {layer}" if counts else "")))
+            return f" in {place}" if place else ""
+    return None
+
+
 def of_layers(scale: Scale, layers: Sequence[int]) -> Scale:
     """The numbers of some layers."""
     k, v = (tuple(of[i] for i in layers) if isinstance(of, tuple) else of for of in scale.halves)
@@ -236,18 +252,28 @@ def as_cast(given: object) -> Scale | None:
     raise PlanError(f"cast: expected 'amax' or a kvbm.Scale, got {quoted(given)}")
 
 
-def one_scale(given: object, what: str) -> Scale | None:
-    """The scale of a cast as users give it, where there must be one number.
+def to_json(scale: Scale) -> Any:
+    """The scale in JSON: ``"amax"``, a number, a list with one for each layer, or an object of both for ``k`` and ``v``."""
+    return json.loads(scale.text) if scale.is_given else scale.text
 
-    Raises
-    ------
-    PlanError
-        As for `as_cast`, or the scale has several numbers.  `what`: why there is one.
-    """
-    scale = as_cast(given)
-    if scale is not None and (scale.k is not None or not isinstance(scale.value, float)):
-        raise PlanError(f"cast: {what}; expected a scale of one number, got {scale}")
-    return scale
+
+def parsed(given: Any) -> Scale:
+    """The scale of a setting: as `to_json` writes it, but with any numbers; `PlanError` if it is something else."""
+    if isinstance(given, str) and given == AMAX.text:
+        return AMAX
+    if not isinstance(given, dict) or given.keys() != {"k", "v"}:
+        return Scale(given)
+    if any(of is None for of in given.values()):  # Scale would take its default
+        raise PlanError(f"Scale: expected numbers for k and v, got {quoted(given)}")
+    return Scale(k=given["k"], v=given["v"])
+
+
+def of_json(given: Any) -> Scale:
+    """The scale that `to_json` wrote; `PlanError` if it is something else, or a number is no float32."""
+    made = parsed(given)
+    if to_json(made) != given:
+        raise PlanError(f"Scale: expected numbers in float32, got {quoted(given)}")
+    return made
 
 
 def paired(planes: Sequence[Iterable[str]], scales: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
@@ -288,7 +314,7 @@ def scaled_side(
     if not any(scales) and not cast.is_given:
         raise PlanError(
             f"{where}: no plane of scales takes part; expected a layout that declares one (`scales:` of a plane) and a section "
-            "that has it, or cast=Scale(1.0) for one scale of the caller"
+            "that has it, or cast=Scale(1.0) for one scale of the caller (at the command line: --cast 1.0)"
         )
     return 0 if scales[0] else 1 if scales[1] else None
 
@@ -341,9 +367,9 @@ class CastPart(Part):
     @property
     def side_bytes(self) -> tuple[int, int]:
         """Bytes per block of the source and of the destination."""
-        sides = [self.elements * _bits(dtype) // 8 for dtype in self.formats[:2]]
+        sides = [self.elements * bits_of(dtype) // 8 for dtype in self.formats[:2]]
         if self.formats[2]:
-            sides[self.quantises] += self.elements // self.group * _bits(self.formats[2]) // 8
+            sides[self.quantises] += self.elements // self.group * bits_of(self.formats[2]) // 8
         return sides[0], sides[1]
 
     @property
@@ -352,7 +378,7 @@ class CastPart(Part):
 
     @property
     def run_bytes(self) -> int:
-        return max(1, self.inner[0].extent * self.element * min(map(_bits, self.formats[:2])) // 8)
+        return max(1, self.inner[0].extent * self.element * min(map(bits_of, self.formats[:2])) // 8)
 
     def fit(self, kind: str) -> tuple[Part, ...]:
         del kind
@@ -371,16 +397,16 @@ class CastPart(Part):
             )
         ]  # fmt: skip
         run = self.inner[0]
-        widths = [_bits(dtype) for dtype in self.formats[:2]]
+        widths = [bits_of(dtype) for dtype in self.formats[:2]]
         if (
             self._wide
-            and run.extent * self.element % _ITEM == 0
+            and run.extent * self.element % ITEM == 0
             and (run.src, run.dst) == tuple(width * self.element // 8 for width in widths)
             and (self.element == 1 or self.element_step == max(widths) // 8)
             and not any(step % _least_alignment(width) for step, width in zip(steps, widths, strict=True))
         ):
             narrow = any(step % 8 for step, width in zip(steps, widths, strict=True) if width == 8)
-            return Form("cast", MAX_OUTER, WIDE_MODES, _ITEM, int(narrow), values=self._wide)
+            return Form("cast", MAX_OUTER, WIDE_MODES, ITEM, int(narrow), values=self._wide)
         whole = [math.gcd(step, mode) for step, mode in zip(steps, (run.src, run.dst), strict=True)]
         if self.element > 1:
             whole[not self.quantises] = math.gcd(whole[not self.quantises], self.element_step)
@@ -392,7 +418,7 @@ class CastPart(Part):
         """The form of the loop nest of scales, for base addresses that are multiples of the alignment."""
         side, offset, of = (2, self.dst_offset, self.dst_id) if self.quantises else (1, self.src_offset, self.src_id)
         step = math.gcd(alignment, offset, *of.steps, *(mode[side] for mode in (*self.inner, *self.outer)))
-        return replace(values, word=int(step % (_bits(self.formats[2]) // 8) > 0))
+        return replace(values, word=int(step % (bits_of(self.formats[2]) // 8) > 0))
 
     @property
     def _wide(self) -> str:
@@ -401,26 +427,19 @@ class CastPart(Part):
         return values if values in WIDE_CASTS and len(self.inner) <= WIDE_MODES else ""
 
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:
-        still = Mode(1, 0, 0)
-        outer = [*self.outer, *[still] * (form.outer - len(self.outer))]
+        outer = self._padded(form.outer)
         inner = [self.inner[0].split(form.element // self.element)[1], *self.inner[1:]]
-        inner += [still] * (form.inner - len(inner))
-        offsets = (self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        inner += [STILL] * (form.inner - len(inner))
         given: Any = self.given[0]
         if len(self.given) > 1:
             given = tuple(mode.key for mode in outer), tuple(mode.key for mode in inner), self.given
-        return (
-            offsets,
-            [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
-            [(m.extent, m.src, m.dst) for m in inner],
-            (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
-            (form.word, self.element_step, given, sum(_NUMBERS[dtype] << 4 * k for k, dtype in enumerate(self.formats))),
-        )
+        formats = sum(_NUMBERS[dtype] << 4 * k for k, dtype in enumerate(self.formats))
+        return self._arguments(outer, inner, (form.word, self.element_step, given, formats), src_step, dst_step)
 
 
 def cast_part(
     title: str, src: Access, dst: Access, scale: Access | None, group: Group | None,
-    given: tuple[tuple[float, ...], Mapping[str, int]], half: int | None,
+    given: tuple[tuple[float, ...], Mapping[str, int]], half: int | None, keys: tuple[Access | None, Access | None] = (None, None),
 ) -> CastPart:  # fmt: skip
     """The loop nest of a cast between two planes.
 
@@ -438,6 +457,8 @@ def cast_part(
         The scales of the caller, and the distance between those of neighbours along each axis that has some (`table_of`).
     half : int, optional
         0 for K and 1 for V, if both are separate.
+    keys : tuple of (Access, optional)
+        For digests: the address maps of the keys of the quantised elements, and of their scales (`kvbm.digest.cells`).
 
     Raises
     ------
@@ -462,27 +483,29 @@ def cast_part(
         raise PlanError(f"{where}{pack} elements of {quantised.dtype} that share a byte must be neighbours in one group")
     step = _pair_step(where, plain, packed) if pack > 1 else 0
     numbers, steps = given
+    if keys[0] and len(numbers) > 1:
+        raise PlanError(f"{where}casts with several scales of the caller do not digest")
     if len(numbers) > MAX_SCALES:
         raise MissingKernelError(
             f"{where}{len(numbers)} scales of the caller: expected at most {MAX_SCALES} in one copy; copy sections of fewer "
             "layers, `section(l=range(…))` of both pools, with the scales of these layers"
         )
-    loops = list(_loops(where, src, dst, scale, group, packed, pack, steps))
+    loops = list(_loops(where, src, dst, scale, group, packed, pack, steps, keys))
     if scale is not None:
         inside = _nested([loop for loop in loops if not any(loop[5:7])])
         rest = _nested([loop for loop in loops if any(loop[5:7])])
-        if any(loop[7] for loop in inside):
+        if len(numbers) > 1 and any(loop[7] for loop in inside):
             raise PlanError(
                 f"{where}the elements of one scale have several scales of the caller, by layer or for K and V; expected one for all"
             )
     else:
-        inside, rest = _cut(_nested(loops))
+        inside, rest = _cut(_nested(loops), len(numbers) > 1)
     if any(loop[2] or loop[4] for loop in inside) or _span(inside) >= STRIDE_LIMIT:
         raise PlanError(
             f"{where}the elements of one scale lie in several allocations, or 4 GiB apart; expected one allocation: convert in two "
             "steps, through a layout that has a group in one"
         )
-    chunk = [loop for loop in rest if not any(loop[2::2]) and max(loop[1::2]) < STRIDE_LIMIT]
+    chunk = [loop for loop in rest if not any(loop[2:7:2]) and max(loop[1], loop[3], *loop[5:]) < STRIDE_LIMIT]
     outer = [loop for loop in rest if loop not in chunk]
     while len(chunk) > (WIDE_MODES if len(outer) < MAX_OUTER else MAX_INNER) - GROUP_MODES:
         outer.insert(0, chunk.pop())
@@ -496,29 +519,30 @@ def cast_part(
             f"chunks: expected at most {GROUP_MODES}, {MAX_INNER - GROUP_MODES} and {MAX_OUTER}; convert in two steps, through a "
             "layout with an order between both"
         )
-    still = (1, *(0,) * 7)
+    still = (1, *(0,) * 8)
     inner = [*inside, *[still] * (GROUP_MODES - len(inside)), *chunk]
     formats = (src.dtype, dst.dtype, scale.dtype if scale else "")
 
     def nest(
-        one: Access, other: Access, a: int, b: int, scales: CastPart | None = None, given: tuple[float, ...] = (1.0,)
+        one: Access, other: Access, a: int, b: int, key: int, scales: CastPart | None = None, given: tuple[float, ...] = (1.0,)
     ) -> CastPart:
-        """The nest with strides `a` and `b` of each loop for source and destination; none if below 0."""
+        """The nest with strides `a`, `b` and `key` of each loop for source, destination and keys; none if below 0."""
+        of_keys = keys[key - 7]
 
         def mode(loop: Sequence[int]) -> Mode:
             (src, src_table), (dst, dst_table) = (loop[k : k + 2] if k >= 0 else (0, 0) for k in (a, b))
-            return Mode(loop[0], src, dst, src_table, dst_table, loop[7])
+            return Mode(loop[0], src, dst, src_table, dst_table, loop[key])
 
         ids = [Id(side.block[1], side.block[0], side.units) for side in (one, other)]
         return CastPart(
             one.at[0], other.at[0], one.at[1], other.at[1], tuple(map(mode, outer)), tuple(map(mode, inner)), ids[0], ids[1],
-            label, half, 0, formats, pack, step, given, scales,
+            label, half, of_keys.at[0] if of_keys else 0, formats, pack, step, given, scales,
         )  # fmt: skip
 
     scales = None
     if scale is not None:
-        scales = nest(src, scale, -1, 5) if quantises else nest(scale, dst, 5, -1)
-    made = nest(src, dst, 1, 3, scales, numbers)
+        scales = nest(src, scale, -1, 5, 8) if quantises else nest(scale, dst, 5, -1, 8)
+    made = nest(src, dst, 1, 3, 7, scales, numbers)
     if made.elements != math.prod(step.extent for step in plain.steps):  # every rule above must keep this true
         raise PlanError(
             f"{where}the cast has {made.elements} elements per block: this is a defect of kvbm; please report both layouts"
@@ -531,11 +555,13 @@ def _least_alignment(bits: int) -> int:
     return 4 if bits <= 8 else WIDEST
 
 
-def _bits(dtype: str) -> int:
+def bits_of(dtype: str) -> int:
+    """Bits of a code."""
     return {"float32": 32, "bfloat16": 16, "float16": 16, "float4_e2m1fn": 4}.get(dtype, 8)
 
 
-#: A loop: extent; bytes and entries of the source, of the destination and of the scales; numbers of scales of the caller.
+#: A loop: extent; bytes and entries of the source, of the destination and of the scales; numbers of scales of the caller, or keys
+#: of the elements; keys of the scales.
 _Loop = tuple[int, ...]
 
 
@@ -553,9 +579,12 @@ def _span(loops: Sequence[_Loop]) -> int:
     return max(sum((loop[0] - 1) * loop[side] for loop in loops) for side in (1, 3, 5))
 
 
-def _cut(loops: Sequence[_Loop]) -> tuple[list[_Loop], list[_Loop]]:
-    """A run of at most `_RUN` elements of the fastest loop, and the loops outside; no run if it selects allocations or scales."""
-    if not loops or loops[0][2] or loops[0][4] or loops[0][7]:
+def _cut(loops: Sequence[_Loop], scales: bool) -> tuple[list[_Loop], list[_Loop]]:
+    """A run of at most `_RUN` elements of the fastest loop, and the loops outside; no run if it selects allocations or scales.
+
+    `scales`: there are several of the caller.
+    """
+    if not loops or loops[0][2] or loops[0][4] or (scales and loops[0][7]):
         return [], list(loops)
     extent, *strides = loops[0]
     run = max(size for size in range(1, min(extent, _RUN) + 1) if extent % size == 0)
@@ -574,34 +603,33 @@ def _pair_step(where: str, plain: Access, axis: str) -> int:
 
 def _loops(
     where: str, src: Access, dst: Access, scale: Access | None, group: Group | None, packed: str, pack: int,
-    given: Mapping[str, int],
+    given: Mapping[str, int], keys: tuple[Access | None, Access | None],
 ) -> Iterator[_Loop]:  # fmt: skip
-    """The common refinement of both sides, of the scales, and of those of the caller."""
-    if src.sizes != dst.sizes:
-        raise PlanError(f"{where}the source has the sizes {_sizes(src)}, the destination {_sizes(dst)}; expected the same")
+    """The common refinement of both sides, of the scales, of those of the caller, and of keys."""
+
+    def of_scales(scale: Access, group: Group) -> list[tuple[int, int, int, int]]:
+        """The digits of scales along the axis of the elements."""
+        if axis == group.axis:
+            if group.size % low:
+                raise PlanError(f"{where}{low} elements share a byte, and {group.size} a scale; expected a multiple")
+            shared = [(low, group.size // low, 0, 0)] if group.size > low else []
+            return [*shared, *((step.divisor * group.size, *step[2:5]) for step in scale.digits(group.scale_axis))]
+        return alike if axis in group.whole else _digits(scale, axis, 1)
     for axis, size in src.sizes:
         low = pack if axis == packed else 1
         digits = [_digits(side, axis, low if side.pack == 1 else 1) for side in (src, dst)]
         alike = [(low, size // low, 0, 0)] if size > low else []  # one scale for all coordinates
-        if scale is not None and group is not None:
-            if axis == group.axis:
-                shared = [(low, group.size // low, 0, 0)] if group.size > low else []
-                own = [(step.divisor * group.size, *step[2:5]) for step in scale.digits(group.scale_axis)]
-                if group.size % low:
-                    raise PlanError(f"{where}{low} elements share a byte, and {group.size} a scale; expected a multiple")
-                digits.append([*shared, *own])
-            elif axis in group.whole:
-                digits.append(alike)
-            else:
-                digits.append(_digits(scale, axis, 1))
+        digits.append(of_scales(scale, group) if scale and group else alike)
+        if keys[0] is None:
+            digits += [[(1, size, given[axis], 0)] if axis in given else alike, alike]
         else:
-            digits.append(alike)
-        digits.append([(1, size, given[axis], 0)] if axis in given else alike)
+            of_scale = of_scales(keys[1], group) if keys[1] and group else alike
+            digits += [_digits(keys[0], axis, low if keys[0].pack == 1 else 1), of_scale]
         if not any(digits):  # two elements in one byte
             continue
         try:
-            for *loop, _ in refine(digits):
-                yield tuple(loop)
+            for loop in refine(digits):  # the scales of the caller and keys are in no allocations
+                yield *loop[:8], loop[9]
         except (LayoutError, IndexError):
             splits = ["(" + ",".join(str(digit[1]) for digit in reversed(side)) + ")" for side in digits[:3]]
             raise PlanError(
@@ -619,6 +647,14 @@ def _above(step: Step, low: int) -> tuple[int, int, int, int]:
     if step.divisor >= low:
         return step[1:5]
     return low, step.extent * step.divisor // low, step.nbytes * low // step.divisor, step.entries * low // step.divisor
+
+
+def require_sizes(title: str, src: Access, dst: Access) -> None:
+    """Raise `PlanError` unless two planes have equal axes."""
+    if src.sizes != dst.sizes:
+        plane = src.plane or dst.plane
+        where = f"{title}: {f'plane {plane!r}: ' if plane else ''}"
+        raise PlanError(f"{where}the source has the sizes {_sizes(src)}, the destination {_sizes(dst)}; expected the same")
 
 
 def _sizes(access: Access) -> str:

@@ -9,30 +9,10 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import MissingKernelError, PlanError
 from ..layout.loops import coalesce
-
-__all__ = [
-    "MAX_INNER",
-    "MAX_LAUNCHES",
-    "MAX_OUTER",
-    "MAX_PARTS",
-    "STRIDE_LIMIT",
-    "WIDEST",
-    "Arguments",
-    "Form",
-    "Id",
-    "Kernel",
-    "Mode",
-    "Part",
-    "form_of",
-    "kernel_name",
-    "nest",
-    "parse_kernel",
-    "widest_word",
-]
 
 #: Most modes of a kernel, and most parts of one launch (``KVBM_MAX_OUTER``, ``_INNER`` and ``_PARTS`` of ``cuda/kvbm.h``).
 MAX_OUTER, MAX_INNER, MAX_PARTS = 4, 8, 4
@@ -62,6 +42,10 @@ class Mode(NamedTuple):
         """The mode as two, the faster with extent `count`, a divisor of the extent."""
         extent, *strides = self
         return self._replace(extent=count), Mode(extent // count, *(stride * count for stride in strides))
+
+
+#: A loop that goes nowhere: kernels have one for each mode that a part lacks.
+STILL = Mode(1, 0, 0)
 
 
 class Id(NamedTuple):
@@ -127,7 +111,7 @@ class Form:
     sm_limited : bool
         True if the kernel accepts a limit of multiprocessors.
     sums : bool
-        True if the kernel also digests the words that it copies; each word is then a cell.
+        True if the kernel also digests what it copies.  Each word is then a cell; of a cast, see `kvbm.digest.cells`.
     values : str
         For casts: formats of the source and of the destination, and of stored scales, such as ``bf16_e4m3_f32``.
     """
@@ -150,7 +134,7 @@ class Form:
         if self.kind == "rows":
             return f"{prefix}rows_o{self.outer}_i{self.inner}_w{self.word}"
         if self.kind == "cast":
-            return f"cast_{self.values}_o{self.outer}_i{self.inner}_e{self.element}"
+            return f"{'sum_' * self.sums}cast_{self.values}_o{self.outer}_i{self.inner}_e{self.element}"
         if self.kind == "digest":
             turned = f"_e{self.element}" if self.element else ""
             return f"digest_o{self.outer}_i{self.inner}{turned}_w{self.word}"
@@ -195,8 +179,8 @@ def parse_kernel(name: str) -> Kernel:
     forms = []
     for part in name.split("__"):
         if match := _CAST.fullmatch(part):
-            values, outer, inner, element = match.groups()
-            forms.append(Form("cast", int(outer), int(inner), int(element), 0, values=values))
+            prefix, values, outer, inner, element = match.groups()
+            forms.append(Form("cast", int(outer), int(inner), int(element), 0, sums=prefix is not None, values=values))
             continue
         match = _NAME.fullmatch(part)
         if match is None:
@@ -209,7 +193,7 @@ def parse_kernel(name: str) -> Kernel:
     return tuple(forms)
 
 
-_CAST = re.compile(r"cast_([a-z0-9]+_[a-z0-9]+(?:_[a-z0-9]+)?)_o(\d)_i(\d)_e(\d)")
+_CAST = re.compile(r"(sum_)?cast_([a-z0-9]+_[a-z0-9]+(?:_[a-z0-9]+)?)_o(\d)_i(\d)_e(\d)")
 _NAME = re.compile(
     r"(few_|sum_)?(copy|rows|tile|record|page_in|page_out|digest)_o(\d+)(?:_[ir](\d+))?(?:_e(\d+))?(?:_w(\d+))?"
 )
@@ -449,16 +433,22 @@ class Part:
             units = form.word
             inner = [Mode(self.run_bytes // units, units, units), *self.inner[1:]]
             count = form.inner
-        still = Mode(1, 0, 0)
-        outer = [*self.outer, *[still] * (form.outer - len(self.outer))]
-        inner += [still] * (count - len(inner))
-        offsets = (self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
+        return self._arguments(self._padded(form.outer), inner + [STILL] * (count - len(inner)), (form.word,), src_step, dst_step)
+
+    def _padded(self, count: int) -> list[Mode]:
+        """The outer modes, with those of extent one up to this number."""
+        return [*self.outer, *[STILL] * (count - len(self.outer))]
+
+    def _arguments(
+        self, outer: Sequence[Mode], inner: Sequence[Mode], words: tuple[Any, ...], src_step: int | None, dst_step: int | None
+    ) -> Arguments:
+        """The arguments of a kernel with these modes and parameters of words."""
         return (
-            offsets,
+            (self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset),
             [(m.extent, m.src, m.dst, m.src_table, m.dst_table) for m in outer],
             [(m.extent, m.src, m.dst) for m in inner],
             (self.src_id.bytes_of(src_step), self.dst_id.bytes_of(dst_step)),
-            (form.word,),
+            words,
         )
 
 

@@ -15,8 +15,6 @@ from .cast import CastPart
 from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name, parse_kernel
 from .shared_tiles import Staged, stage
 
-__all__ = ["CellParams", "Kernels", "Launch", "Steps", "engine_arguments", "launches", "lower"]
-
 Addresses: TypeAlias = Any  # an array of them: nothing here imports NumPy
 
 #: A plane with less than this share of a block's bytes is copied element by element in the launch of the others, if transposed.
@@ -128,7 +126,7 @@ def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool
     casts = [part for part in parts if isinstance(part, CastPart)]
     if casts:
         rest = [part for part in parts if not isinstance(part, CastPart)]
-        return [*launches(rest, alignments, planes=planes, pages=pages), *(_cast(part, alignments) for part in casts)]
+        return [*launches(rest, alignments, planes=planes, pages=pages), *(cast_launch(part, alignments) for part in casts)]
     work = [(part, part.form(*alignments)) for part in parts]
     if planes and work:
         return _of_planes(work, alignments) if pages else _of_records(work)
@@ -144,7 +142,8 @@ def _launch(kernel: Kernel, work: Sequence[tuple[Part, Form]], staged: Sequence[
     return Launch(kernel, tuple(work), kernel, tuple(staged))
 
 
-def _cast(part: CastPart, alignments: tuple[int, int]) -> Launch:
+def cast_launch(part: CastPart, alignments: tuple[int, int]) -> Launch:
+    """The launch of a cast: its elements, and their scales if they are stored."""
     form = part.form(*alignments)
     work: list[tuple[Part, Form]] = [(part, form)]
     if part.scales:
@@ -259,7 +258,8 @@ def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False
     for launch in asked:
         if launch.kernel[0].kind == "cast":
             # All of its kernels are built, and each also runs on few multiprocessors.
-            made.append(launch._replace(kernel=(replace(launch.kernel[0], sm_limited=sm_limited),)))
+            kernel = (replace(launch.kernel[0], sm_limited=sm_limited),)
+            made.append(launch._replace(kernel=kernel, wanted=kernel))
             continue
         if launch.staged or (len(launch.work) > 1 and not sm_limited):
             if kernels.has(launch.kernel):

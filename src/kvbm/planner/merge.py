@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from .loopnest import Mode, Part
 
-__all__ = ["gathered", "in_step", "rejoined"]
-
 
 def in_step(parts: Sequence[Part]) -> list[Part]:
     """Merge parts that differ only in their start, at equal distances: the pieces of an axis."""
@@ -31,8 +29,8 @@ def _progressions(parts: Sequence[Part]) -> list[Part]:
     merged, at = [], 0
     while at < len(parts):
         first, last = parts[at], at
-        step = _distance(first, parts[at + 1]) if at + 1 < len(parts) else None
-        while step and last + 1 < len(parts) and _distance(parts[last], parts[last + 1]) == step:
+        step = _step(first, parts[at + 1]) if at + 1 < len(parts) else None
+        while step and last + 1 < len(parts) and _step(parts[last], parts[last + 1]) == step:
             last += 1
         if last > at and step:
             loops = [Mode(last - at + 1, *step), *first.inner, *first.outer]
@@ -43,15 +41,16 @@ def _progressions(parts: Sequence[Part]) -> list[Part]:
     return merged
 
 
-def _distance(one: Part, other: Part) -> tuple[int, int, int, int, int] | None:
-    """The distance between the starts of two parts, as strides of a mode; None if their shapes differ or it is negative."""
-    if (one.outer, one.inner) != (other.outer, other.inner):
-        return None
-    (src, src_table), (dst, dst_table) = (
-        (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
-    )
-    steps = src, dst, src_table, dst_table, other.key - one.key
-    return steps if min(steps) >= 0 else None
+def _distance(one: Part, other: Part) -> tuple[int, int, int, int, int]:
+    """The distance between the starts of two parts, as strides of a mode."""
+    (src, src_table), (dst, dst_table) = ((b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True))
+    return src, dst, src_table, dst_table, other.key - one.key
+
+
+def _step(one: Part, other: Part) -> tuple[int, int, int, int, int] | None:
+    """The distance of two parts; None if their shapes differ or it is negative."""
+    steps = _distance(one, other)
+    return steps if (one.outer, one.inner) == (other.outer, other.inner) and min(steps) >= 0 else None
 
 
 def rejoined(halves: list[Part]) -> list[Part]:
@@ -94,10 +93,7 @@ def _joined(one: Part, other: Part, label: str, half: int | None) -> Part | None
     if _goes_on(one, other):
         loops = [one.inner[0]._replace(extent=one.run_bytes + other.run_bytes)]
     elif one.run_bytes == other.run_bytes:
-        (src, src_table), (dst, dst_table) = (
-            (b[0] - a[0], b[1] - a[1]) for a, b in zip(one.start, other.start, strict=True)
-        )
-        loops = [one.inner[0], Mode(2, src, dst, src_table, dst_table, other.key - one.key)]
+        loops = [one.inner[0], Mode(2, *_distance(one, other))]
     else:
         return None
     return Part.of([*loops, *one.inner[1:], *one.outer], one.start, (one.src_id, one.dst_id), label, half, one.key)

@@ -36,14 +36,13 @@ from .cast import (
     layers_of,
     of_layers,
     paired,
+    require_sizes,
     scaled_side,
     table_of,
 )
 from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
 from .lowering import Launch, launches
 from .merge import gathered, in_step, rejoined
-
-__all__ = ["Plan", "between", "between_layers", "cast_text", "joined", "plan", "scales_of", "size_text", "value_pairs"]
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,11 @@ class Plan(Shown):
         """True if several planes are copied: they may share kernels."""
         return bool(self.src.layout.planes) and len(self.parts) > 1
 
-    def explain(self) -> str:
-        """The plan in sentences: which bytes stay together, which move, the word size, the kernel, and why."""
+    def explain(self, *, on_host: bool = False) -> str:
+        """The plan in sentences: which bytes stay together, which move, the word size, the kernel, and why.
+
+        With `on_host`, in the words of a copy that the CPU runs.
+        """
         paragraphs = [
             f"{self.src.layout.name} ({self.src.layout.order_text}) becomes "
             f"{self.dst.layout.name} ({self.dst.layout.order_text}): {size_text(self.nbytes)} per "
@@ -178,7 +180,8 @@ class Plan(Shown):
                 text = (
                     f"{who} run of {size_text(part.run_bytes)} stays together and "
                     f"{f'{loops} loops reorder' if loops > 1 else 'one loop reorders'} the runs of a "
-                    f"chunk of {size_text(part.chunk_bytes)}: neighbouring threads read and write neighbouring words of a run."
+                    f"chunk of {size_text(part.chunk_bytes)}"
+                    f"{'.' if on_host else ': neighbouring threads read and write neighbouring words of a run.'}"
                 )
             else:
                 assert part.spans is not None
@@ -187,7 +190,11 @@ class Plan(Shown):
                     f"{who} {size_text(part.run_bytes)} move by themselves: the source goes on along an axis of {a.extent}, the "
                     f"destination along one of {b.extent}."
                 )
-                if not self._of_planes:
+                if not self._of_planes and on_host:
+                    text += " The CPU copies one tile of both after the other, and prefetches the next one."
+                    if form.word > form.element:
+                        text += " 16-byte words of elements are turned on the stack."
+                elif not self._of_planes:
                     turned = ", 16-byte words of elements in registers" if form.word > form.element else ""
                     text += f" A tile of both is turned in shared memory{turned}, so that both sides move whole lines."
             if steps:
@@ -307,6 +314,11 @@ def _loops(part: Part, form: Form) -> Iterator[str]:
     if any((part.src_offset, part.dst_offset, part.src_table_offset, part.dst_table_offset)):
         start = side(part.src_table_offset, part.src_offset), side(part.dst_table_offset, part.dst_offset)
         yield f"  {'starting at':<22}{'':>10}   {start[0]:<24}{start[1]}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """``1 block``, ``2 blocks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def size_text(count: int) -> str:
@@ -447,7 +459,7 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None,
             _require_scales(title, src, dst, cast)
         for here, there, at in pieces(src, dst):
             if cast is not None:
-                here, there, found = _casts(title, here, there, cast, at)
+                here, there, found = _casts(title, here, there, cast, at, keys)
                 casts += found
             if here.accesses:
                 parts += _parts(title, here, there, keys)
@@ -471,12 +483,13 @@ def between(src: Section, dst: Section, title: str, keys: Section | None = None,
 
 
 def _casts(
-    title: str, src: Section, dst: Section, cast: Scale, at: Mapping[str, range]
+    title: str, src: Section, dst: Section, cast: Scale, at: Mapping[str, range], keys: Section | None = None
 ) -> tuple[Section, Section, list[CastPart]]:
     """The loop nests of the planes that are cast, and the two sections without these planes.
 
-    `at`: where the sections are in those that are copied, along axes that were divided.
+    `at`: where the sections are in those that are copied, along axes that were divided.  `keys`: of the quantised side.
     """
+    of_keys = {access.plane: access for access in keys.accesses} if keys else {}
     sides = [{plane: _maps_of(side, plane) for plane in _plane_names(side)} for side in (src, dst)]
     scales = [scales_of(side) for side in (src, dst)]
     made: list[CastPart] = []
@@ -502,14 +515,29 @@ def _casts(
                 f"{title}: plane {ours or theirs!r}: K and V share scales and have different orders, so no loop goes through a "
                 "group; convert in two steps, through a layout in which K and V have one order"
             )
+        require_sizes(title, here[0], there[0])
         sizes = dict(here[0].sizes)
-        layers = at.get("l", range(sizes.get("l", 1)))
+        layers = at.get("l", range(src.count("l")))
         for o in range(src.shape.no) if any(len(one) > 1 for one in maps) else (None,):
-            halves = at.get("o", range(sizes.get("o", 1))) if o is None else (o,)
+            halves = at.get("o", range(src.count("o"))) if o is None else (o,)
             multiplies = of_scales is None or of_scales[0].dtype == "float8_e4m3fn"
             given = table_of(cast, layers, halves) if multiplies else ((1.0,), {})
+            if shared := [_SHARED[axis] for axis in given[1] if axis not in sizes]:
+                raise PlanError(
+                    f"{title}: plane {ours or theirs!r} has one element for {' and '.join(shared)}, and {cast} different numbers; "
+                    "expected the same for them"
+                )
             found = [_half(title, one, o) for one in maps]
-            made.append(cast_part(title, found[0], found[1], found[2] if of_scales else None, group, given, o))
+            quantised = (ours, theirs)[formats[0] in PLAIN]
+            names = (quantised, of_scales[0].plane) if of_scales else (quantised,)
+            if keys and (quantised not in of_keys or of_keys[quantised].dtype in PLAIN):
+                raise PlanError(f"{title}: planes are cast in both directions, and digests are those of one side")
+            their_keys = [_half(title, (of_keys[name],), o) if keys else None for name in names]
+            made.append(
+                cast_part(
+                    title, found[0], found[1], found[2] if of_scales else None, group, given, o, (their_keys[0], their_keys[-1])
+                )
+            )
     rest = [
         replace(side, accesses=tuple(access for access in side.accesses if access.plane not in gone))
         for side, gone in zip((src, dst), done, strict=True)
@@ -522,6 +550,10 @@ def _casts(
             "both sides, apart from scales (`scales:` of a plane in the layout file)"
         )
     return rest[0], rest[1], made
+
+
+#: Axes that scales of the caller differ along.
+_SHARED = {"l": "all layers", "o": "K and V"}
 
 
 def scales_of(section: Section) -> dict[str, str]:
@@ -645,7 +677,7 @@ def _planes(title: str, src: Section, dst: Section) -> list[tuple[_Maps, _Maps]]
             plane = f"plane '{name}': " if name else ""
             raise PlanError(
                 f"{title}: {plane}{ours[0].dtype} in the source, {theirs[0].dtype} in the destination; a copy "
-                "converts no dtype, unless it is told to by cast="
+                "converts no dtype, unless it is told to by cast= (--cast)"
             )
     pairs = [(maps, destinations[name]) for name, maps in sources.items()]
     for ours, theirs in pairs:

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .loopnest import WIDEST, Mode, Part, nest, widest_word
-
-__all__ = ["Staged", "stage"]
+from .loopnest import STILL, WIDEST, Mode, Part, nest, widest_word
 
 #: Bytes of a sector of memory.  A partly written sector costs a read.
 _SECTOR = 32
@@ -191,10 +189,10 @@ def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
     """The parts of one piece of a page (their slowest common loop is cut), each with the step to the next piece."""
     total = sum(part.chunk_bytes for part in parts)
     if total <= _WHOLE:
-        return [(part, _STILL) for part in parts]
+        return [(part, STILL) for part in parts]
     slowest = [max(part.inner[1:], key=lambda mode: _step(mode, side), default=None) for part in parts]
     if any(mode is None for mode in slowest) or len({mode.extent for mode in slowest if mode}) > 1:
-        return [(part, _STILL) for part in parts] if total <= _LARGEST else None
+        return [(part, STILL) for part in parts] if total <= _LARGEST else None
     extent = slowest[0].extent if slowest[0] else 1
     row = total // extent
     # The least number of rows that is a whole number of words in every part.
@@ -205,9 +203,6 @@ def _pieces(parts: Sequence[Part], side: int) -> list[tuple[Part, Mode]] | None:
     if not count or count * row > _LARGEST:
         return None
     return [_cut(part, mode, count) for part, mode in zip(parts, slowest, strict=True) if mode]
-
-
-_STILL = Mode(1, 0, 0)
 
 
 def _cut(part: Part, mode: Mode, count: int) -> tuple[Part, Mode]:

@@ -52,14 +52,13 @@ from ..memory.array_checks import (
     numbers_of_blocks,
     one_number,
     require_each,
+    wrong_rank,
 )
-from ..memory.array_info import Array, describe, find_overlap, nest_of
+from ..memory.array_info import Array, dense, describe, find_overlap, nest_of
 from ..memory.liveness import Borrowed, has_memory
 from ..memory.shared import shared_slab
 from ..planner.lowering import Steps
 from .section import Axis, PoolSection
-
-__all__ = ["Pool"]
 
 
 class Pool(FromEngines, Shown):
@@ -684,6 +683,17 @@ class Pool(FromEngines, Shown):
         return f"Pool({self.layout.name}, {self.shape}, num_blocks={self.num_blocks}, device={self.device})"
 
 
+def part_of(given: Any, what: str) -> PoolSection:
+    """A pool or a section, as a section."""
+    if isinstance(given, Pool):
+        return given.whole
+    if isinstance(given, PoolSection):
+        return given
+    raise BindError(
+        f"the {what}: expected a kvbm.Pool or a section of one, got {type(given).__name__}; bind arrays with kvbm.Pool"
+    )
+
+
 def _only(steps: npt.NDArray[np.int64]) -> int | None:
     """The value that all steps have; 0 if there are no steps; None if they differ."""
     if not steps.size:
@@ -711,15 +721,21 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
         if rest or not blocks:
             raise BindError(
                 f"{layout.name} ({layout.order_text}): expected a multiple of {one.table_size} arrays "
-                f"({one.table_size} per block), got {len(found)}"
+                f"({one.table_size} per block), got {len(found)}{_as_list(found, one)}"
             )
         return blocks
     first = one.first
     if len(found[0].shape) != len(first.axes) and not (first.is_record and first.axes.index("b") < len(found[0].shape)):
-        raise BindError(
-            f"{layout.name}: array 0: expected {len(first.axes)} axes ({' '.join(first.axes)}), got shape {found[0].shape}"
-            + pool_hint(layout.name, len(found[0].shape))
-        )
+        if hint := pool_hint(layout.name, len(found[0].shape)):
+            axes = f"{len(first.axes)} axes ({' '.join(first.axes)})"
+            raise BindError(f"{layout.name}: array 0: expected {axes}, got shape {found[0].shape}{hint}")
+        if 1 < len(found) != one.table_size:
+            wanted = f"{one.table_size} array{'s' * (one.table_size > 1)} of {len(first.axes)} axes ({' '.join(first.axes)})"
+            raise BindError(
+                f"{layout.name} ({layout.order_text}): expected {wanted}, got {len(found)}, the first of shape {found[0].shape}: "
+                "use a layout of as many arrays; `kvbm.match` lists those that fit, `kvbm.declare` writes one"
+            )
+        raise BindError(f"{layout.name}: array 0: {wrong_rank(found[0], kinds_of(one)[0])}")
     rows = found[0].shape
     blocks = rows[first.axes.index("b")] if "b" in first.axes else 0
     if blocks < 1:  # an array in which K and V have orders of their own has no axis of blocks
@@ -730,6 +746,17 @@ def _count_blocks(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> 
     if blocks < 1:
         raise BindError(f"{layout.name}: array 0: expected at least one block along 'b', got shape {found[0].shape}")
     return blocks
+
+
+def _as_list(found: Sequence[Array], one: Resolved) -> str:
+    """The end of a message: what makes a list of the only array, if it holds all of the arrays."""
+    [first, *others], kind = found, one.first
+    items, rest = divmod(math.prod(first.shape), math.prod(kind.shape) * one.table_size)
+    is_dense = first.strides == dense(first.shape, kind.itemsize) and kind.strides == dense(kind.shape, kind.itemsize)
+    if others or rest or not items or not is_dense:
+        return ""
+    sizes = ", ".join(map(str, (-1, *kind.shape)))
+    return f"; if the array holds all of them in this order, pass list(array.reshape({sizes}))"
 
 
 def _plain_count(layout: Layout, shape: BlockShape, found: Sequence[Array]) -> int:

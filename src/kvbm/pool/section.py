@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import listed, quoted, require_a, whole, wholes
 from ..digest.cells import Keys, Model, keys_of, require_model
-from ..digest.run import Digester
 from ..errors import LayoutError, PlanError
 from ..layout.region import Coordinates, Section
+from .digester import Digester
 
 if TYPE_CHECKING:
     from .pool import Pool
-
-__all__ = ["Axis", "PoolSection"]
 
 #: Coordinates of an axis, as callers pass them.
 Axis = int | range | Sequence[int]
@@ -102,12 +99,9 @@ class PoolSection:
 
     def units(self, tokens: int) -> PoolSection:
         """Units of this section's blocks, as for `Pool.units`."""
-        if isinstance(tokens, bool) or not hasattr(tokens, "__index__"):
+        if (found := whole(tokens)) is None:
             raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {quoted(tokens)}")
-        try:
-            tokens = operator.index(tokens)
-        except Exception:  # the object's own code may raise anything; an array has no single number
-            raise PlanError(f"{self.pool.layout.name}: units: expected a number of tokens, got {quoted(tokens)}") from None
+        tokens = found
         try:
             section = self.of.cut(tokens)
         except LayoutError as error:

@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 from .._arguments import quoted
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.layout import Layout
+from ..layout.shapes import BlockShape
 from ..layout.spec import as_layout
-from ..planner.cast import Scale, paired, scaled_side
+from ..planner.cast import Scale, layers_of, paired, scaled_side
 from .placement import Placement
-
-__all__ = ["ENGINES", "Layouts", "PlaneCast", "as_layouts", "casts_of", "formats_of", "meaning_of", "require_same_elements"]
-
-#: Why a cast between engines has one scale: their pools number layers otherwise than messages do.
-ENGINES = "between engines all layers, K and V have one scale"
 
 #: The layouts of the source's and of the destination's pools.
 Layouts = tuple[Layout, Layout]
@@ -73,6 +69,18 @@ def meaning_of(layout: Layout) -> str:
 def formats_of(layout: Layout, dtype: str) -> dict[str, str]:
     """The dtype of each plane of a layout, for a model of `dtype`.  A layout without planes has one plane without a name."""
     return {plane.name: plane.dtype or dtype for plane in layout.planes} or {"": dtype}
+
+
+def require_scales(title: str, model: BlockShape, cast: Scale | None) -> None:
+    """Raise `PlanError` if the scales of the caller are not those of all layers of the model, or of K and V that it lacks."""
+    if cast is None:
+        return
+    if (count := layers_of(cast)) not in (None, model.nl):
+        raise PlanError(f"{title}: {cast}: expected one number for each of the {model.nl} layers of the model, got {count}")
+    if cast.k is not None and model.no != 2:
+        raise PlanError(
+            f"{title}: {cast}: the model has no K and V of their own; expected Scale(x), where x is a number, or one for each layer"
+        )
 
 
 def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, cast: Scale) -> tuple[PlaneCast, ...]:

@@ -14,19 +14,18 @@ from .. import _core
 from .._arguments import quoted
 from ..copy.executor import current_stream, require_disjoint
 from ..copy.transfer import Strategy, Transfer
+from ..copy.zeros import block_of_zeros
 from ..errors import BindError, PlanError
 from ..layout.layout import Layout
 from ..memory.array_info import find_overlap
-from ..planner.cast import Cast, one_scale
+from ..planner.cast import Cast, as_cast
 from ..pool.pool import Pool
 from ..system.locks import Lock
-from .casting import ENGINES, Layouts, meaning_of
+from .casting import Layouts, meaning_of
 from .messages import Message, Resharding, common_shift, require_layers, require_made
 from .placement import Placement
-from .sequence import Ids, Rank, Span, pair_up
+from .sequence import NONE, Ids, Rank, Span, pair_up
 from .strips import ONE_TOKEN, Meeting
-
-__all__ = ["Local", "LocalDone", "Spans"]
 
 #: One span for all ranks; or per rank a span, or the spans of several sequences.
 Spans = Span | Sequence[Span | Sequence[Span]]
@@ -72,7 +71,7 @@ class Local:
     strategy, max_sms, chunk_bytes
         As for `Transfer`.
     cast : {"amax"} or kvbm.Scale, optional
-        Values change their format on the way, as for `Transfer`.  Default: that of the plan.
+        Values change their format on the way, as for `plan`.  Default: that of the plan.
 
     Raises
     ------
@@ -104,7 +103,7 @@ class Local:
         cast: Cast = None,
     ) -> None:
         require_made(made)
-        if (scale := one_scale(cast, ENGINES)) is not None and scale != made.cast:
+        if (scale := as_cast(cast)) is not None and scale != made.cast:
             if made.cast is not None:
                 raise BindError(f"{made.title}: cast: expected {made.cast} as in the plan, or none, got {scale}")
             made = replace(made, cast=scale)
@@ -112,7 +111,7 @@ class Local:
         _require_pools(made.dst, dst_pools, "destination")
         self._pools = tuple(src_pools), tuple(dst_pools)
         _require_own_memory(made, dst_pools)
-        self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes, "cast": made.cast}
+        self._options: dict[str, Any] = {"strategy": strategy, "max_sms": max_sms, "chunk_bytes": chunk_bytes}
         layouts = None if made.cast is None else _one_layout_each(made, (src_pools, dst_pools))
         self.made = made.refit((cuts_of(src_pools), cuts_of(dst_pools)), layouts=layouts)
         kinds = dict.fromkeys((made.sends[m.src].t, made.takes[m.dst].t) for m in made.messages)
@@ -292,7 +291,7 @@ class Local:
         found = []
         for single in (False, True):
             ids = [[each[2 * single + side] for each in pairs] for side in (0, 1)]
-            src_ids, dst_ids = (one[0] if len(one) == 1 else np.concatenate(one) if one else _NONE for one in ids)
+            src_ids, dst_ids = (one[0] if len(one) == 1 else np.concatenate(one) if one else NONE for one in ids)
             if src_ids.size and (np.minimum(src_ids, dst_ids) >= 0).any():
                 found.append((src_ids, dst_ids, single))
         return found
@@ -334,7 +333,7 @@ class Local:
                 ends.append(pool.units(slots).section(l=chosen["l"], h=chosen["h"], t=chosen["t"]))
             except PlanError as error:
                 raise PlanError(f"{where}: {error}" + (_WHOLE_BLOCKS if slots == 1 < pool.shape.nt else "")) from None
-        return Transfer(ends[0], ends[1], **self._options)
+        return Transfer(ends[0], ends[1], cast=self.made.cast_of(some), **self._options)
 
     def _cleared(self, dst: list[list[Span]], layers: range | None) -> Iterator[_Work]:
         """For every destination rank: a transfer from a block of zeros, and the slots behind its tokens (`Rank.tail`)."""
@@ -361,9 +360,7 @@ class Local:
             pool = self._pool(1, index)
             source = self._pool(0, next(m.src for m in self.made.messages if m.dst == index))
             where = "cpu" if source.device == pool.device == "cpu" else "pinned"
-            zeros = Pool.allocate(pool.layout, pool.shape, 1, where)
-            for array in zeros.arrays:
-                array.view(np.uint8)[...] = 0
+            zeros = block_of_zeros(pool, where)
             if source.device != "cpu":
                 on_gpu = Pool.allocate(pool.layout, pool.shape, 1, source.device)
                 Transfer(zeros, on_gpu).copy([0], [0], stream=_OWN_STREAM).synchronize()
@@ -404,8 +401,6 @@ _Ends = tuple[Pool, Pool]
 
 #: A transfer, its pools, and the ids of both sides.
 _Work = tuple[Transfer, _Ends, Ids, Ids]
-
-_NONE: Ids = np.zeros(0, np.int64)
 
 _WHOLE_BLOCKS = "; a range that begins or ends inside a unit is copied token by token there: expected ranges of whole units"
 

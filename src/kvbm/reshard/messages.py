@@ -16,15 +16,13 @@ from .._shown import Shown
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.region import Section
 from ..layout.shapes import ITEMSIZE, BlockShape
-from ..planner.cast import Cast, CastPart, Scale, one_scale
+from ..planner.cast import Cast, CastPart, Scale, as_cast, is_one, of_layers
 from ..planner.plan import between
 from . import report
-from .casting import ENGINES, Layouts, PlaneCast, as_layouts, casts_of, meaning_of
+from .casting import Layouts, PlaneCast, as_layouts, casts_of, meaning_of, require_scales
 from .placement import Placement, Strips
 from .proof import prove
 from .strips import ONE_TOKEN, Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
-
-__all__ = ["Message", "Prefer", "Resharding", "common_shift", "gather", "plan", "require_layers", "require_made"]
 
 #: Selects which of several equal source ranks sends: ``(destination rank, ranks)`` → one of the ranks.
 Prefer = Callable[[int, Sequence[int]], int]
@@ -105,7 +103,7 @@ class Resharding(Shown):
     cuts : two sequences of int
         The tokens at which each side's layout splits a block.
     cast : Scale, optional
-        Values change their format on the way.
+        Values change their format on the way.  Its layers are those of the model.
     layouts : (Layout, Layout), optional
         The layouts of both sides, which say what a cast changes.
 
@@ -129,6 +127,7 @@ class Resharding(Shown):
 
     def __post_init__(self) -> None:
         _require_one_model(self.src, self.dst, self.cast)
+        require_scales(self.title, self.src.model, self.cast)
         object.__setattr__(self, "cuts", _whole_cuts(self.cuts))
         prove(self)
 
@@ -142,6 +141,12 @@ class Resharding(Shown):
         if self.cast is None or self.layouts is None:
             return ()
         return casts_of(self.title, (self.src, self.dst), self.layouts, self.cast)
+
+    def cast_of(self, message: Message) -> Scale | None:
+        """The cast of a message: its layers have their own scales of the caller."""
+        require_a(Message, "message", message, "a message of this resharding")
+        layers = [layer for meeting in message.l for layer in meeting.coordinates("first")]
+        return None if self.cast is None else of_layers(self.cast, layers)
 
     def section(self, message: Message, side: int, *, single: bool = False) -> Section:
         """A message's part of the blocks of its source (0) or destination (1), in the layout of that side.
@@ -167,8 +172,10 @@ class Resharding(Shown):
         """The loop nests of the casts of one message."""
         if not self.casts or not self.messages:
             return ()
-        sides = [self.section(self.messages[0], side) for side in (0, 1)]
-        return between(sides[0], sides[1], self.title, cast=self.cast).casts
+        scales = [(message, self.cast_of(message)) for message in self.messages]
+        message, scale = next((one for one in scales if one[1] and not is_one(one[1])), scales[0])  # else none of them multiplies
+        sides = [self.section(message, side) for side in (0, 1)]
+        return between(sides[0], sides[1], self.title, cast=scale).casts
 
     @cached_property
     def coded(self) -> int:
@@ -229,7 +236,8 @@ class Resharding(Shown):
         """A hash.  It is equal on both sides if both have the same plan."""
         meaning: tuple[Any, ...] = self.src.fingerprint, self.dst.fingerprint, self.messages, self.cuts
         if self.cast is not None:
-            meaning += repr(self.cast), self.cast.is_given, *map(meaning_of, self.layouts or ())
+            text = f"Scale({self.cast.text})" if self.cast.is_given else repr(self.cast)  # a long repr is cut off
+            meaning += text, self.cast.is_given, *map(meaning_of, self.layouts or ())
         return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def explain(self) -> str:
@@ -278,7 +286,8 @@ def plan(
     cuts : two sequences of int
         The tokens at which each side's layout splits a block.  `Local` computes them from its pools.
     cast : {"amax"} or kvbm.Scale, optional
-        Values change their format on the way, as for `kvbm.Transfer`.  The models may then differ in their dtype.
+        Values change their format on the way, as for `kvbm.Transfer`.  The models may then differ in their dtype.  Scales by layer
+        are those of all layers of the model: each message takes those of its own.
     layouts : (layout, layout), optional
         The layouts of both sides: of a cast they say what changes, and which elements share a scale.  `Local` takes those of its
         pools.
@@ -312,7 +321,7 @@ def plan(
     5 MiB in all, for a unit of each
     proven: every coordinate of decode once, from a rank that holds it; 4 of 4 source ranks send 1 message each
     """
-    scale, layouts = one_scale(cast, ENGINES), as_layouts(layouts)
+    scale, layouts = as_cast(cast), as_layouts(layouts)
     _require_one_model(src, dst, scale)
     stripe = flag("stripe", stripe, PlanError)
     cuts = _whole_cuts(cuts)
@@ -344,7 +353,7 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
     PlanError, CoverageError
         As `plan`.
     """
-    cast, layouts = one_scale(options.pop("cast", None), ENGINES), as_layouts(options.pop("layouts", None))
+    cast, layouts = as_cast(options.pop("cast", None)), as_layouts(options.pop("layouts", None))
     _require_one_model(src, dst, cast)
     stripe, prefer = options.pop("stripe", False), options.pop("prefer", None)
     cuts = _whole_cuts(options.pop("cuts", ((), ())))
@@ -403,9 +412,10 @@ def _require_one_model(src: Placement, dst: Placement, cast: Scale | None) -> No
         a, b = getattr(src_model, axis), getattr(dst_model, axis)
         # A model of records says uint8, or the dtype of its values: the planes say what is held, and the pools' are compared.
         if a != b and not (axis == "dtype" and {a, b} & {"uint8", "int8"}):
+            advice = ", or cast= to change values on the way (at the command line: --cast 1.0)" if axis == "dtype" else ""
             raise PlanError(
                 f"{src.name} → {dst.name}: {axis}: {a}{what and f' {what}'} in one model, {b} in the other; expected two "
-                f"placements of one model{'' if axis != 'dtype' else ', or cast= to change values on the way'}"
+                f"placements of one model{advice}"
             )
 
 

@@ -20,6 +20,7 @@ from ..layout.loops import loops_of
 from ..layout.region import Section
 from ..layout.shapes import ITEMSIZE
 from ..memory.array_info import Array, describe
+from ..memory.streams import require_no_stream
 from ..planner.lowering import Steps
 from ..planner.plan import Plan, between
 from ..pool.pool import Pool
@@ -27,11 +28,9 @@ from ..pool.section import PoolSection
 from ..system.machine import device_of
 from .casting import meaning_of
 from .local import require_pool
-from .messages import Message, Resharding, common_shift, require_made
+from .messages import Message, Resharding, common_shift, require_layers, require_made
 from .sequence import Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
-
-__all__ = ["NUM_CELLS", "Lane", "Listed", "Packer"]
 
 #: Alignment of a slot's address, and of the bytes of a unit in it.
 _ALIGNMENT = 16
@@ -152,7 +151,8 @@ class Packer:
         for message in mine:
             parts = self._parts(message, single=False)  # raises an error if the message would cut an opaque group
             if self.casts:
-                self._between(parts)
+                self._between(parts, message)
+        self._layers: dict[range, dict[int, frozenset[int]]] = {}
         self._lanes: dict[tuple[Message, bool], Lane] = {}
         self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
         self._fits: Span | None = None  # the last span that was checked
@@ -224,14 +224,12 @@ class Packer:
                 f"{made.title}: cast: expected a pool of the plan's layout {made.layouts[self.side].order_text}, got "
                 f"{self.pool.layout.order_text}"
             )
-        if made.casts and self.max_sms:
-            raise BindError("max_sms: messages that cast take no limit of multiprocessors; leave it out")
         return bool(made.casts) and made.coded != self.side
 
-    def _between(self, parts: tuple[Section, Section]) -> Plan:
+    def _between(self, parts: tuple[Section, Section], message: Message) -> Plan:
         """The copy between a section of the pool and one of a slot."""
         ends = self.in_order(*parts)
-        return between(ends[0], ends[1], self._title, cast=self.made.cast if self.casts else None)
+        return between(ends[0], ends[1], self._title, cast=self.made.cast_of(message) if self.casts else None)
 
     def _messages(self, made: Resharding) -> tuple[Message, ...]:
         return tuple(m for m in made.messages if (m.src if self.sends else m.dst) == self.rank)
@@ -246,6 +244,18 @@ class Packer:
         if shift not in self._fitting:
             self._fitting[shift] = self._messages(self.made.refit(self.made.cuts, shift))
         return self._fitting[shift]
+
+    def layers(self, chosen: range) -> dict[int, frozenset[int]]:
+        """Peer → those of some layers that the rank exchanges with it; cached."""
+        chosen = require_layers(chosen, self.made.src.model.nl)
+        found = self._layers.get(chosen)
+        if found is None:
+            found = dict.fromkeys(self.peers, frozenset[int]())
+            for message in self._fitting[0]:
+                held = {x for meeting in message.l for x in meeting.coordinates("first")}
+                found[self.peer(message)] |= held & set(chosen)
+            self._layers[chosen] = found
+        return found
 
     def peer(self, message: Message) -> int:
         return message.dst if self.sends else message.src
@@ -317,7 +327,7 @@ class Packer:
         )  # kernels with a limit of multiprocessors do not digest, nor those that cast
         sums = None if made is None else fused_copies(made, keys.lanes, *steps)
         is_fused = isinstance(sums, list)
-        copies = sums if isinstance(sums, list) else self._prepared(self._between((part, slot)))
+        copies = sums if isinstance(sums, list) else self._prepared(self._between((part, slot), message))
         digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
         for kernel in dict.fromkeys(copy.kernel for copy in (*copies, *digests)) if self.device >= 0 else ():
             _core.warm(kernel, self.device)
@@ -444,11 +454,8 @@ class Packer:
             raise BindError(f"{self.pool!r}: read-only")
 
     def require_no_stream(self, stream: Any, wait: Any = None) -> None:
-        for name, given in (("stream", stream), ("wait", wait)):
-            if self.device < 0 and given is not None:
-                raise BindError(
-                    f"{name}: the pool is on the CPU, where the call waits for the copy; leave {name} out"
-                )
+        if self.device < 0:
+            require_no_stream("the pool is on the CPU, where the call waits for the copy", stream=stream, wait=wait)
 
 
 def _without(model: Model, present: frozenset[str]) -> Model:

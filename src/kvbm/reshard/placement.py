@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .._arguments import quoted, whole
+from .._arguments import quoted, whole, wholes
 from ..digest.cells import Model
 from ..errors import SpecError
 from ..layout.shapes import BlockShape, as_shape
 from ..layout.yamlfile import YamlFile, read_text
 from .strips import Runs, Turns
-
-__all__ = ["KEYS", "SHARED", "SHARE_KEYS", "Digit", "Placement", "Share", "Strips"]
 
 #: Keys of a placement file, and of a share in the form of a mapping.
 KEYS = ("title", "mesh", "shard", "layers", "nt", "read_from", "notes")
@@ -437,29 +435,20 @@ def _shard(given: Any, name: str) -> Mapping[str, Any]:
     return found
 
 
-def _numbers(given: Any, most: int) -> list[int] | None:
-    """The first `most` + 1 integers of a list; None if it is not a list of integers."""
-    try:
-        found = [whole(one) for one in itertools.islice(iter(given), most + 1)]
-    except TypeError:
-        return None
-    return None if None in found else [one for one in found if one is not None]
-
-
 def _bounds(given: Any, where: str) -> tuple[int, ...]:
-    found = _numbers(given, _MOST)
+    found = wholes(given, _MOST + 1)
     if found is None:
         raise SpecError(f"{where}: bounds: expected a list of layers, got {quoted(given)}")
-    return tuple(found)
+    return found
 
 
 def _layers(given: Any, nl: int, name: str) -> Runs:
     if given is None:
         return Runs.of(range(nl))
-    found = _numbers(given, nl)
+    found = wholes(given, _MOST)
     if not found or not all(a < b for a, b in itertools.pairwise([-1, *found, nl])):
         raise SpecError(
-            f"{name}: layers: expected layers from 0 to {nl - 1}, ascending, got {quoted(given if found is None else found)}"
+            f"{name}: layers: expected layers from 0 to {nl - 1}, ascending, got {quoted(given if found is None else list(found))}"
         )
     return Runs.of(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 from .._arguments import quoted
 from ..engines.vllm import Group
 from ..errors import SpecError
+from ..layout.naming import suggestion
 from ..layout.shapes import BlockShape, as_shape, is_file
 from .placement import Placement
-
-__all__ = ["PRESETS", "dynamo", "load", "of_vllm", "sglang", "trtllm", "vllm"]
 
 
 def vllm(
@@ -223,7 +222,7 @@ _ENGINES: dict[str, Callable[..., Placement]] = {"vllm": vllm, "trtllm": trtllm,
 #: Name → preset.
 PRESETS: dict[str, Callable[..., Placement]] = {**_ENGINES, "dynamo": dynamo}
 
-#: The options of each preset in a text: numbers follow their names, texts follow ``=``.
+#: The options of each preset in a text, see `options`.
 _NUMBERS = {
     "vllm": ("tp", "pp", "dcp", "interleave", "nt"),
     "trtllm": ("tp", "pp", "cp", "nt"),
@@ -267,23 +266,49 @@ def load(text: str, model: BlockShape | str, **overrides: Any) -> Placement:
         return Placement.load(text, model, **overrides)
     if other := [key for key in overrides if key not in ("nt", "layers", "name", *_NUMBERS[kind], *_TEXTS.get(kind, ()))]:
         raise SpecError(f"placement {quoted(text)}: expected nt, layers or name as overrides, got {quoted(other[0])}")
-    options: dict[str, Any] = {}
-    for item in rest.split(",") if colon else ():
-        key, value = _option(kind, item.strip(), text)
-        if key in options:
-            raise SpecError(f"placement {quoted(text)}: {key}: expected once, got twice")
-        options[key] = value
-    return PRESETS[kind](model, **{"name": text, **options, **overrides})
+    given = options(rest, _NUMBERS[kind], _TEXTS.get(kind, ()), f"placement {quoted(text)}") if colon else {}
+    return PRESETS[kind](model, **{"name": text, **given, **overrides})
 
 
-def _option(kind: str, item: str, text: str) -> tuple[str, Any]:
-    if (match := re.fullmatch(r"([a-z]+)([0-9]{1,9})", item)) and match[1] in _NUMBERS[kind]:
-        return match[1], int(match[2])
-    key, _, value = item.partition("=")
-    if key in _TEXTS.get(kind, ()) and value:
-        return key, value
-    known = [f"{key}N" for key in _NUMBERS[kind]] + [f"{key}=…" for key in _TEXTS.get(kind, ())]
-    raise SpecError(f"placement {quoted(text)}: expected {', '.join(known)}, got {quoted(item)}")
+def options(text: str, numbers: Sequence[str], texts: Sequence[str], where: str) -> dict[str, Any]:
+    """Read ``tp8,pp2,order=pp cp tp``: a number stands behind its name, a text behind ``=``.
+
+    ``tp=8`` is ``tp8``, and ``block-size`` is ``nt``.
+
+    Parameters
+    ----------
+    text : str
+        Items with commas between them.
+    numbers, texts : sequence of str
+        The names that may be there.
+    where : str
+        The start of messages.
+
+    Raises
+    ------
+    SpecError
+        An item is no such name with a value, or a name is there twice.
+
+    Examples
+    --------
+    >>> options("tp8,block-size=32,layout=LBHNC", ("tp", "nt"), ("layout",), "--to")
+    {'tp': 8, 'nt': 32, 'layout': 'LBHNC'}
+    """
+    found: dict[str, Any] = {}
+    for item in map(str.strip, text.split(",")):
+        number = re.fullmatch(r"([a-z-]+)=?([0-9]{1,9})", item)
+        key, _, value = (number[1], "", number[2]) if number else item.partition("=")
+        name = "nt" if key == "block-size" else key
+        if not value or name not in (numbers if number else texts):
+            names = [*numbers, *["block-size"] * ("nt" in numbers), *texts]
+            known = [f"{one}=…" if one in texts else f"{one}=N" if "-" in one else f"{one}N" for one in names]
+            said = item.partition("=")[0].rstrip("0123456789")
+            meant = "" if said in names else suggestion(said, names)
+            raise SpecError(f"{where}: expected {', '.join(known)}, got {quoted(item)}.{meant}")
+        if name in found:
+            raise SpecError(f"{where}: {name}: expected once, got twice")
+        found[name] = int(value) if number else value
+    return found
 
 
 def _require_sizes(name: str, **given: Any) -> None:

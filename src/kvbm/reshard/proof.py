@@ -18,8 +18,6 @@ from .strips import Meeting, Runs, Turns, Unit
 if TYPE_CHECKING:
     from .messages import Message, Resharding
 
-__all__ = ["prove"]
-
 
 def prove(made: Resharding) -> None:
     """Prove a resharding.  If the function returns, the resharding is correct.
@@ -31,6 +29,7 @@ def prove(made: Resharding) -> None:
     3. A unit is a whole part of a block on both sides, and holds exactly the tokens that both ranks hold.
     4. Of a cast, each message has whole groups of the elements that share a scale.  So each scale is written once, as each of its
        elements is, and is that of all of them.  A scale that is computed is that of elements that one rank holds in any partition.
+       A scale of the caller is that of a layer of the model, which step 1 has compared with what both ranks hold.
 
     Raises
     ------

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..layout.shapes import ITEMSIZE
-from ..planner.plan import cast_text, size_text
+from ..planner.cast import table_of, to_json
+from ..planner.plan import cast_text, count_text, size_text
 from .placement import Placement, Strips
 from .strips import Meeting, Runs, meet_in_unit
 
 if TYPE_CHECKING:
     from .messages import Message, Resharding
-
-__all__ = ["as_json", "explain", "sentence", "table", "units"]
 
 _COLUMNS = ("from", "to", "heads", "layers", "tokens per unit", "bytes", "rows of")
 _LEFT = ("heads", "layers", "tokens per unit")
@@ -42,27 +42,27 @@ def table(made: Resharding, tokens: int | None = None) -> str:
     left_out = sum(len(group) for group, _ in groups[cut:])
     rows = rows[: cut + 1]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"{made.src} → {made.dst}: {_plural(len(made.messages), 'message')}, {units(made)}"]
+    lines = [f"{made.src} → {made.dst}: {count_text(len(made.messages), 'message')}, {units(made)}"]
     for row in rows:
         cells = zip(row, widths, _COLUMNS, strict=True)
         texts = [text.ljust(n) if column in _LEFT else text.rjust(n) for text, n, column in cells]
         lines.append("  " + "   ".join(texts).rstrip())
     if left_out:
         lines.append(
-            f"  … and {_plural(left_out, 'message')} in {_plural(len(groups) - cut, 'row')}; the JSON has all of them"
+            f"  … and {count_text(left_out, 'message')} in {count_text(len(groups) - cut, 'row')}; the JSON has all of them"
         )
     total = sum(made.nbytes(m, tokens) for m in made.messages)
     if len(made.messages) > 1:
         lines.append(
-            f"{size_text(total)} in all, for {'a unit of each' if tokens is None else _plural(tokens, 'token')}"
+            f"{size_text(total)} in all, for {'a unit of each' if tokens is None else count_text(tokens, 'token')}"
         )
     lines += [f"cast {made.cast}: {_changes(made)}"] if made.cast is not None else []
     lines.append(sentence(made))
     if tokens is not None:
         left = tokens % made.unit
         lines.append(
-            f"{_plural(tokens, 'token')}: {_plural(tokens // made.unit, 'unit')}"
-            + (f", and {_plural(left, 'token')} one by one" if left else "")
+            f"{count_text(tokens, 'token')}: {count_text(tokens // made.unit, 'unit')}"
+            + (f", and {count_text(left, 'token')} one by one" if left else "")
         )
     return "\n".join(lines)
 
@@ -105,10 +105,10 @@ def sentence(made: Resharding) -> str:
     sending = sorted(count for count in counts if count)
     low, high = (sending[0], sending[-1]) if sending else (0, 0)
     whole = ", and every scale from a message that has all of its elements" if any(one.scale for one in made.casts) else ""
-    each = _plural(high, "message") if low == high else f"{low} to {high} messages"
+    each = count_text(high, "message") if low == high else f"{low} to {high} messages"
     return (
         f"proven: every coordinate of {made.dst.name} once, from a rank that holds it{whole}; "
-        f"{len(sending)} of {_plural(made.src.world, 'source rank')} send{'s' if len(sending) == 1 else ''} {each}"
+        f"{len(sending)} of {count_text(made.src.world, 'source rank')} send{'s' if len(sending) == 1 else ''} {each}"
         + (" each" if len(sending) > 1 else "")
     )
 
@@ -120,7 +120,7 @@ def units(made: Resharding) -> str:
     unit = made.messages[0].t  # equal in all messages: it depends on the turns of a side, not on the rank
     slots = (made.src, unit.src_slots), (made.dst, unit.dst_slots)
     sides = ["1 block" if n == place.nt else f"1/{place.nt // n} block" for place, n in slots]
-    return f"unit {_plural(unit.tokens, 'token')}: {sides[0]} → {sides[1]}"
+    return f"unit {count_text(unit.tokens, 'token')}: {sides[0]} → {sides[1]}"
 
 
 def _meeting_text(meetings: Sequence[Meeting]) -> str:
@@ -128,10 +128,6 @@ def _meeting_text(meetings: Sequence[Meeting]) -> str:
     model = Runs.of(sorted(x for meeting in meetings for x in meeting.coordinates("first")))
     local = Runs.of(sorted(x for meeting in meetings for x in meeting.coordinates("dst")))
     return str(model) if str(model) == str(local) else f"{model} → local {local}"
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 # ---- sentences -----------------------------------------------------------------------------------------------------
@@ -166,7 +162,7 @@ def _meetings(made: Resharding) -> Iterator[str]:
 def _changes(made: Resharding) -> str:
     """What a cast changes, in a few words."""
     if made.layouts is None:
-        return "the layouts of both sides say what changes (layouts=, or the pools of Local)"
+        return "the layouts of both sides say what changes (layouts=, --from and --to, or the pools of Local)"
     if not made.casts:
         return "nothing changes, as both sides have the same formats"
     named = [(one.planes[0] or one.planes[1], " → ".join(one.formats)) for one in made.casts]
@@ -179,8 +175,8 @@ def _casts(made: Resharding) -> Iterator[str]:
     if made.layouts is None or not made.casts:
         yield f"Cast {made.cast}: {_changes(made)}."
         return
-    for part in dict.fromkeys(map(cast_text, made.cast_parts)):
-        yield f"Cast: {part[0].lower()}{part[1:]}."
+    for text in cast_texts(made):
+        yield f"Cast: {text[0].lower()}{text[1:]}."
     copied = set(made.layouts[0].planes) and [
         plane.name for plane in made.layouts[0].planes
         if plane.name not in {one.planes[0] for one in made.casts} | {one.scale for one in made.casts if one.scaled == 0}
@@ -194,6 +190,16 @@ def _casts(made: Resharding) -> Iterator[str]:
     )
 
 
+def cast_texts(made: Resharding) -> list[str]:
+    """What the casts do, without full stops: with the scales of all layers, of which a message has some."""
+    found, model = [], made.src.model
+    for part in made.cast_parts:
+        assert made.cast is not None
+        halves = range(model.no) if part.half is None else (part.half,)
+        found.append(cast_text(replace(part, given=table_of(made.cast, range(model.nl), halves)[0])))
+    return list(dict.fromkeys(found))
+
+
 def _span(sizes: Sequence[int]) -> str:
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
 
@@ -202,7 +208,7 @@ def _turns(strips: Sequence[Strips]) -> str:
     turn = strips[0].t
     if turn.over == 1:
         return "every rank holds all of a sequence"
-    return f"{turn.over} ranks take turns of {_plural(turn.every, 'token')}"
+    return f"{turn.over} ranks take turns of {count_text(turn.every, 'token')}"
 
 
 def _why_the_unit(made: Resharding) -> str:
@@ -217,7 +223,7 @@ def _why_the_unit(made: Resharding) -> str:
         + (f", those of the {turn.over} ranks together {span} neighbours" if turn.over > 1 else "")
         for place, turn, span in zip((made.src, made.dst), sides, spans, strict=True)
     ]
-    text = f"Unit: {_plural(unit, 'token')}, copied as one: {'; '.join(parts)}."
+    text = f"Unit: {count_text(unit, 'token')}, copied as one: {'; '.join(parts)}."
     whole = math.gcd(*spans)
     if unit == spans[0] == spans[1]:
         return f"{text} A larger one would not lie in one block of a rank."
@@ -237,7 +243,7 @@ def _why_the_unit(made: Resharding) -> str:
 def _one_by_one(made: Resharding) -> str:
     if made.unit == 1:
         return "Token by token: a unit is one token, so ranges of tokens may begin and end anywhere."
-    most = _plural(made.unit - 1, "token")
+    most = count_text(made.unit - 1, "token")
     return (
         f"Token by token: where a range begins or ends inside a unit, at most {most} at each end go one by one, in a second copy. "
         "No other token of their blocks is touched."
@@ -312,7 +318,7 @@ def as_json(made: Resharding, tokens: int | None = None) -> dict[str, Any]:
 def _cast(made: Resharding) -> dict[str, Any]:
     assert made.cast is not None
     return {
-        "scale": made.cast.value if made.cast.is_given else "amax",
+        "scale": to_json(made.cast),
         "planes": [
             {"from": dict(zip(("plane", "dtype"), ours, strict=True)), "to": dict(zip(("plane", "dtype"), theirs, strict=True))}
             | ({"scales": one.scale} if one.scale else {})

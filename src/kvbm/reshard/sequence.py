@@ -12,9 +12,10 @@ from .._arguments import quoted, require_a, whole
 from ..errors import BindError
 from .strips import Turns, Unit
 
-__all__ = ["Ids", "Pairs", "Parts", "Rank", "Span", "pair_up", "split"]
-
 Ids = npt.NDArray[np.int64]
+
+#: No ids.
+NONE: Ids = np.zeros(0, np.int64)
 
 #: Positions of a sequence are below this limit, so that slots and block ids fit into 64 bits.
 _MOST = 1 << 48
@@ -134,7 +135,7 @@ class Rank(NamedTuple):
     def units(self, span: Span, starts: Ids, tokens: int, of: int) -> Ids:
         """Ids of the units of `tokens` tokens and `of` slots each that begin at the positions `starts`; -1 if there is no block."""
         if not starts.size:
-            return _NONE
+            return NONE
         if int(starts[-1]) - int(starts[0]) == tokens * (
             starts.size - 1
         ):  # consecutive positions have consecutive slots
@@ -233,7 +234,7 @@ def pair_up(unit: Unit, src: Rank, dst: Rank, src_span: Span, dst_span: Span) ->
     sides = (src, src_span, unit.src_slots), (dst, dst_span, unit.dst_slots)
     units = [rank.units(span, starts, unit.tokens, slots) for rank, span, slots in sides]
     if not edges.size:
-        return Pairs(units[0], units[1], _NONE, _NONE)
+        return Pairs(units[0], units[1], NONE, NONE)
     ones = [rank.ids(span, rank.slots(span, edges), 1) for rank, span, _ in sides]
     return Pairs(units[0], units[1], ones[0], ones[1])
 
@@ -267,12 +268,10 @@ def split(unit: Unit, src: Turns, dst: Turns, tokens: range, origin: int) -> Par
         if unit.tokens % turns.period:  # one rank holds all of a unit
             starts = starts[turns.holds(starts)]
     if (first, behind) == (tokens.start, tokens.stop):
-        return Parts(starts, _NONE)
+        return Parts(starts, NONE)
     if behind < first:
         edges = np.arange(tokens.start, tokens.stop, dtype=np.int64)
     else:
         edges = np.concatenate([np.arange(tokens.start, first), np.arange(behind, tokens.stop)]).astype(np.int64)
     return Parts(starts, edges[src.holds(edges) & dst.holds(edges)])
 
-
-_NONE: Ids = np.zeros(0, np.int64)

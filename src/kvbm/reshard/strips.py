@@ -13,20 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ONE_TOKEN",
-    "Family",
-    "Meeting",
-    "Run",
-    "Runs",
-    "Turns",
-    "Unit",
-    "count_common",
-    "meet",
-    "meet_in_unit",
-    "share_a_token",
-]
-
 
 class Run(NamedTuple):
     """Coordinates ``first, first + step, …`` of the model; on the rank they are ``local, local + 1, …``."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..planner.loopnest import Form, Part
     from ..planner.plan import Plan
 
-__all__ = ["of_group", "of_layout", "of_plan", "of_resolved", "of_shape"]
-
 
 def of_shape(shape: BlockShape, name: str = "", title: str = "") -> dict[str, Any]:
     """Sizes and bytes of a block shape.  If it is a preset, its name and title, too."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from ..layout.resolved import Piece, Resolved
 from .facts import Half, Level, entry, halves, index_label, meaning, picked, plane_lines, several
 
-__all__ = ["Cell", "Row", "Section", "record_runs", "sections"]
-
 #: A row with more than eight members (a table: more than five) shows the first three and the last.
 _FIRST, _MOST, _MOST_ENTRIES = 3, 8, 5
 #: Number of runs that are shown at the beginning and at the end of a record.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..layout.region import Section
     from ..planner.loopnest import Mode, Part
 
-__all__ = ["changing", "element_at", "loop_axes", "names_of"]
-
 Element = Mapping[str, int]
 
 

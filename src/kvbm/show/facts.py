@@ -15,28 +15,7 @@ from ..errors import printable
 from ..layout.resolved import Piece, Resolved
 from ..layout.scales import group_of, scale_text
 from ..layout.terms import AXES
-
-__all__ = [
-    "Entry",
-    "Half",
-    "Level",
-    "address_lines",
-    "axis_rows",
-    "count_text",
-    "entry",
-    "exact_size",
-    "facts",
-    "halves",
-    "index_label",
-    "meaning",
-    "one_block",
-    "picked",
-    "pitch_lines",
-    "plane_lines",
-    "runs",
-    "scale_lines",
-    "several",
-]
+from ..planner.plan import count_text
 
 
 def exact_size(nbytes: int) -> str:
@@ -51,11 +30,6 @@ def exact_size(nbytes: int) -> str:
         if nbytes >= scale and nbytes * 8 % scale == 0:
             return f"{nbytes / scale:,g} {unit}" if nbytes < 1_000_000 * scale else f"{nbytes // scale:,} {unit}"
     return f"{nbytes:,} B"
-
-
-def count_text(number: int, noun: str) -> str:
-    """``1 block``, ``2 blocks``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def meaning(piece: Piece) -> str:

@@ -15,15 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..errors import KvbmError
+from ..errors import MissingPackageError
 from ..layout.resolved import Resolved
+from ..planner.plan import count_text
 from .contents import Cell, Row, Section, sections
-from .facts import address_lines, exact_size, one_block, pitch_lines, plane_lines
+from .facts import address_lines, exact_size, one_block, pitch_lines, plane_lines, scale_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["Sheet", "draw_layout", "inches", "looks"]
 
 # ---- looks ---------------------------------------------------------------------------------------------------------
 
@@ -66,7 +65,7 @@ def looks(settings: Mapping[str, Any] | None = None, extra: str = "show") -> Ite
     try:
         import matplotlib as mpl
     except ImportError:
-        raise KvbmError(
+        raise MissingPackageError(
             f"pictures need matplotlib, which is not installed: pip install 'kvbm-layouts[{extra}]'"
         ) from None
     with mpl.rc_context():
@@ -75,14 +74,24 @@ def looks(settings: Mapping[str, Any] | None = None, extra: str = "show") -> Ite
         yield
 
 
-@functools.lru_cache(maxsize=4096)
 def inches(text: str, size: float, family: str = "sans", weight: str = "normal") -> float:
     """Width of a text in the fonts that come with matplotlib."""
+    return size * _width(text, family, weight) / 72
+
+
+@functools.lru_cache(maxsize=4096)
+def _width(text: str, family: str, weight: str) -> float:
+    """Width at size 1.  The curves of these fonts have their extreme points as vertices."""
     from matplotlib.font_manager import FontProperties
+    from matplotlib.path import Path as Outline
     from matplotlib.textpath import TextPath
 
+    if not text.strip():
+        return 0.0
     font = FontProperties(family="DejaVu Sans Mono" if family == "monospace" else "DejaVu Sans", weight=weight)
-    return float(TextPath((0, 0), text, size=size, prop=font).get_extents().width) / 72 if text.strip() else 0.0
+    path = TextPath((0, 0), text, size=100, prop=font)
+    across = path.vertices[path.codes != Outline.CLOSEPOLY, 0]
+    return float(across.max() - across.min()) / 100
 
 
 class Sheet:
@@ -243,8 +252,9 @@ def draw_layout(resolved: Resolved) -> Figure:
         lines = [layout.title] if layout.title else []
         lines += [f"{name}{order}" for name, order in zip(names, layout.orders, strict=True)]
         lines += [f"{name}: {text}" for name, text in plane_lines(resolved)]
+        lines += [f"{name}: {text}" for name, text in scale_lines(resolved)]
         lines += [f"{name}: {text}" for name, text in pitch_lines(resolved)]
-        blocks = f"{resolved.num_blocks:,} block{'' if resolved.num_blocks == 1 else 's'}"
+        blocks = count_text(resolved.num_blocks, "block")
         lines.append(f"{str(shape).replace(',', ', ')}; {blocks} of {exact_size(resolved.block_bytes)}")
         sheet.head(layout.name, lines)
         sheet.y += 0.14

@@ -18,16 +18,14 @@ from ..layout.layout import Layout
 from ..layout.resolved import Resolved
 from ..layout.shapes import load_shape
 from ..layout.terms import AXES
-from ..planner.plan import Plan
+from ..planner.plan import Plan, count_text
 from .as_json import of_plan
-from .facts import address_lines, axis_rows, count_text, exact_size, facts, halves, one_block
+from .facts import address_lines, axis_rows, exact_size, facts, halves, one_block
 from .figure import draw_layout, looks
 from .plan_figure import draw_plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["check_path", "gallery", "gallery_index", "page", "plan_page", "save", "svg_element"]
 
 _GALLERY_BLOCKS = 1024
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .._shown import Shown
     from ..layout.resolved import Resolved
 
-__all__ = ["html", "svg"]
-
 _BLOCKS = 1024
 
 

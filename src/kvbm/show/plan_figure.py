@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..errors import PlanError
 from ..layout.region import Section
 from ..layout.terms import AXES
-from ..planner.loopnest import Form, Mode, Part
+from ..planner.loopnest import STILL, Form, Mode, Part
 from ..planner.plan import Plan
 from .elements import changing, element_at, loop_axes, names_of
 from .facts import exact_size, picked
@@ -18,8 +18,6 @@ from .figure import BAND, EDGE, FILLS, GAP, HUES, LEFT, MUTED, PAPER, PLAIN, TAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["draw_plan"]
 
 #: Fill of the pieces of chunk 0, whose runs are drawn, among the pieces of other chunks.
 FILL_OWN = "#c4cbd3"
@@ -104,12 +102,12 @@ class _Loops:
 
     @classmethod
     def of(cls, part: Part) -> _Loops:
-        loops, still = list(part.inner[1:]), Mode(1, 0, 0)
+        loops = list(part.inner[1:])
         if not loops:
-            return cls(still, still)
+            return cls(STILL, STILL)
         fast = min(loops, key=lambda mode: mode.src)
         others = [mode for mode in loops if mode is not fast]
-        slow = min(others, key=lambda mode: mode.dst) if others else still
+        slow = min(others, key=lambda mode: mode.dst) if others else STILL
         return cls(fast, slow)
 
     def number(self, i: int, j: int) -> int:

@@ -5,6 +5,7 @@ It uses the sheet and the style of `kvbm.show.figure`.  matplotlib is imported w
 
 from __future__ import annotations
 
+import colorsys
 import functools
 import itertools
 import math
@@ -13,19 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..planner.plan import size_text
+from ..planner.plan import count_text, size_text
 from ..reshard.placement import SHARED, Placement, Strips
 from ..reshard.report import sentence, units
 from ..reshard.strips import Runs, Turns
-from .facts import count_text
 from .figure import EDGE, FILLS, HUES, LINE, MUTED, PAPER, PLAIN, PLANE_FILLS, PLANE_HUES, WIDTH, Sheet, inches, looks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..reshard.messages import Message, Resharding
-
-__all__ = ["draw"]
 
 #: Most boxes per side (the last one is for all remaining ranks), and most boxes per side that still have space for numbers.
 _MOST, _ROOMY = 64, 20
@@ -38,6 +36,8 @@ _INK = "#1b1f24"
 _LIGHT = [(fill, line, _INK) for fill, line in zip((*FILLS, PLANE_FILLS[2]), (*HUES, PLANE_HUES[2]), strict=True)]
 _DARK = [(hue, hue, PAPER) for hue in (HUES[1], HUES[3], HUES[0], PLANE_HUES[2], HUES[2])]
 _COLOURS = [colour for pair in zip(_LIGHT, _DARK, strict=True) for colour in pair]
+#: Brightness (0 to 255) of further light and dark colours, and their saturation.
+_GREYS, _SATURATION = (214, 104), 0.55
 _REST = (PLANE_FILLS[3], LINE, _INK)  # several senders without a separate colour
 
 _NOTES = (
@@ -66,6 +66,21 @@ class _Box:
     def title(self) -> str:
         count = len(self.ranks)
         return f"… {count} more" if self.is_rest else self.name + (f" ×{count}" if count > 1 else "")
+
+
+def _further(number: int) -> tuple[str, str, str]:
+    """A colour (fill, line, text) beyond those that were chosen: light for even numbers, else dark, and another hue for each."""
+    grey, hue = _GREYS[number % 2], number * (math.sqrt(5) - 1) / 2 % 1.0  # steps of the golden ratio never come back
+    low, high = 0.0, 1.0
+    for _ in range(12):  # brightness grows with lightness
+        lightness = (low + high) / 2
+        rgb = [round(255 * part) for part in colorsys.hls_to_rgb(hue, lightness, _SATURATION)]
+        if 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] < grey:
+            low = lightness
+        else:
+            high = lightness
+    fill = "#{:02x}{:02x}{:02x}".format(*rgb)
+    return (fill, LINE, _INK) if number % 2 == 0 else (fill, fill, PAPER)
 
 
 def draw(*steps: Resharding) -> Figure:
@@ -145,9 +160,13 @@ class _Drawing:
     def _colours(self) -> list[tuple[str, str, str]]:
         """One colour per source box, alternately light and dark.
 
-        If possible it differs from the colours of the neighbour and of boxes that send to the same rank.
+        If possible it differs from the colours of the neighbour and of boxes that send to the same rank.  More boxes than there
+        are chosen colours have a colour each.
         """
         count = len(_COLOURS)
+        if len(self.sources) > count:
+            colours = _COLOURS + [_further(i) for i in range(count, len(self.sources))]
+            return [_REST if box.is_rest else colour for box, colour in zip(self.sources, colours, strict=True)]
         given = [i % count for i in range(len(self.sources))]
         senders = [{m.src for m in target.messages} for target in self.targets]
         together = [{self.source_of[rank] for rank in ranks} for ranks in senders]

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from ..layout.shapes import BlockShape
 
-__all__ = ["print_whole", "show", "table_box"]
-
 _MAX_WIDTH = 120
 _K, _V, _DIM, _AXIS, _PAD = "cyan", "magenta", "dim", "bold", "yellow"
 _PLANES = ("green", "blue", "red", "bright_black")

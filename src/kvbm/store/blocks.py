@@ -20,12 +20,12 @@ from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.scales import QUANTISED
 from ..memory.streams import framework_of, framework_stream
-from ..planner.cast import Cast, Scale, one_scale
+from ..planner.cast import Cast, Scale, as_cast
 from ..pool.pool import Pool
 from ..system.machine import device_of
 from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
-from .casting import CAST, Casting, require_told, text_of
+from .casting import CAST, Casting, require_planes, require_told, text_of
 from .digests import DIGEST, Damage, Digests, Kinds, damages
 from .file import FORMATS, KEPT, Stored, made, opened, read
 from .reading import Source
@@ -379,7 +379,7 @@ def save(
     layout : Layout, str or Path, optional
         Layout of the file.  Default: the layout of the pool.
     cast : {"amax"} or kvbm.Scale, optional
-        Change the format of values, as for `kvbm.Transfer`.  The file says what was cast, and keeps the scale of a `kvbm.Scale`.
+        Change the format of values, as for `kvbm.Transfer`.  The file says what was cast, and keeps the scales of a `kvbm.Scale`.
     dtype : str, optional
         With `cast`: dtype of the file's blocks, where the layout does not say it.  Default: that of the pool.
     digests : bool
@@ -417,7 +417,7 @@ def save(
     names = _chosen("ids", ids, pool.num_blocks)
     layout = pool.layout if layout is None else given_layout("layout", layout)
     require(TEXTS, metadata={} if metadata is None else metadata)
-    scale = one_scale(cast, "a file keeps one number")
+    scale = as_cast(cast)
     shape = _other_dtype("the pool", pool.shape, dtype, scale)
     resolved, casting = layout.resolve(shape, len(names)), Casting(None, {})
     if scale is not None:
@@ -470,8 +470,8 @@ def load(
     shape, num_blocks : optional
         Block shape and number of blocks of the file, if the file does not contain them.
     cast : {"amax"} or kvbm.Scale, optional
-        Change the format of values, as for `kvbm.Transfer`.  ``"amax"`` uses the scale that the file names, if it was written with
-        a `kvbm.Scale`.  Another scale than that is an error, and so is no `cast` if that scale is not 1.
+        Change the format of values, as for `kvbm.Transfer`.  ``"amax"`` uses the scales that the file names, if it was written
+        with a `kvbm.Scale`.  Other scales than those are an error, and so is no `cast` if they are not 1.
     dtype : str, optional
         With `cast`: dtype of the pool's blocks, where the layout does not say it.  Default: for a file that was quantised, the
         dtype before; else that of the file.
@@ -502,12 +502,12 @@ def load(
     require(FLAG, verify=verify)
     wanted = None if layout is None else given_layout("layout", layout)
     stored, reader = _open(path, src_layout, shape, num_blocks, device=device)
-    source, told = reader.source, one_scale(cast, "a file keeps one number")
+    source, told = reader.source, as_cast(cast)
     names = _chosen(stored.path, ids, source.num_blocks)
     shape = _other_dtype(str(stored.path), source.shape, _before(stored, dtype, told), told)
     into = (wanted or source.layout).resolve(shape, len(names))
     casting = _casting(stored, source, into, told)
-    require_told(stored.path, casting.notes, told)
+    require_told(stored.path, casting.notes, told, source.shape)
     pool = Pool.allocate(into.layout, into.shape, len(names), device)
     known = _digests_of(stored, names) if verify else None
     src = _Side(reader.pool, str(stored.path), names, known, reader, reader.reads_into(pool))
@@ -526,9 +526,11 @@ def _before(stored: Stored, dtype: str | None, told: Scale | None) -> str | None
 
 def _casting(stored: Stored, source: Source, into: Resolved, told: Scale | None) -> Casting:
     """The cast of a copy out of a file."""
-    if told is None:
-        return Casting(None, stored.casts)
-    return Casting.of(f"{stored.path} → {into.layout.name}", source.resolved.section, into.section, told, stored.casts)
+    title, made = f"{stored.path} → {into.layout.name}", Casting(None, stored.casts)
+    if told is not None:
+        made = Casting.of(title, source.resolved.section, into.section, told, stored.casts)
+    require_planes(title, made.notes, into.layout)
+    return made
 
 
 def convert(
@@ -591,7 +593,7 @@ def convert(
     require(PROGRESS, progress=progress, optional=True)
     require(FLAG, verify=verify)
     stored, reader = _open(src, src_layout, shape, num_blocks, "src", device)
-    source, is_in_place, told = reader.source, stored.file.is_at(dst), one_scale(cast, "a file keeps one number")
+    source, is_in_place, told = reader.source, stored.file.is_at(dst), as_cast(cast)
     names = _chosen(stored.path, ids, source.num_blocks)
     resolved = layout.resolve(_other_dtype(str(stored.path), source.shape, _before(stored, dtype, told), told), len(names))
     casting = _casting(stored, source, resolved, told)

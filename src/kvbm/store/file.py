@@ -34,10 +34,10 @@ from .._arguments import flag, quoted
 from ..errors import BindError, LayoutError, printable
 from ..layout.loops import loops_of
 from ..layout.shapes import ITEMSIZE, PACKED, BlockShape
-from ..planner.cast import Cast, one_scale
+from ..planner.cast import Cast, as_cast
 from ..system.cache import replacing
 from .arguments import FLAG, TEXTS, Kind, layout_of, num_blocks_of, path_of, require, shape_of
-from .casting import CAST, CastFrom, needs_scale, notes_of, require_told
+from .casting import CAST, CastFrom, needs_scale, notes_of, require_planes, require_scales, require_told
 from .digests import DIGEST, PARTS, Digests, Kinds
 from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
 from .open_file import Opened, mapped
@@ -241,7 +241,7 @@ class Stored:
         num_blocks : int, optional
             Needed only if neither the file nor its size gives the number.
         cast : kvbm.Scale, optional
-            For a file whose values were cast with a scale that is not 1: the same scale.  The pool has the codes of the file.
+            For a file whose values were cast with scales that are not 1: the same scales.  The pool has the codes of the file.
 
         Returns
         -------
@@ -251,8 +251,8 @@ class Stored:
         Raises
         ------
         BindError
-            The file has another layout or shape, its tensors do not fit the layout, another program has cut it, or its codes need a
-            scale that `cast` does not name.
+            The file has another layout or shape, its tensors do not fit the layout, another program has cut it, or its codes need
+            scales that `cast` does not name.
         NotEnoughMemoryError
             The process has no room to map the file.
 
@@ -262,9 +262,9 @@ class Stored:
         each makes a new file, and the old one stays as it was for those that have opened it.  `kvbm.store.load` reads the file
         instead, and raises an error.
         """
-        scale = one_scale(cast, "a file keeps one number")
+        scale = as_cast(cast)
         source, offsets = self._source(layout, shape, num_blocks)
-        require_told(self.path, self.casts, scale)
+        require_told(self.path, self.casts, scale, source.shape)
         pool = _bind(source.layout, source.shape, source.resolved, self.file.map(), offsets)
         pool.formats = self.formats
         return pool
@@ -280,7 +280,7 @@ class Stored:
         """As `pool`, to read blocks instead of mapping them.  With `is_told` the caller looks at `casts` itself."""
         found = self._source(layout, shape, num_blocks)[0]
         if not flag("is_told", is_told):
-            require_told(self.path, self.casts, None)
+            require_told(self.path, self.casts, None, found.shape)
         return found
 
     def _source(
@@ -302,6 +302,8 @@ class Stored:
                     f"{self.path}: metadata {CAST!r}: plane {quoted(plane, 60)} of {note.dtype}: the layout has "
                     f"{held.get(plane, 'no such plane')}"
                 )
+        require_planes(self.path, self.casts, layout)
+        require_scales(self.path, self.casts, shape)
         return Source(self.file, layout, shape, resolved, offsets), offsets
 
     def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:

@@ -11,14 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-__all__ = ["MAX_HEADER", "MAX_METADATA", "MAX_TEXT", "MIN_ENTRY", "Entry", "parsed_header", "parsed_object"]
+__all__ = ["MAX_HEADER", "MAX_METADATA", "MIN_ENTRY", "Entry", "once", "parsed_header", "parsed_object"]
 
 MAX_HEADER = 100_000_000  # the safetensors format's own limit
 MAX_METADATA = 16 << 20
 MIN_ENTRY = 100  # about the bytes of one tensor in the header
 _MAX_TENSORS = MAX_HEADER // MIN_ENTRY
 _MAX_DIGITS, _MAX_DIMENSIONS = 18, 64  # limits for a number and for a tensor: no real file exceeds them
-MAX_TEXT = 4096  # characters of an object in the metadata
+_MAX_TEXT = 4096  # characters of an object in the metadata
 
 _S = r"[ \t\n\r]*+"
 _TEXT = r'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
@@ -68,7 +68,7 @@ def parsed_header(data: bytes | bytearray, start: int) -> tuple[dict[str, str], 
             found = _METADATA.match(text, at, at + MAX_METADATA)
             if found is None:
                 raise ValueError(f"__metadata__: expected texts, of {MAX_METADATA:,} characters at most")
-            metadata = json.loads(found[0], object_pairs_hook=_once)
+            metadata = json.loads(found[0], object_pairs_hook=once)
             for one in (*metadata, *metadata.values()):
                 one.encode()
         else:
@@ -78,7 +78,7 @@ def parsed_header(data: bytes | bytearray, start: int) -> tuple[dict[str, str], 
                     f"{name!r:.60}: expected a dtype, a shape of at most {_MAX_DIMENSIONS} sizes and two data_offsets, integers of "
                     f"at most {_MAX_DIGITS} digits, got {text[at : at + 60]!r}"
                 )
-            entries[name] = _entry(name, json.loads(found[0], object_pairs_hook=_once), start)
+            entries[name] = _entry(name, json.loads(found[0], object_pairs_hook=once), start)
             if len(entries) > _MAX_TENSORS:
                 raise ValueError(f"expected at most {_MAX_TENSORS:,} tensors")
         at = found.end()
@@ -99,12 +99,12 @@ def _entry(name: str, fields: dict[str, Any], start: int) -> Entry:
     return Entry(dtype, tuple(shape), start + offsets[0], start + offsets[1])
 
 
-def parsed_object(text: str) -> dict[str, Any]:
-    """Parse a small JSON object; ValueError with the reason if it is none."""
-    if len(text) > MAX_TEXT:
-        raise ValueError(f"expected at most {MAX_TEXT:,} characters, got {len(text):,}")
+def parsed_object(text: str, most: int = _MAX_TEXT) -> dict[str, Any]:
+    """Parse a JSON object of at most `most` characters; ValueError with the reason if it is none."""
+    if len(text) > most:
+        raise ValueError(f"expected at most {most:,} characters, got {len(text):,}")
     try:
-        value = json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
+        value = json.loads(text, parse_constant=_refuse, object_pairs_hook=once)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
@@ -112,7 +112,8 @@ def parsed_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values of JSON; ValueError if it has a key twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

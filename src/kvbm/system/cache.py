@@ -12,8 +12,6 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["folder", "replacing"]
-
 
 def folder() -> Path:
     """The user's cache folder: $KVBM_CACHE_DIR, or ``kvbm`` in the system's (``$XDG_CACHE_HOME``, ``~/.cache``).

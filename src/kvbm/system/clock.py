@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from ..errors import CudaError
 from .machine import cuda
 
-__all__ = ["Call", "CpuClock", "Events", "GpuClock", "Timed", "cuda"]
-
 #: The measured call.  It enqueues its work on the stream (None on the CPU) and need not wait for it.
 Call = Callable[[Any], object]
 

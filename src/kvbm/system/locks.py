@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Lock"]
-
 
 class Lock:
     """A reentrant lock.  After a fork it is free in the child, unless the forking thread holds it."""

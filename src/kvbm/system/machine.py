@@ -11,8 +11,6 @@ from typing import Any
 
 from ..errors import CudaError
 
-__all__ = ["cache_bytes", "cuda", "device_of", "gpu_and_driver", "machine", "sleep_exactly"]
-
 #: Option of Linux's prctl.
 _SET_TIMERSLACK = 29
 

@@ -9,8 +9,6 @@ from typing import Final
 
 from ..errors import BindError
 
-__all__ = ["memory_file", "open_memory_file"]
-
 #: The link of a descriptor that may be opened in another process: only memory files of kvbm have it.
 LINK: Final = "/memfd:kvbm {} (deleted)"
 

@@ -12,8 +12,6 @@ import secrets
 import stat
 from pathlib import Path
 
-__all__ = ["PrivateFolder"]
-
 _PATH = getattr(os, "O_PATH", os.O_RDONLY)
 _MOST_LINKS = 40
 

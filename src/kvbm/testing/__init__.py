@@ -17,11 +17,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..copy.diff import locate
     from .cases import CORRECTNESS_TESTS, PERFORMANCE_TESTS, SMOKE_TESTS, TestCase
     from .compare import allclose_with_error, make_match_reference
     from .digests import digest
     from .layouts import LayoutCase, layout_cases
-    from .places import locate
     from .timing import Benchmark, BenchmarkRecord, benchmark_kernel, write_csv
 
 #: Public name → the module that defines it.
@@ -30,7 +30,7 @@ _HOME = {
     **dict.fromkeys(("allclose_with_error", "make_match_reference"), "compare"),
     "digest": "digests",
     **dict.fromkeys(("LayoutCase", "layout_cases"), "layouts"),
-    "locate": "places",
+    "locate": ".copy.diff",
     **dict.fromkeys(("Benchmark", "BenchmarkRecord", "benchmark_kernel", "write_csv"), "timing"),
 }
 

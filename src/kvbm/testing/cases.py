@@ -10,8 +10,6 @@ from .._arguments import quoted
 from ..errors import SpecError
 from .sizes import require_sizes
 
-__all__ = ["CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "SUITES", "TestCase"]
-
 
 @dataclass(frozen=True)
 class TestCase:

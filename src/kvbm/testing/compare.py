@@ -18,8 +18,6 @@ from ..errors import printable
 from . import limits
 from .data import clone, dtype_name, is_array, leaves, require_room, values
 
-__all__ = ["allclose_with_error", "find_nan", "make_match_reference"]
-
 #: Number of elements that are compared at a time, so that a comparison needs little memory.
 CHUNK = 1 << 22
 

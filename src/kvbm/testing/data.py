@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from ..errors import BindError
 
-__all__ = ["clone", "device_index", "dtype_name", "is_array", "leaves", "nbytes", "require_room", "values"]
-
 
 def is_array(value: Any) -> bool:
     """True for a tensor or an array of torch, NumPy or CuPy."""

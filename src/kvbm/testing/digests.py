@@ -12,8 +12,6 @@ import numpy.typing as npt
 from .._arguments import number, quoted, whole
 from ..errors import BindError
 
-__all__ = ["digest"]
-
 _U = np.uint64
 _OF_WORD = tuple(map(_U, (0xA55C9364D6777AA3, 0xB78448C894E972E3, 0x1E2754521961FFBB, 0x055CCEA021BDA7A7)))
 _OF_CELL, _OF_KEY = _U(0xA0761D6478BD642F), (_U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB))

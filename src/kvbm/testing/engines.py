@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,6 +237,14 @@ def _writer(group: Group, layer: Any, ids: np.ndarray[Any, Any], vllm_config: An
     return write
 
 
+def _kv_cache_planning() -> Any:
+    """The module of vLLM that shares its memory out among groups of layers: vLLM 0.33 has moved it."""
+    try:
+        return import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:
+        return import_module("vllm.v1.core.kv_cache_utils")
+
+
 def vllm_caches(
     backend: str = "CPU_ATTN",
     order: str = "LBHNC",
@@ -279,7 +288,6 @@ def vllm_caches(
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.attention.backend import AttentionType
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec, get_kv_quant_mode
     from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -309,7 +317,7 @@ def vllm_caches(
         ),
     )  # fmt: skip
     held = [KVCacheGroupSpec([f"model.layers.{number}.self_attn.attn" for number in group], spec) for group in layers]
-    kv_cache_config = get_kv_cache_config_from_groups(config, held, 1)
+    kv_cache_config = _kv_cache_planning().get_kv_cache_config_from_groups(config, held, 1)
     kv_caches = allocate_kv_cache(kv_cache_config, torch.device(device), cache.get_resolved_kv_cache_layout())
     if backend == "CPU_ATTN" and isa is None:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

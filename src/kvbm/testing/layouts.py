@@ -32,8 +32,6 @@ from ..memory.allocation import require_memory
 from ..memory.array_info import array_on
 from ..planner.plan import plan
 
-__all__ = ["DEFAULT_LAYOUTS", "LayoutCase", "layout_cases"]
-
 #: The default layouts: Dynamo's (rows are moved), and one with transposed keys.
 DEFAULT_LAYOUTS = ("nhd", "hnd", "universal", "vllm/paged_attn_v0")
 
@@ -328,12 +326,7 @@ class LayoutCase:
 
     @cached_property
     def _opaque(self) -> dict[str, set[str]]:
-        """For each plane, the axes in an opaque group of one of the sides."""
-        opaque: dict[str, set[str]] = {}
-        for part in (part for side in self._resolved for part in side.planes):
-            terms = [piece.term for order in part.orders for piece in order if piece.term.opaque]
-            opaque.setdefault(part.plane, set()).update(axis for term in terms for axis in term.axes)
-        return opaque
+        return opaque_axes(*self._resolved)
 
     @cached_property
     def _src(self) -> _Side:
@@ -479,31 +472,33 @@ class _Side:
         return f"{at - self.bases[-1] - self.resolved.allocations[-1].nbytes} bytes behind the last array"
 
 
-class _Plane:
-    """A plane of a side, with its dtype and axes.  A layout without planes has one plane with all elements."""
+class Elements:
+    """The elements of a plane in a block, in the same order on both sides of a copy.  A layout without planes has one plane.
 
-    def __init__(self, part: Resolved, opaque: set[str], bases: Sequence[int]) -> None:
+    Axes of an opaque group are last, in their order in memory, as their order is unspecified.  Of elements that share a byte only
+    the first is listed: no copy splits a byte.
+
+    Attributes
+    ----------
+    number, entry, offset : numpy.ndarray
+        Number, table entry and byte of every element of block 0.
+    """
+
+    def __init__(self, part: Resolved, opaque: Iterable[str]) -> None:
         self.part, self.name, self.itemsize = part, part.plane, part.shape.itemsize
-        self.bases: Numbers = np.asarray(bases, np.int64)
-        self.opaque = sorted(opaque & part.sizes.keys(), key=_axis_order)
-        self.axes = [*sorted(part.extents.keys() - opaque, key=_axis_order), *self.opaque]
+        self.opaque = sorted(part.sizes.keys() & set(opaque), key=_axis_order)
+        self.axes = [*sorted(part.extents.keys() - set(self.opaque), key=_axis_order), *self.opaque]
         self.sizes = tuple(part.sizes[axis] for axis in self.axes)
-        self.what = f"{'pairs of ' if part.shape.pack > 1 else ''}elements" + (f" of {self.name}" if self.name else "")
+        self.number, self.entry, self.offset = self._found()
 
-    @cached_property
-    def _elements(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Number, entry and offset of every element of block 0, in the same order on both sides.
-
-        Axes of an opaque group are last, in their order in memory, as their order is unspecified.  Of elements that share a byte
-        only the first is listed: no copy splits a byte.
-        """
+    def _found(self) -> tuple[Numbers, Numbers, Numbers]:
         grid: dict[str, Any] = dict(
-            zip(self.axes, np.meshgrid(*map(np.arange, self.sizes), indexing="ij"), strict=True)
+            zip(self.axes, np.meshgrid(*map(np.arange, self.sizes), indexing="ij", sparse=True), strict=True)
         )
         halves = grid.pop("o", None)
         entry, offset = np.zeros(self.sizes, np.int64), np.zeros(self.sizes, np.int64)
         for o in range(self.part.sizes.get("o", 1)):
-            mine = np.ones(self.sizes, bool) if halves is None else halves == o
+            mine = np.broadcast_to(halves is None or halves == o, self.sizes)
             for into, part in zip((entry, offset), self.part.address(0, o=o, **grid), strict=True):
                 into[mine] = np.broadcast_to(part, self.sizes)[mine]
         entry, offset = entry.reshape(-1), offset.reshape(-1)
@@ -516,12 +511,25 @@ class _Plane:
             number = np.sort(np.unique(entry * span + offset, return_index=True)[1])
         return number, entry[number], offset[number]
 
+    def coordinate(self, element: int) -> str:
+        at = np.unravel_index(self.number[element], self.sizes)
+        axes = (f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
+        return " ".join((self.name, *axes)).lstrip()
+
+
+class _Plane(Elements):
+    """A plane of a side of a `LayoutCase`."""
+
+    def __init__(self, part: Resolved, opaque: Iterable[str], bases: Sequence[int]) -> None:
+        super().__init__(part, opaque)
+        self.bases: Numbers = np.asarray(bases, np.int64)
+        self.what = f"{'pairs of ' if part.shape.pack > 1 else ''}elements" + (f" of {self.name}" if self.name else "")
+
     def places(self, blocks: npt.NDArray[Any]) -> Numbers:
         """Place of each element's first byte, shape ``(len(blocks), elements)``."""
-        _, entry, offset = self._elements
         entries, bytes_ = self.part.id_steps
         ids = blocks.astype(np.int64)[:, None]
-        place: Numbers = self.bases[entry + ids * entries] + offset + ids * bytes_
+        place: Numbers = self.bases[self.entry + ids * entries] + self.offset + ids * bytes_
         return place
 
     def gather(self, memory: Bytes, places: Numbers) -> bytes:
@@ -529,10 +537,14 @@ class _Plane:
         elements: Bytes = memory[places[..., None] + np.arange(self.itemsize)]
         return elements.tobytes()
 
-    def coordinate(self, element: int) -> str:
-        at = np.unravel_index(self._elements[0][element], self.sizes)
-        axes = (f"{axis}={int(index)}" for axis, index in zip(self.axes, at, strict=True))
-        return " ".join((self.name, *axes)).lstrip()
+
+def opaque_axes(*sides: Resolved) -> dict[str, set[str]]:
+    """For each plane, the axes in an opaque group of one of the sides."""
+    opaque: dict[str, set[str]] = {}
+    for part in (part for side in sides for part in side.planes):
+        terms = [piece.term for order in part.orders for piece in order if piece.term.opaque]
+        opaque.setdefault(part.plane, set()).update(axis for term in terms for axis in term.axes)
+    return opaque
 
 
 def _only(part: bytes, whole: bytes) -> int | None:

@@ -40,10 +40,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 from .._arguments import is_real, quoted
-from ..system.clock import Events, cuda
+from ..system.clock import Events
+from ..system.machine import cuda
 from .data import device_index
-
-__all__ = ["Blamed", "Gpu", "KernelFailure", "call", "require_limit", "run"]
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ..copy.transfer import convert
-from ..errors import SpecError
+from ..errors import MissingPackageError
 from ..layout.shapes import BlockShape
 from ..layout.spec import load
 from ..pool.pool import Pool
@@ -187,11 +187,11 @@ def torch_module() -> Any:
     try:
         import torch
     except ImportError:
-        raise SpecError(
-            "kvbm.testing.nvfp4 works on torch tensors: expected torch 2.8 or newer, got none; pip install torch"
+        raise MissingPackageError(
+            "kvbm.testing.nvfp4 works on torch tensors: expected torch 2.8 or newer, got none; pip install 'kvbm-layouts[testing]'"
         ) from None
     if not hasattr(torch, "float4_e2m1fn_x2"):
-        raise SpecError(
-            f"kvbm.testing.nvfp4: expected torch 2.8 or newer, for float4_e2m1fn_x2, got {torch.__version__}"
+        raise MissingPackageError(
+            f"kvbm.testing.nvfp4: expected torch 2.8 or newer, for float4_e2m1fn_x2, got {torch.__version__}: pip install -U torch"
         )
     return torch

@@ -30,13 +30,12 @@ from ..errors import (
     DeviceNotFoundError,
     HostKeyError,
     KvbmError,
+    MissingPackageError,
     RemoteError,
     SpecError,
     UnreachableError,
 )
 from .report import Report
-
-__all__ = ["Options", "Target", "installed_wheel", "run"]
 
 DISTRIBUTION = "kvbm-layouts"
 
@@ -332,7 +331,7 @@ class _Machine:
             import fabric
             import paramiko
         except ImportError as error:
-            raise KvbmError(f"--ssh needs fabric ({error}): pip install 'kvbm-layouts[remote]'") from None
+            raise MissingPackageError(f"--ssh needs fabric ({error}): pip install 'kvbm-layouts[remote]'") from None
         for option, path in (("--ssh-key", options.key), ("--known-hosts", options.known_hosts)):
             if path is not None and not path.exists():
                 raise SpecError(f"{option} {path}: no such file")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from .._arguments import quoted
 from ..errors import SpecError
 
-__all__ = ["GROUPS", "ROWS", "require_sizes"]
-
 #: m and k must be multiples of these: the rows and the groups of a tile of scale factors.
 ROWS, GROUPS = 128, 4
 

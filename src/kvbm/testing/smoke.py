@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..cli.common import Group, json_option, print_error
+from ..cli.commands import Command, Group, Real, Whole, is_quiet, print_error
+from ..cli.common import json_option, note
+from ..cli.complete import some_of
 from ..errors import CudaError, CudaUnavailableError, DeviceNotFoundError, KvbmError, SpecError
 from .report import Report, Result
 
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from .layouts import LayoutCase
     from .timing import Benchmark
 
-__all__ = ["run", "smoke"]
-
 #: Copies that every run makes: rows, a transposed tile, and the swizzle of scale factors.
 PAIRS = (
     ("nhd", "universal"),
@@ -40,6 +40,10 @@ PAIRS = (
     ("nhd", "vllm/paged_attn_v0"),
     ("swizzle/linear", "swizzle/128x4"),
 )
+
+
+#: The suite without products.
+COPIES = "copies"
 
 
 def run(
@@ -55,8 +59,8 @@ def run(
 
     Parameters
     ----------
-    suite : {"smoke", "correctness", "performance", "all"}
-        Name of the suite.
+    suite : {"smoke", "correctness", "performance", "all", "copies"}
+        Name of the suite; "copies" are the copies alone, which need no torch on the CPU.
     device : str
         ``"cpu"`` or ``"cuda:N"``.
     kernel : callable, optional
@@ -71,7 +75,7 @@ def run(
 
     Raises
     ------
-    KvbmError
+    MissingPackageError, CudaUnavailableError
         torch is not installed, or cannot use the device.
     """
     from .._version import __version__
@@ -82,8 +86,8 @@ def run(
     from .timing import benchmark_kernel
 
     start = time.perf_counter()
-    torch = nvfp4.torch_module()
-    if device != "cpu" and not torch.cuda.is_available():
+    torch = nvfp4.torch_module() if device != "cpu" or suite != COPIES else None
+    if torch is not None and device != "cpu" and not torch.cuda.is_available():
         raise CudaUnavailableError(f"torch {torch.__version__} cannot use {device}: expected a torch built for CUDA")
     kernel = kernel or nvfp4.example_kernel
     results: list[Result] = []
@@ -98,14 +102,14 @@ def run(
         if step is not None:
             step(results[-1])
 
-    with torch.cuda.device(device) if device != "cpu" else contextlib.nullcontext():
+    with torch.cuda.device(device) if torch is not None and device != "cpu" else contextlib.nullcontext():
         check = make_match_reference(nvfp4.ref_kernel, limit_s=limit_s)
         for case in (case for name, some in SUITES.items() if suite in (name, "all") for case in some):
             data = case.data(device=device)
             _, error = check(kernel, data)
             timed = functools.partial(benchmark_kernel, kernel, data, 3, num_runs, limit_s=limit_s)
             add(case.name, case.sizes, error, timed)
-        for copy in _copies(device):
+        for copy in _copies(device, "numpy" if torch is None else "torch"):
             arrays = [copy.src_arrays, copy.dst_arrays]
             timed = functools.partial(benchmark_kernel, _Convert(copy), arrays, num_runs, num_runs, limit_s=limit_s)
             title = f"{copy.src.name} → {copy.dst.name}"
@@ -114,12 +118,12 @@ def run(
     return Report(__version__, device, name, driver, time.perf_counter() - start, tuple(results))
 
 
-def _copies(device: str) -> Iterator[LayoutCase]:
+def _copies(device: str, framework: str) -> Iterator[LayoutCase]:
     from .layouts import layout_cases
 
     for pair in PAIRS:
         dtype = "float8_e4m3fn" if pair[0].startswith("swizzle") else "bfloat16"
-        yield from layout_cases(pairs=[pair], dtypes=[dtype], batches=[64], device=device, framework="torch")
+        yield from layout_cases(pairs=[pair], dtypes=[dtype], batches=[64], device=device, framework=framework)
 
 
 def _converted(case: LayoutCase) -> str | None:
@@ -156,29 +160,35 @@ class _Convert:
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-@click.command()
-@click.option(
-    "--suite",
-    type=click.Choice(["smoke", "correctness", "performance", "all"]),
-    default="smoke",
-    show_default=True,
-    help="Which sizes of the NVFP4 example.",
+@click.command(
+    cls=Command,
+    examples=[
+        "kvbm smoke",
+        "kvbm smoke --cpu --suite copies --json",
+        "kvbm smoke --ssh me@gpu-box",
+    ],
 )
 @click.option(
-    "--gpu", type=click.IntRange(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
+    "--suite",
+    type=click.Choice(["smoke", "correctness", "performance", "all", COPIES]),
+    help="Which sizes of the NVFP4 example, or the copies between layouts alone.  [default: smoke; copies on a CPU without torch]",
+)
+@click.option(
+    "--gpu", type=Whole(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
 )
 @click.option("--cpu", is_flag=True, help="Test the CPU's kernels, also where there is a GPU.")
 @click.option(
     "--kernel",
     metavar="FUNCTION",
+    shell_complete=some_of(files=True),
     help="Test your own NVFP4 kernel, MODULE:FUNCTION or FILE.py:FUNCTION, instead of the example.",
 )
-@click.option("--iters", "runs", default=20, show_default=True, type=click.IntRange(1), help="Timed runs of each test.")
+@click.option("--iters", "runs", default=20, show_default=True, type=Whole(1), help="Timed runs of each test.")
 @click.option(
     "--limit",
     default=60.0,
     show_default=True,
-    type=click.FloatRange(0, min_open=True),
+    type=Real(0, min_open=True),
     help="Seconds after which a kernel counts as hung. One that still computes on the CPU has ten times as long.",
 )
 @json_option()
@@ -193,11 +203,14 @@ class _Convert:
     metavar="FILE",
     help="The wheel of kvbm to install there.  [default: this one, packed again]",
 )
-@click.option("--python", metavar="PATH", help="Python on that machine, 3.11 or newer.  [default: python3]")
+@click.option(
+    "--python", metavar="PATH", shell_complete=some_of("python3"),
+    help="Python on that machine, 3.11 or newer.  [default: python3]",
+)  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the environment there, and print its path.")
 @click.option("--report", type=click.Path(path_type=Path), hidden=True, help="Run here, and write the JSON there, too.")
 def smoke(
-    suite: str,
+    suite: str | None,
     gpu: int | None,
     cpu: bool,
     kernel: str | None,
@@ -215,6 +228,7 @@ def smoke(
     """Test kvbm on this machine, or with --ssh on another: a suite of NVFP4 products, and copies between layouts.
 
     Prints the sizes, the result and the time of each test. Exits with 1 if a test fails, or if your kernel ends its process.
+    Products need torch 2.8 or newer, and so does every test on a GPU: pip install 'kvbm-layouts[testing]'.
 
     With --ssh a wheel of this kvbm is copied to the other machine and installed in a new environment, with the packages that
     are missing there (such as torch). Everything is removed afterwards. The machine's key must be in known_hosts.
@@ -232,12 +246,13 @@ def smoke(
         if alone := [name for name, value in given.items() if value]:
             raise click.UsageError(f"{', '.join(alone)}: expected together with --ssh")
         if kernel is not None and report is None:
-            options = ["--suite", suite, "--iters", str(runs), "--limit", str(limit), "--kernel", kernel]
+            options = ["--suite", suite or "smoke", "--iters", str(runs), "--limit", str(limit), "--kernel", kernel]
             options += ["--cpu"] * cpu + ["--json"] * as_json + (["--gpu", str(gpu)] if gpu is not None else [])
             sys.exit(_in_subprocess(kernel, options))
         try:
             device, function = "cpu" if cpu else _device(gpu), load_kernel(kernel)
             step = None if as_json else _print
+            suite = suite or _suite(device, function)
             done = run(suite, device=device, kernel=function, num_runs=runs, limit_s=limit, step=step)
         except KvbmError:
             if report is not None:
@@ -248,9 +263,9 @@ def smoke(
 
         asked = remote.Options(
             target=target, key=ssh_key, known_hosts=known_hosts, wheel=wheel, python=python or "python3", gpu=gpu,
-            cpu=cpu, kernel=kernel, keep=keep, arguments=("--suite", suite, "--iters", str(runs), "--limit", str(limit)),
+            cpu=cpu, kernel=kernel, keep=keep, arguments=("--suite", suite or "smoke", "--iters", str(runs), "--limit", str(limit)),
         )  # fmt: skip
-        done = remote.run(asked, note=lambda line: click.echo(line, err=True))
+        done = remote.run(asked, note=lambda line: None if is_quiet() else click.echo(line, err=True))
         for result in () if as_json else done.tests:
             _print(result)
     if as_json:
@@ -261,6 +276,14 @@ def smoke(
     if report is not None:
         report.write_text(done.to_json(), encoding="utf-8")
     sys.exit(0 if done.correct == len(done.tests) else 1)
+
+
+def _suite(device: str, kernel: Any) -> str:
+    """The default suite: without torch the copies alone, where they need none."""
+    if device != "cpu" or kernel is not None or importlib.util.find_spec("torch") is not None:
+        return "smoke"
+    note("torch is not installed: only copies are tested, no NVFP4 products. For all of it: pip install 'kvbm-layouts[testing]'")
+    return COPIES
 
 
 def _in_subprocess(kernel: str, options: Sequence[str]) -> int:
@@ -323,7 +346,9 @@ def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
         raise SpecError(f"--kernel {text}: expected MODULE:FUNCTION or FILE.py:FUNCTION")
     try:
         kernel = getattr(_file(Path(module)) if module.endswith(".py") else importlib.import_module(module), name)
-    except (AttributeError, ImportError, OSError) as error:
+    except OSError as error:
+        raise SpecError(f"--kernel {text}: {error.filename}: {error.strerror}") from error
+    except (AttributeError, ImportError) as error:
         raise SpecError(f"--kernel {text}: {error}") from error
     except (Exception, SystemExit) as error:
         raise SpecError(f"--kernel {text}: it cannot be loaded: {error_text(error, __file__)}") from error

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from .._arguments import listed, quoted, require_a, require_like
+from .._arguments import listed, number, require_a, require_like
 from . import limits
 from .compare import find_nan
 from .data import clone, device_index, nbytes, require_room
-
-__all__ = ["Benchmark", "BenchmarkRecord", "benchmark_kernel", "write_csv"]
 
 #: Size of all sets of inputs together, in units of the largest cache.
 TIMES_CACHE = 2
@@ -159,10 +157,7 @@ def benchmark_kernel(
     'the kernel raised ZeroDivisionError: division by zero (line 1 of <doctest kvbm.testing.timing.benchmark_kernel[3]>)'
     """
     limits.require_limit(limit_s)
-    given: list[tuple[str, object, int]] = [("num_warmup", num_warmup, 0), ("num_runs", num_runs, 1)]
-    for what, value, least in given:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{what}: expected an integer from {least} on, got {quoted(value)}")
+    num_warmup, num_runs = number("num_warmup", num_warmup, 0), number("num_runs", num_runs, 1)
     from ..system.machine import cache_bytes, machine
 
     device = device_index(test_input)

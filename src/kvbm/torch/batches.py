@@ -12,7 +12,7 @@ import torch
 from .. import _core
 from .._arguments import quoted
 from ..compile.prepare import prepare
-from ..copy.executor import require_disjoint, torch_stream
+from ..copy.executor import require_disjoint
 from ..errors import BindError, CudaError, CudaUnavailableError, KvbmError, PlanError
 from ..layout.shapes import ITEMSIZE, PACKED
 from ..matching.match import names_of_strides
@@ -34,11 +34,10 @@ from ..memory.array_checks import (
 )
 from ..memory.array_info import Array, span
 from ..memory.liveness import has_memory
+from ..memory.streams import torch_stream
 from ..planner.cast import Scale, as_cast
 from ..planner.plan import plan
 from ..pool.pool import Pool
-
-__all__ = ["AcceleratorError", "Batch", "Face"]
 
 _RuntimeError: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)  # torch 2.8 and newer
 

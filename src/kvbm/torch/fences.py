@@ -18,8 +18,6 @@ from .._arguments import listed, quoted, require_a
 from ..errors import BindError, CudaUnavailableError
 from ..memory.array_checks import require_device
 
-__all__ = ["after", "before", "fence", "keep"]
-
 
 def stream_of(stream: Any, device: torch.device) -> torch.cuda.Stream:
     """Any stream as a torch stream.  Its device is checked.

@@ -25,8 +25,6 @@ from .batches import KINDS, any_requires_grad, dtype_name, plain_table, raise_na
 from .fences import fence, keep
 from .operators import CONVERT, CONVERT_, PLAIN, PLAIN_, run, run_
 
-__all__ = ["convert", "convert_", "reinterpret", "tensors"]
-
 
 def convert(
     tensors: Sequence[torch.Tensor] | torch.Tensor,

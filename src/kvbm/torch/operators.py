@@ -34,8 +34,6 @@ from .batches import (
     table_of,
 )
 
-__all__ = ["CONVERT", "CONVERT_", "PLAIN", "PLAIN_", "check_ids", "run", "run_"]
-
 #: Size of the cache of pools for copies with block ids on the GPU.
 _MOST_ROUTES = 64
 
@@ -108,22 +106,17 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> 
     tensors, src, dst, shape, *rest = inputs  # torch drops an argument that is its default, and may put it back
     cast = rest[0] if rest else None
     face = face_of("convert", tensors, None, src, dst, shape, cast=cast)
+    planes = next((side for side in (face.src, face.dst) if side.layout.planes), None)
+    why = ""
     if cast is not None:
+        why = ", and a cast has none; call .detach()"
+    elif planes is not None:
+        why = f", and {planes} has planes of several dtypes, which have none; call .detach()"
+    elif face.hides_gradients:
+        why = f", but the shape reads it as {face.shape.dtype}, and integers have none; pass dtype={face.dtypes[0]}, or .detach()"
+    if why:
         index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
-        raise BindError(f"convert: input #{index} requires a gradient, and a cast has none; call .detach()")
-    for side in (face.src, face.dst):
-        if side.layout.planes:
-            index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
-            raise BindError(
-                f"convert: input #{index} requires a gradient, and {side} has planes of several dtypes, which have none; call "
-                ".detach()"
-            )
-    if face.hides_gradients:
-        index = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), 0)
-        raise BindError(
-            f"convert: input #{index} requires a gradient, but the shape reads it as {face.shape.dtype}, and integers have none; "
-            f"pass dtype={face.dtypes[0]}, or .detach()"
-        )
+        raise BindError(f"convert: input #{index} requires a gradient{why}")
     ctx.names, ctx.num_inputs = (dst, src, shape), len(tensors)
     ctx.outputs = [(one.shape, one.stride()) for one in output]
     ctx.set_materialize_grads(False)

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from .._arguments import quoted, require_a
-from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError, printable
+from ..errors import (
+    BindError,
+    KvbmError,
+    MissingPackageError,
+    PeerLostError,
+    TransferError,
+    TransferTimeoutError,
+    printable,
+)
 from .protocol import Card, Ends, Op, Peer, Slab, Slice, deadline
 
 __all__ = ["Reached", "Transfers", "nixl"]
@@ -47,7 +55,7 @@ class Agent:
         try:
             _api, _bindings = (importlib.import_module(f"{_variant()}.{part}") for part in ("_api", "_bindings"))
         except ImportError as error:
-            raise KvbmError(f"this wire needs NIXL ({error}): pip install 'kvbm-layouts[nixl]'") from None
+            raise MissingPackageError(f"this wire needs NIXL ({error}): pip install 'kvbm-layouts[nixl]'") from None
         kinds = [getattr(_bindings, kind) for kind in dir(_bindings) if kind.endswith("Error")]
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         self._disconnected: tuple[type[Exception], ...] = (_bindings.nixlRemoteDisconnectError,)

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Final, Literal
 
 from .._arguments import is_real, quoted
-from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
+from ..errors import BindError, MissingPackageError, PeerLostError, TransferTimeoutError
 from .protocol import NOTE_BYTES, Ends, Op, Peer, Slab, Slice, deadline, inside
 
 __all__ = ["torch"]
@@ -85,9 +85,9 @@ class _Torch(Ends["_Far"]):
             import torch
             import torch.distributed as distributed
         except ImportError as error:
-            raise KvbmError(f"this wire needs torch ({error}): pip install torch") from None
+            raise MissingPackageError(f"this wire needs torch ({error}): pip install torch") from None
         if not hasattr(distributed.Store, "clone"):
-            raise KvbmError(f"this wire needs torch 2.8 or newer, found {torch.__version__}: pip install -U torch")
+            raise MissingPackageError(f"this wire needs torch 2.8 or newer, found {torch.__version__}: pip install -U torch")
         if not isinstance(store, distributed.Store):
             raise BindError(f"{name}: store: expected a store of torch.distributed, got {quoted(store)}")
         for what, seconds in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):

@@ -16,7 +16,7 @@ __all__ = ["KvbmCpuDeviceSpec", "KvbmDeviceSpec", "KvbmLMCacheConnector"]
 
 _HOMES = {"KvbmCpuDeviceSpec": "devices", "KvbmDeviceSpec": "devices", "KvbmLMCacheConnector": "connector"}
 
-#: The first supported version, and the first newer version that is not supported.
+#: The first version that was tested, and the first newer one that was not.
 VERSIONS = ("0.5.6", "0.5.7")
 
 

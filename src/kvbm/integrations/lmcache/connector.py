@@ -6,14 +6,19 @@ import copy
 import hashlib
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector import LMCacheMPConnector
 
 from ...link.model import named
 from ..identity import key_of
+from ..versions import require_version
+from ..vllm import VERSIONS
 from ..vllm.identity import inputs_of, model_of
 from ..vllm.log import logger
 
 __all__ = ["KvbmLMCacheConnector"]
+
+require_version("vLLM", vllm.__version__, *VERSIONS, part="lmcache")
 
 
 class KvbmLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]  # neither is typed

@@ -12,7 +12,7 @@ from ..versions import require_version
 
 __all__ = ["KvbmLinker", "KvbmStorage"]
 
-#: The first supported version, and the first newer version that is not supported.
+#: The first version that was tested, and the first newer one that was not.
 VERSIONS = ("0.5.23", "0.5.24")
 
 _HOMES = {"KvbmLinker": "linker", "KvbmStorage": "storage"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,11 @@ from typing import Any
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_server_args
-from sglang.version import __version__
 
 from ...errors import BindError
-from ..identity import get, key_of_adapter, key_of_files, of_model, weights
+from ..identity import folder_of, get, key_of_adapter, key_of_files, stored_model, weights
 
-__all__ = ["model_of"]
+__all__ = ["stored_model_of"]
 
 #: Arguments of the server that change K and V, beside those in the model's configuration.
 _ARGUMENTS = (
@@ -23,11 +24,14 @@ _ARGUMENTS = (
     "rl_quant_profile", "torchao_config", "weight_version",
 )  # fmt: skip
 
+#: Values of ``--kv-cache-dtype`` that the dtype of the host pool says as well.
+_PLAIN = ("None", "auto", "bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "float")
+
 _ADVICE = "expected model_id in --hicache-storage-backend-extra-config, a name that no other weights have"
 
 
-def model_of(given: str, arguments: Any = None) -> dict[str, Any]:
-    """The fields of this process's engine.
+def stored_model_of(given: str, arguments: Any = None) -> dict[str, Any]:
+    """The model of the contents of this process's engine in a folder that engines share: `kvbm.integrations.identity.stored_model`.
 
     Parameters
     ----------
@@ -44,23 +48,25 @@ def model_of(given: str, arguments: Any = None) -> dict[str, Any]:
     arguments = get_server_args() if arguments is None else arguments
     if arguments is None:
         raise BindError("SGLang: its arguments are not known in this process, and they say which model computes the pages")
+    overrides = get(arguments, "json_model_override_args")
     model, arguments = ModelConfig.from_server_args(arguments), resolving_view(arguments)
     config = model.hf_config.to_dict()
-    cache = get(arguments, "kv_cache_dtype")
-    quantised = config.get("quantization_config")
-    found: dict[str, Any] = {
-        **of_model(config, model.dtype, model.quantization, quantised, _weights(model, arguments, given), model.context_len),
-        "kv_cache_dtype": str(model.dtype).removeprefix("torch.") if cache in (None, "auto") else str(cache),
-        "SGLang": ".".join(__version__.split(".")[:2]),
-    }
-    found |= {name: get(arguments, name) for name in _ARGUMENTS}
+    more = {name: get(arguments, name) for name in _ARGUMENTS}
+    if (cache := str(get(arguments, "kv_cache_dtype"))) not in _PLAIN:
+        more["kv_cache_dtype"] = cache
     if scales := get(arguments, "quantization_param_path"):
-        found["quantization_param_path"] = key_of_files(Path(scales), "")
+        more["quantization_param_path"] = key_of_files(Path(scales), "")
     if path := get(arguments, "uno_lora_path"):
-        found["uno_lora_path"] = key_of_adapter(str(path))
+        more["uno_lora_path"] = key_of_adapter(str(path))
     if adapters := get(arguments, "lora_paths"):
-        found["adapters"] = dict(map(_adapter, adapters))
-    return found
+        more["adapters"] = dict(map(_adapter, adapters))
+    files = None
+    with contextlib.suppress(Exception):  # any error of a library that searches them: the configuration in effect counts
+        files = folder_of(os.fspath(model.model_path), model.revision, get(arguments, "download_dir"))
+    return stored_model(
+        config, files, json.loads(overrides) if isinstance(overrides, str) else overrides, model.dtype,
+        (model.quantization, config.get("quantization_config")), _weights(model, arguments, given), int(model.context_len), more,
+    )  # fmt: skip
 
 
 def _weights(model: Any, arguments: Any, given: str) -> str:

@@ -17,22 +17,22 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from ...errors import BindError
+from ...errors import BindError, MissingPackageError
 from ...layout.layout import Layout
 from ...link.model import differences, named
 from ...reshard.local import Local
 from ...reshard.messages import plan
 from ...reshard.sequence import Span
-from ..identity import of_config
+from ...store.keys import relevant
 from .cache import VERSIONS, Group, Held, Host, away, groups_of, require
 
 try:
     from transformers.generation.continuous_batching import continuous_api
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 except ImportError as error:
-    raise ImportError(
+    raise MissingPackageError(
         f"kvbm.integrations: transformers {transformers.__version__} has no supported continuous batching ({error}); "
-        f"install transformers {VERSIONS[0]} to {VERSIONS[1]}"
+        f"install transformers {VERSIONS[0]} or newer, before {VERSIONS[1]}"
     ) from None
 
 __all__ = [
@@ -299,7 +299,7 @@ def _require_same(src: Any, dst: Any) -> None:
     """Raise `BindError` unless two models compute the same K and V.  Of two copies, all weights are compared, once."""
     if src is dst:
         return
-    configs = (named({"config": of_config(model.config.to_dict())}) for model in (src, dst))
+    configs = (named({"config": relevant(model.config.to_dict())}) for model in (src, dst))
     if differ := differences(*configs):
         raise BindError(f"transformers: model: {differ}; expected the same model in both managers")
     src_params, dst_params = (dict(model.named_parameters()) for model in (src, dst))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,12 +18,13 @@ from ...pool.pool import Pool
 from ...reshard.placement import Placement
 from ...reshard.sequence import Span
 from ..host_store import HostStore
+from ..versions import require_version
 
 __all__ = ["VERSIONS", "Group", "Held", "Host", "away", "groups_of", "require"]
 
-#: First and last version of transformers that was tested.  Others are accepted with a warning, if their classes have the attributes
-#: below and their cache has the declared layout.
-VERSIONS = "5.19", "5.23"
+#: The first version of transformers that was tested, and the first newer one that was not.  Others are accepted with a warning, if
+#: their classes have the attributes below and their cache has the declared layout.
+VERSIONS = ("5.19", "5.25")
 
 LAYOUT = "hf/paged_attention"
 
@@ -51,19 +50,7 @@ def require(what: str, found: Any) -> None:
         name = found.__name__ if isinstance(found, type) else type(found).__name__
         raise BindError(
             f"transformers {transformers.__version__}: {what} ({name}): expected {', '.join(missing)}, got none; "
-            f"install transformers {VERSIONS[0]} to {VERSIONS[1]}"
-        )
-
-
-def _require_version() -> None:
-    """Warn about a version that was not tested."""
-    found = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
-    first, last = (tuple(map(int, version.split("."))) for version in VERSIONS)
-    if not first <= found <= last:
-        warnings.warn(
-            f"transformers {transformers.__version__}: kvbm was tested with {VERSIONS[0]} to {VERSIONS[1]}; its classes and the "
-            "layout of its cache are checked as far as possible",
-            stacklevel=3,
+            f"install transformers {VERSIONS[0]} or newer, before {VERSIONS[1]}"
         )
 
 
@@ -129,7 +116,7 @@ def groups_of(cache: Any) -> dict[str, Group]:
         A class lacks an attribute that is used, an attention type is unknown, or the engine's views show that the cache does not
         have the layout ``hf/paged_attention``.
     """
-    _require_version()
+    require_version("transformers", transformers.__version__, *VERSIONS)
     require("cache", cache)
     return {name: _group(name, cache, allocator) for name, allocator in cache.cache_allocators.items()}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import BindError, PlanError
-from ...planner.cast import Cast, Scale
+from ...planner.cast import Scale, layers_of, of_layers, parsed
 from ...pool.pool import Pool
 from ...reshard.casting import formats_of
 
@@ -17,23 +18,22 @@ __all__ = ["cast_of", "pool_formats", "require_scales"]
 _STATIC = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
-def cast_of(extra: Mapping[str, Any]) -> Cast:
+def cast_of(extra: Mapping[str, Any]) -> Scale | None:
     """The setting ``cast``.
 
     Raises
     ------
     BindError
-        It is neither absent, ``"amax"`` nor a number of a `kvbm.Scale`.
+        It is neither absent, ``"amax"`` nor numbers of a `kvbm.Scale`.
     """
     given = extra.get("cast")
-    if given is None or given == "amax":
-        return given
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        try:
-            return Scale(float(given))
-        except (PlanError, OverflowError):
-            pass
-    raise BindError(f"kv_connector_extra_config: cast: expected 'amax', or a scale from 2**-100 to 2**100, got {given!r:.100}")
+    try:
+        return None if given is None else parsed(given)
+    except PlanError as error:
+        raise BindError(
+            "kv_connector_extra_config: cast: expected 'amax', a number, a list with one for each layer, or an object of both for "
+            f"'k' and 'v': {error}"
+        ) from None
 
 
 def pool_formats(pool: Pool) -> list[str]:
@@ -41,8 +41,8 @@ def pool_formats(pool: Pool) -> list[str]:
     return list(dict.fromkeys(formats_of(pool.layout, pool.shape.dtype).values()))
 
 
-def require_scales(vllm_config: Any, names: Iterable[str], cast: Scale) -> None:
-    """Raise `BindError` unless the layers whose scales are not in their cache have the scale of the cast, and no other.
+def require_scales(vllm_config: Any, layers: Mapping[str, int], cast: Scale) -> None:
+    """Raise `BindError` unless the layers whose scales are not in their cache have those of the cast.
 
     A layer may have a scale for each of its heads (checkpoints of the strategy ``attn_head``): vLLM's number for all of them, which
     is the largest, does not say so.
@@ -51,23 +51,43 @@ def require_scales(vllm_config: Any, names: Iterable[str], cast: Scale) -> None:
     ----------
     vllm_config
         vLLM's object, with its layers by name.
-    names : iterable of str
-        The layers of this worker.
+    layers : mapping of str to int
+        The layers of this worker, and their numbers in the model.
     cast : Scale
     """
-    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
-    for name in names:
-        layer = layers.get(name)
-        if str(getattr(layer, "kv_cache_dtype", "")) not in _STATIC:
-            continue
-        latent = hasattr(layer, "kv_lora_rank")  # MLA: it has no V, and nothing reads a scale of it
-        held = {what: _scales(layer, what) for what in (("k",) if latent else ("k", "v"))}
-        if not cast.is_given or any(found != [cast.value] for found in held.values()):
-            texts = (f"{what} {', '.join(map(repr, found)):.200}" for what, found in held.items())
+    known = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
+    held: dict[str, dict[str, list[float]]] = {}
+    for name in layers:
+        layer = known.get(name)
+        if str(getattr(layer, "kv_cache_dtype", "")) in _STATIC:
+            latent = hasattr(layer, "kv_lora_rank")  # MLA: it has no V, and nothing reads a scale of it
+            held[name] = {what: _scales(layer, what) for what in (("k",) if latent else ("k", "v"))}
+    count = layers_of(cast)
+    for name, found in held.items():
+        number, told = layers[name], None
+        if cast.is_given and (count is None or number < count):
+            told = dict(zip("kv", of_layers(cast, [number]).halves, strict=True))
+        if told is None or any(of != [one[0] if isinstance(one := told[what], tuple) else one] for what, of in found.items()):
+            texts = (f"{what} {', '.join(map(repr, of)):.200}" for what, of in found.items())
             raise BindError(
-                f"kv_connector_extra_config: cast: {cast}: layer {name!r} has the scales {' and '.join(texts)}; "
-                "expected one scale for K and V of all layers and heads, and that number as cast"
+                f"kv_connector_extra_config: cast: {cast}: layer {name!r} has the scales {' and '.join(texts)}; expected them as "
+                f"the numbers of layer {number}: {_setting(held, layers)}"
             )
+
+
+def _setting(held: Mapping[str, Mapping[str, list[float]]], layers: Mapping[str, int]) -> str:
+    """What the setting should say."""
+    if several := next((name for name, found in held.items() if any(len(of) > 1 for of in found.values())), None):
+        return f"a cast has one for K and one for V of a layer, and {several!r} has others for some heads"
+    by_number = {layers[name]: found for name, found in held.items()}
+    numbers = sorted(by_number)
+    k, v = ([by_number[number].get(what, by_number[number]["k"])[0] for number in numbers] for what in "kv")
+    value: Any = k if k == v else {"k": k, "v": v}
+    if len({*k, *v}) == 1:
+        return f'"cast": {json.dumps(k[0])} on both sides'
+    some = ", ".join(map(str, numbers))
+    others = "" if numbers == list(range(len(numbers))) else f" for the layers {some}, and those of the others,"
+    return f'"cast": {json.dumps(value)}{others} on both sides'
 
 
 def _scales(layer: Any, what: str) -> list[float]:

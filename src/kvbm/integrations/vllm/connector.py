@@ -22,9 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ... import wire
 from ...errors import KvbmError, printable
-from ...planner.cast import as_cast
 from ...reshard import Endpoint, Link, Span
-from ..settings import flag_of, require_known
+from ..settings import flag_of
 from .caches import Caches
 from .casts import cast_of, pool_formats, require_scales
 from .holding import Holds
@@ -32,19 +31,14 @@ from .identity import model_of
 from .log import logger
 from .meetings import MOST_PARTS, Door, Links, Visit, Want
 from .metrics import COUNTERS, ConnectorStats, PromMetrics
-from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
+from .reuse import require_reuse
 from .scheduling import HOLD_SECONDS, Load, Scheduler, Source, StepMetadata, count_of, host_of, port_of, seconds_of
+from .setting_names import require_settings
 
 __all__ = ["KvbmConnector"]
 
 #: Defaults for a request that is sent while it is computed: tokens per part, and the number of groups of layers.
 _PUSH_TOKENS, _TURNS = 2048, 4
-
-#: Names in ``kv_connector_extra_config``.
-_SETTINGS = (
-    "cast", "chunk_bytes", "hold_seconds", "host", "insecure", "load_seconds", "max_sms", "model", "push_layers", "push_tokens",
-    "ring_bytes", "secret_file", WITHOUT_PREFIX_CACHING,
-)  # fmt: skip
 
 #: Most engines that are remembered although connecting failed.
 _MOST_VISITS = 256
@@ -65,8 +59,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     how long blocks are held for the decode engine; ``load_seconds`` (30), time limit of a load; ``model``, a name of the weights,
     the same on both sides (default: a hash of their files); ``secret_file``, a file with a secret that all engines share;
     ``insecure`` (false), listen at a public address without a secret; ``push_layers`` (a quarter of all), layers that are sent at
-    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``cast`` (none), ``"amax"`` or the scale
-    of an fp8 cache, the same on both sides: engines with other ``--kv-cache-dtype`` meet, and values change on the way;
+    a time while a prompt is computed; ``push_tokens`` (2048), tokens per part of a prompt; ``cast`` (none), ``"amax"`` or scales of
+    an fp8 cache, the same on both sides: engines with other ``--kv-cache-dtype`` meet, and values change on the way;
     ``without_prefix_caching`` (false), true
     to load caches into an engine that has switched prefix caching off itself; ``chunk_bytes``, ``ring_bytes``, ``max_sms`` as for
     `Endpoint`.
@@ -78,7 +72,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        require_known(extra, _SETTINGS, "kv_connector_extra_config")
+        require_settings(extra, "KvbmConnector")
         require_reuse(vllm_config, extra)
         self._scheduler = Scheduler(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = _Worker(vllm_config, kv_cache_config) if role == KVConnectorRole.WORKER else None
@@ -213,13 +207,13 @@ class _Worker:
         rank = self._caches.rank
         given = {name: self._extra(name, None) for name in ("chunk_bytes", "ring_bytes", "max_sms")}
         options = {name: value for name, value in given.items() if value is not None}
-        scale = as_cast(self._cast)
+        scale = self._cast
         if scale is not None:
             require_scales(self._config, self._caches.layers, scale)
         self._endpoint = Endpoint(
             str(self._transfer.engine_id), self._caches.groups, rank,
             wire=wire.mapped(wire.nixl(f"{self._transfer.engine_id}/{rank}/{secrets.token_hex(4)}")),  # a new name after a restart
-            model=model_of(self._config, self._extra("model", None), casts=scale is not None), cast=self._cast,
+            model=model_of(self._config, self._extra("model", None), casts=scale is not None), cast=scale,
             secret_file=self._extra("secret_file", None), **options,
         )  # fmt: skip
         if scale is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import BindError, escaping, printable
-from ..identity import get, key_of_adapter, of_model, weights
+from ..identity import folder_of, get, key_of_adapter, of_model, stored_model, weights
 
-__all__ = ["differing", "inputs_of", "model_of", "push_name"]
+__all__ = ["differing", "inputs_of", "model_of", "push_name", "stored_model_of"]
 
 logger = escaping(logging.getLogger("vllm.kvbm"))
 
@@ -23,7 +24,7 @@ _NO_DRAFT = ("ngram", "suffix")
 
 
 def model_of(vllm_config: Any, given: Any = None, *, must: bool = False, casts: bool = False) -> dict[str, Any]:
-    """The fields of an engine, for `Endpoint(model=)` and for stores.
+    """The fields of an engine, for `Endpoint(model=)`.
 
     Parameters
     ----------
@@ -59,6 +60,34 @@ def model_of(vllm_config: Any, given: Any = None, *, must: bool = False, casts: 
     if draft is not None and not str(guesses.method).startswith(_NO_DRAFT):
         found["draft"] = {"method": str(guesses.method), **_fields(draft, guesses.draft_load_config or load, given, must)}
     return found
+
+
+def stored_model_of(vllm_config: Any, given: str) -> dict[str, Any]:
+    """The model of the contents of an engine in a folder that engines share: `kvbm.integrations.identity.stored_model`.
+
+    Parameters
+    ----------
+    vllm_config
+        vLLM's object.
+    given : str
+        The operator's name of the weights: they are not read.  Empty: none.
+
+    Raises
+    ------
+    BindError
+        The weights are not known.
+    """
+    model, load = vllm_config.model_config, get(vllm_config, "load_config")
+    files = None
+    if get(model, "config_format") in (None, "auto", "hf"):
+        with contextlib.suppress(Exception):  # any error of a library that searches them: the one in effect counts
+            files = folder_of(str(get(model, "hf_config_path") or model.model), get(model, "revision"), get(load, "download_dir"))
+    return stored_model(
+        model.hf_config.to_dict() if get(model, "hf_config") is not None else {}, files, get(model, "hf_overrides"),
+        get(model, "dtype"), (get(model, "quantization"), get(model, "quantization_config")),
+        f"named {given}" if given else _weights(model, load, True), int(get(model, "max_model_len") or 0),
+        {"disable_sliding_window": get(model, "disable_sliding_window")},
+    )  # fmt: skip
 
 
 def _fields(model: Any, load: Any, given: str | None, must: bool) -> dict[str, Any]:

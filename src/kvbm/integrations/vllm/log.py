@@ -8,6 +8,7 @@ import logging
 from vllm.logger import init_logger
 
 from ...errors import escaping
+from ...system import log
 
 __all__ = ["logger"]
 
@@ -25,8 +26,12 @@ class _Forward(logging.Handler):
 
 
 def forward() -> None:
-    """Show kvbm's own log in vLLM's, unless the program has given it handlers."""
-    root = logging.getLogger("kvbm")
+    """Show kvbm's own log in vLLM's, unless the program has given it handlers.  ``KVBM_LOG`` gives the level of both."""
+    log.hide()
+    root, least = logging.getLogger("kvbm"), log.level()
+    if least is not None:
+        logger.setLevel(least)
+        root.setLevel(least)
     if not root.handlers:
         root.addHandler(_Forward())
         if root.level == logging.NOTSET:

@@ -98,6 +98,14 @@ class Model:
     rope: int = 0
 
     @property
+    def served(self) -> str:
+        """The model in a command of vLLM: its name, or the folder of its config.json; ``MODEL`` for a config of another name."""
+        path = Path(self.name)
+        if not is_file(path):
+            return self.name
+        return os.fspath(path.parent) if path.name == "config.json" else "MODEL"
+
+    @property
     def is_latent(self) -> bool:
         return self.shape.no == 1
 
@@ -123,7 +131,7 @@ def read(given: str, cache_dtype: str = "auto", dtype: str | None = None) -> Mod
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: not JSON: {error!s:.300}") from None
+        raise SpecError(f"{path}: expected the config.json of a model, or its folder, got no JSON: {error!s:.300}") from None
     if not isinstance(whole, dict):
         raise SpecError(f"{path}: expected an object with model_type, got {type(whole).__name__}")
     return _Reader(path, whole).model(given, cache_dtype, dtype)
@@ -140,8 +148,13 @@ def _find(given: str) -> Path:
         found = sorted(folder.glob("snapshots/*/config.json"), key=lambda one: one.stat().st_mtime)
         if found:
             return found[-1]
+    why = ""
+    if path.is_dir():
+        why = "no config.json in it: "
+    elif path.suffix == ".json" or path.is_absolute():
+        why = "no such file: "
     raise SpecError(
-        f"model {given!r:.200}: expected a config.json, its folder, or a model that lies in Hugging Face's cache; nothing is "
+        f"model {given!r:.200}: {why}expected a config.json, its folder, or a model that lies in Hugging Face's cache; nothing is "
         "downloaded here: get its config.json first"
     )
 

@@ -1,4 +1,7 @@
-"""vLLM's native offloading with kvbm as the copier: a connector, and its spec."""
+"""vLLM's native offloading with kvbm as the copier: a connector, and its spec.
+
+vLLM decides what is stored and evicted.  kvbm copies, and forgets what its digests show to be wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,15 @@ from ...errors import BindError, DigestError
 from ...layout import spec as layouts
 from ...planner.cast import Cast
 from ..host_values import HostValues
-from ..settings import flag_of, require_known
+from ..settings import flag_of
 from .block_shapes import host_bytes
 from .copier import Copier, HostMemory, shared_memory
 from .failures import FailedLoads
 from .host_layout import PAGES, row_bytes
 from .log import logger
 from .pages import Pages, pages_of
-from .reuse import WITHOUT_PREFIX_CACHING, require_reuse
+from .reuse import require_reuse
+from .setting_names import require_settings
 from .tiered import LOST, READ, WRITTEN, Settings, TierIndex, TierWorker
 
 __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSpec", "KvbmOffloadingWorker"]
@@ -45,14 +49,6 @@ __all__ = ["KvbmOffloadingConnector", "KvbmOffloadingManager", "KvbmOffloadingSp
 STORED = ("vllm:kvbm_offload_stored_blocks", "vllm:kvbm_offload_stored_bytes")
 LOADED = ("vllm:kvbm_offload_loaded_blocks", "vllm:kvbm_offload_loaded_bytes")
 FAILED = "vllm:kvbm_offload_failed_blocks"
-
-
-#: Names in ``kv_connector_extra_config``: vLLM's, and kvbm's.
-_SETTINGS = (
-    "block_size", "blocks_per_chunk", "cache_policy_module_path", "canonical_layout", "cpu_bytes_to_use", "eviction_policy",
-    "max_tracker_size", "offload_prompt_only", "self_describing_kv_events", "spec_module_path", "spec_name", "store_threshold",
-    "folder", "folder_bytes", "host_layout", "host_values", "model_key", "unit_tokens", "verify", WITHOUT_PREFIX_CACHING,
-)  # fmt: skip
 
 
 #: vLLM's settings that are numbers, and their least values.
@@ -105,7 +101,7 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
             self.tier.stores(job_id, tiered)
         return True
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
         if self.tier is not None and (tiered := getattr(src_spec, "tiered", None)):
             self.tier.read(job_id, tiered)
             self._reading[job_id] = src_spec, dst_spec
@@ -328,7 +324,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return {**super().build_metric_definitions(extra_config), **counters}
 
     def __init__(self, config: Any) -> None:
-        require_known(config.extra_config, _SETTINGS, "kv_connector_extra_config")
+        require_settings(config.extra_config, "KvbmOffloadingConnector")
         found = _quantised.get()
         if found is None and config.extra_config.get("host_values") is not None:
             raise BindError(
@@ -372,6 +368,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 enable_events=self.kv_events_config.enable_kv_cache_events,
                 store_threshold=int(self.extra_config.get("store_threshold", 0)),
                 max_tracker_size=int(self.extra_config.get("max_tracker_size", 64_000)),
+                **({"info": self.cpu_info} if hasattr(self, "cpu_info") else {}),  # vLLM 0.33's facts for Prometheus
             )
         return self._manager
 

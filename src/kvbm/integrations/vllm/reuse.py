@@ -9,11 +9,9 @@ from vllm.platforms import current_platform
 
 from ...errors import BindError
 from ..settings import flag_of
+from .setting_names import WITHOUT_PREFIX_CACHING
 
-__all__ = ["WITHOUT_PREFIX_CACHING", "require_reuse"]
-
-#: The setting in ``kv_connector_extra_config`` that allows it anyway.
-WITHOUT_PREFIX_CACHING = "without_prefix_caching"
+__all__ = ["require_reuse"]
 
 #: Architectures whose configuration in vLLM switches prefix caching off.
 _ARCHITECTURES = ("UnlimitedOCRForCausalLM",)

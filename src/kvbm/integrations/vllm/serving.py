@@ -5,33 +5,38 @@ It needs only sizes: no cache is allocated, and vLLM need not be installed.
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from ... import reshard
 from ...copy import cost_model
-from ...engines.vllm import ORDERS, Group, groups
+from ...engines.vllm import ALIASES, LATENT, ORDERS, SIDE_BY_SIDE, Group, groups
 from ...errors import BindError, CudaError, KvbmError, SpecError
 from ...layout import spec
 from ...layout.layout import Layout
+from ...layout.naming import suggestion
 from ...layout.resolved import Resolved
 from ...layout.shapes import BlockShape, round_up
-from ...planner.cast import AMAX, Cast
+from ...planner.cast import AMAX, Cast, as_cast, to_json
 from ...planner.lowering import engine_arguments
 from ...planner.plan import Plan, plan
 from ...reshard import presets, report
 from ...reshard.placement import Placement
 from ...system import machine
 from ..host_values import HostValues, latent_and_rope
+from .folder import Settings, require_ranks
 from .host_layout import PAGES, one_array, row_bytes
 from .models import Model
 
 __all__ = ["PAGES", "Engine", "as_json", "notes"]
+
+_Made = TypeVar("_Made")
 
 #: Assumed number of the engine's blocks.  It determines the strides between layers, which do not affect the output.
 _NUM_BLOCKS = 4096
@@ -41,6 +46,12 @@ _ROUND = 4096
 
 #: Default attention backends: for K and V, and for a latent.
 BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA")
+
+#: Attention backends → the number of which vLLM 0.32 takes multiples as block sizes on CUDA.  Other backends are not checked.
+_MULTIPLES = {
+    "FLASH_ATTN": 16, "FLASHINFER": 16, "TRITON_ATTN": 16, "FLEX_ATTENTION": 16, "FLASH_ATTN_MLA": 16, "TRITON_MLA": 16,
+    "FLASHINFER_MLA": 32, "FLASHMLA": 64, "CUTLASS_MLA": 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
-            raise SpecError(f"layout: expected one of {', '.join(ORDERS)}, got {self.order!r:.100}")
+            meant = ALIASES.get(self.order) or (name if (name := self.order.rpartition("/")[2]) in ORDERS else None)
+            hint = "" if meant is None else f"; that is {meant}"
+            raise SpecError(f"layout: expected one of {', '.join(ORDERS)}, got {self.order!r:.100}{hint}")
         if self.model.attention_heads % self.tp:
             raise SpecError(
                 f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}"
@@ -87,6 +100,31 @@ class Engine:
         if self.tp % self.dcp:
             raise SpecError(f"dcp: expected a divisor of tp {self.tp}, got {self.dcp}")
         presets.vllm(self.whole, tp=self.tp, pp=self.pp, dcp=self.dcp)  # raises an error if heads or layers cannot be split
+
+    @property
+    def backend_name(self) -> str:
+        """The attention backend, given or by default."""
+        return self.backend or BACKENDS[self.model.is_latent]
+
+    def require_block_size(self, where: str = "") -> None:
+        """Raise `BindError` if vLLM's backend does not take this block size.  `where` is the start of the message."""
+        multiple = _MULTIPLES.get(self.backend_name, 1)
+        if self.nt % multiple:
+            raise BindError(f"{where}block-size: expected a multiple of {multiple} for {self.backend_name}, got {self.nt}")
+
+    def _require_backend(self) -> None:
+        """Raise `BindError` if the order in which the backend writes a block is not known here."""
+        known, name = LATENT if self.model.is_latent else SIDE_BY_SIDE, self.backend_name
+        if name == "CPU_ATTN" and not self.model.is_latent:
+            raise BindError(
+                "backend: CPU_ATTN orders K and V by the instruction set of the engine's machine, which is not known here; kvbm "
+                f"asks the engine when it starts. Backends that can be checked here: {', '.join(known)}"
+            )
+        if name not in known:
+            raise BindError(
+                f"backend: expected one of {', '.join(known)}, as kvbm does not know the order in which others write a block; got "
+                f"{name!r:.100}.{suggestion(name, known)}"
+            )
 
     @cached_property
     def whole(self) -> BlockShape:
@@ -105,6 +143,8 @@ class Engine:
 
     def groups(self, stage: int, layout: Layout | None = None) -> list[Group]:
         """The groups of a stage's first rank, as a connector on this rank reads them from vLLM's config, or in another layout."""
+        if layout is None:
+            self._require_backend()
         rank, model = stage * self.tp, self.model
         shape = self.placement.shape(rank)
         content = shape.no * shape.hd * shape.itemsize
@@ -126,7 +166,7 @@ class Engine:
             if names:
                 layer, block = self._steps(stage, len(names))
                 tensors.append(SimpleNamespace(layers=names, layer_stride=layer, block_stride=block, offset=0))
-            backend = SimpleNamespace(get_name=lambda: self.backend or BACKENDS[model.is_latent])
+            backend = SimpleNamespace(get_name=lambda: self.backend_name)
             context.update({name: SimpleNamespace(get_attn_backend=lambda found=backend: found) for name in names})
         parallel = SimpleNamespace(
             tensor_parallel_size=self.tp,
@@ -171,7 +211,7 @@ class Engine:
     def command(self, transfer: Mapping[str, Any]) -> str:
         """The command line that starts the engine."""
         text = json.dumps(transfer)
-        words = ["vllm", "serve", self.model.name, *self.flags, "--kv-transfer-config", text]
+        words = ["vllm", "serve", self.model.served, *self.flags, "--kv-transfer-config", text]
         return f"VLLM_KV_CACHE_LAYOUT={self.order} {shlex.join(words)}"
 
 
@@ -316,32 +356,43 @@ def _regions(engine: Engine, stage: int, group: int) -> int:
 # ---- another engine ------------------------------------------------------------------------------------------------
 
 
-def _placements(engine: Engine, name: str) -> list[Placement]:
-    """The placements of the groups, as `KvbmConnector` makes them."""
+def _placements(engine: Engine, name: str, dtype: str | None = None) -> list[Placement]:
+    """The placements of the groups, as `KvbmConnector` makes them; of another dtype if one is given."""
     if engine.pp > 1 and len(engine.model.groups) > 1:
         raise SpecError(
             f"{name}: pp: expected 1 for layers of {len(engine.model.groups)} groups, got {engine.pp} stages: KvbmConnector on a "
             "rank knows the layers of its own stage alone"
         )
     found = []
-    for group in engine.groups(0):
+    try:
+        held = engine.groups(0)
+    except BindError as error:
+        raise BindError(f"{name}: {error}") from None
+    for group in held:
         if group.dcp != 1:
             raise BindError(
                 f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism"
             )
         made, _ = presets.of_vllm(group)
-        found.append(presets.vllm(made.model, tp=engine.tp, pp=engine.pp, layers=made.layers, name=name))
+        model = made.model if dtype is None else replace(made.model, dtype=dtype)
+        found.append(presets.vllm(model, tp=engine.tp, pp=engine.pp, layers=made.layers, name=name))
     return found
 
 
-def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
+def _between(src: Engine, dst: Engine, tokens: int, cast: Cast) -> dict[str, Any]:
     """The messages between the ranks of two engines."""
-    messages, plans, sentences = [], [], []
+    messages, plans, sentences, casts = [], [], [], []
     sides = zip(_placements(src, "prefill"), _placements(dst, "decode"), src.model.groups, strict=True)
+    layouts = [[one.layout for one in engine.groups(0)] for engine in (src, dst)]
     for number, (src_place, dst_place, group) in enumerate(sides):
-        made = reshard.plan(src_place, dst_place)
+        told = cast if src_place.model.dtype != dst_place.model.dtype else None
+        made = reshard.plan(src_place, dst_place, cast=told, layouts=[of[number] for of in layouts])
+        casts += report.cast_texts(made)
         plans.append(report.as_json(made))
         sentences.append(report.sentence(made))
+        if made.casts:  # chunks are those of a cache in the smaller format
+            dtype = (src_place, dst_place)[made.coded].model.dtype
+            made = reshard.plan(_placements(src, "prefill", dtype)[number], _placements(dst, "decode", dtype)[number])
         first = 0
         if group.sliding_window:  # blocks before the window are not held
             first = max(0, tokens - group.sliding_window + 1) // dst.nt * dst.nt
@@ -353,7 +404,7 @@ def _between(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
             )
     return {
         "tokens": tokens, "bytes": sum(one["bytes"] for one in messages), "chunks": sum(one["chunks"] for one in messages),
-        "messages": messages, "plans": plans, "proofs": sentences,
+        "messages": messages, "plans": plans, "proofs": sentences, "casts": casts,
     }  # fmt: skip
 
 
@@ -370,6 +421,8 @@ def as_json(
     to: Engine | None = None,
     tokens: int = 8192,
     host_values: str | None = None,
+    cast: Cast = None,
+    folder: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what would happen as an object for JSON.
 
@@ -390,24 +443,38 @@ def as_json(
         Length of a request between the two engines.
     host_values : str, optional
         The setting: values are quantised on the way to host memory.
+    cast : {"amax"} or kvbm.Scale, optional
+        The setting: values change on the way between the two engines.
+    folder : mapping, optional
+        The settings ``folder`` and ``folder_bytes``: files behind host memory.
 
     Returns
     -------
     dict
-        ``model``, ``engine``, ``offloading``, ``disaggregation`` (None without `to`), and ``refused``: what is not possible,
-        with the reasons.  Values that were not measured are None.
+        ``model``, ``engine``, ``offloading``, ``disaggregation`` and ``together`` (both None without `to`), and ``refused``: what
+        is not possible, with the reasons.  Values that were not measured are None.
     """
     refused: list[dict[str, str]] = []
-    disaggregation = None
+    disaggregation = together = None
+    for one, where in ((engine, ""), (to, "--to: ")):
+        if one is not None:
+            _tried(refused, "vLLM", functools.partial(one.require_block_size, where))
     if to is not None:
-        disaggregation = _tried(refused, "KvbmConnector", lambda: _disaggregation(engine, to, tokens))
+        disaggregation = _tried(refused, "KvbmConnector", lambda: _disaggregation(engine, to, tokens, cast))
+    found = _tried(refused, "Pool.from_vllm", lambda: _engine(engine))
+    offloading = _tried(
+        refused, "KvbmOffloadingConnector",
+        lambda: _offloading(engine, host_bytes, host_layout, blocks, device, host_values, folder or {}),
+    )  # fmt: skip
+    if to is not None and disaggregation is not None and offloading is not None:
+        told = offloading["kv_transfer_config"]
+        together = {name: _together(side, disaggregation[name], told) for name, side in (("prefill", engine), ("decode", to))}
     return {
         "model": _model(engine.model),
-        "engine": _tried(refused, "Pool.from_vllm", lambda: _engine(engine)),
-        "offloading": _tried(
-            refused, "KvbmOffloadingConnector", lambda: _offloading(engine, host_bytes, host_layout, blocks, device, host_values)
-        ),
+        "engine": found,
+        "offloading": offloading,
         "disaggregation": disaggregation,
+        "together": together,
         "refused": refused,
     }
 
@@ -423,7 +490,7 @@ def notes(model: dict[str, Any]) -> list[str]:
     ]
 
 
-def _tried(refused: list[dict[str, str]], what: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+def _tried(refused: list[dict[str, str]], what: str, make: Callable[[], _Made]) -> _Made | None:
     try:
         return make()
     except KvbmError as error:
@@ -465,14 +532,25 @@ def _engine(engine: Engine) -> dict[str, Any]:
 
 
 def _offloading(
-    engine: Engine, host_bytes: int, host_layout: str, blocks: int, device: int, host_values: str | None
+    engine: Engine,
+    host_bytes: int,
+    host_layout: str,
+    blocks: int,
+    device: int,
+    host_values: str | None,
+    folder: Mapping[str, Any],
 ) -> dict[str, Any]:
-    extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes}
+    extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes, **folder}
     if host_layout != PAGES:
         extra["host_layout"] = host_layout
     if host_values is not None:
         extra["host_values"] = host_values
     values = HostValues.of(extra, engine.model.rope)
+    if (files := Settings.of(extra)) is not None:
+        require_ranks({"pipeline_parallel_size": engine.pp, "decode_context_parallel_size": engine.dcp})
+        files.require_blocks(engine.nt)
+        if values is None and host_layout == PAGES:
+            raise BindError(f"host_layout: expected a layout, as folder is set, such as universal; got {PAGES!r}")
     if values is not None:
         for stage in range(engine.pp):
             for group in engine.groups(stage):
@@ -486,13 +564,28 @@ def _offloading(
     }
 
 
-def _disaggregation(src: Engine, dst: Engine, tokens: int) -> dict[str, Any]:
-    between = _between(src, dst, tokens)
+def _disaggregation(src: Engine, dst: Engine, tokens: int, cast: Cast) -> dict[str, Any]:
+    between, scale = _between(src, dst, tokens, cast), as_cast(cast)
+    extra = {"host": "127.0.0.1"} | ({} if scale is None else {"cast": to_json(scale)})
     made = []
     for side, port in ((src, 14600), (dst, 14700)):
         transfer = {
             "kv_connector": "KvbmConnector", "kv_role": "kv_both", "kv_port": port, "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"host": "127.0.0.1"},
+            "kv_connector_extra_config": extra,
         }  # fmt: skip
         made.append({"engine": _engine(side), "kv_transfer_config": transfer, "command": side.command(transfer)})
     return {"prefill": made[0], "decode": made[1], **between}
+
+
+def _together(engine: Engine, side: Mapping[str, Any], offloading: Mapping[str, Any]) -> dict[str, Any]:
+    """Both connectors in one engine.  The first connector that has a prompt loads it: the other engine has all of it.
+
+    The policy stands outside, as a MultiConnector has one for all.
+    """
+    first = dict(side["kv_transfer_config"])
+    policy = first.pop("kv_load_failure_policy")
+    transfer = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": [first, dict(offloading)]},
+    }  # fmt: skip
+    return {"kv_transfer_config": transfer, "command": engine.command(transfer)}

@@ -1,39 +1,37 @@
-"""vLLM's offloading with a folder as a second tier: the chunks that a `KvbmTier` holds, and jobs that read and write them."""
+"""vLLM's offloading with a folder as a second tier: the chunks that a `Folder` holds, and jobs that read and write them."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import vllm
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from ...engines.vllm import groups, number_of_layer
 from ...errors import BindError
+from ...layout import spec as layouts
 from ...reshard.presets import of_vllm
+from ...store.folder import Folder
+from ...store.keys import LAYOUT, Chain, Content, key_of_json
+from ...store.shelf import Shelf, Shelved
 from ..host_values import HostValues
-from ..identity import key_of
+from ..identity import neighbours
 from .block_shapes import block_of, cached_groups
 from .copier import Copier
-from .identity import model_of
+from .folder import RANKS, Settings, require_ranks
+from .identity import stored_model_of
 from .log import logger
-from .shelf import Shelf, Shelved
-from .tier import Chain, Content, KvbmTier
 
 __all__ = ["LOST", "READ", "WRITTEN", "Settings", "TierIndex", "TierSpec", "TierWorker", "Tiered", "Units"]
-
-#: Default tokens per unit.  Engines that share a folder must have blocks of a multiple of it.
-UNIT_TOKENS = 16
 
 #: Counters: bytes read and written, and blocks for which this failed.
 READ, WRITTEN = "vllm:kvbm_tier_read_bytes", "vllm:kvbm_tier_written_bytes"
@@ -48,52 +46,6 @@ SEARCH_LIMIT, FILES_LIMIT = 5.0, 60.0
 
 #: Threads of the scheduler that search, and threads of a worker that read and write files.
 SEARCHERS, THREADS = 2, 4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of the folder in ``kv_connector_extra_config``.
-
-    Attributes
-    ----------
-    folder : Path
-        The folder.
-    most_bytes : int
-        Limit of the bytes of all files in the folder.
-    unit_tokens : int
-        Tokens per unit.
-    model_key : str
-        The operator's name of the weights; empty: the files of weights are hashed.
-    """
-
-    folder: Path
-    most_bytes: int
-    unit_tokens: int = UNIT_TOKENS
-    model_key: str = ""
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Settings | None:
-        """The settings; None if there is no folder.
-
-        Raises
-        ------
-        BindError
-            A setting has a wrong type, or the folder has no limit.
-        """
-        if extra.get("folder") is None:
-            if named := [name for name in ("folder_bytes", "unit_tokens", "model_key") if name in extra]:
-                raise BindError(f"kv_connector_extra_config: {named[0]}: expected it only with folder: set folder, too")
-            return None
-        folder, key = extra["folder"], extra.get("model_key", "")
-        for name, given in (("folder", folder), ("model_key", key)):
-            if not isinstance(given, str) or (name == "folder" and not Path(given).is_absolute()):
-                kind = "an absolute path" if name == "folder" else "a text"
-                raise BindError(f"kv_connector_extra_config: {name}: expected {kind}, got {given!r:.200}")
-        for name in ("folder_bytes", "unit_tokens"):
-            given = extra.get(name, UNIT_TOKENS if name == "unit_tokens" else None)
-            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-                raise BindError(f"kv_connector_extra_config: {name}: expected a number from 1 on, got {given!r:.200}")
-        return cls(Path(folder), extra["folder_bytes"], extra.get("unit_tokens", UNIT_TOKENS), key)
 
 
 class Units(NamedTuple):
@@ -144,29 +96,23 @@ def contents_of(
         Something cannot be stored in files; the message names it.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if (size := int(getattr(parallel, name, 1))) != 1:
-            raise BindError(
-                f"folder: {name}: expected 1, got {size}; blocks of other ranks' layers or tokens are not stored in files"
-            )
+    require_ranks({name: int(getattr(parallel, name, 1)) for name in RANKS})
     if vllm_config.speculative_config is not None:
         raise BindError("folder: speculative_config: expected none; blocks of a draft model are not stored in files")
     found = []
     for group in cached_groups(kv_cache_config):
         block = block_of(group, "folder", "stored in files")
-        if block.nt % settings.unit_tokens:
-            raise BindError(
-                f"folder: layer {group.layer_names[0]!r}: unit_tokens: expected a number that divides the blocks of {block.nt} "
-                f"tokens, got {settings.unit_tokens}"
-            )
+        settings.require_blocks(block.nt, f"layer {group.layer_names[0]!r}: ")
         heads = 1 if block.no == 1 else int(model.get_total_num_kv_heads())
         layers = tuple(sorted(number_of_layer(name) for name in group.layer_names))
-        found.append(Content(key, str(model.model), layers, replace(block, nh=heads, nt=settings.unit_tokens), values))
+        shape = replace(block, nh=heads, nt=settings.unit_tokens)
+        layout, text = (layouts.load(LAYOUT), "") if values is None else (values.layout, values.text(shape.dtype))
+        found.append(Content(key, str(model.model), layers, shape, layout, text))
     return tuple(found)
 
 
-def fields_of(vllm_config: Any, settings: Settings, values: str = "") -> dict[str, Any]:
-    """The fields of the model that computes the blocks: those that engines compare, vLLM's version, and quantised values if any.
+def _model_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
+    """The model of the contents.
 
     Raises
     ------
@@ -174,13 +120,11 @@ def fields_of(vllm_config: Any, settings: Settings, values: str = "") -> dict[st
         There are no files of weights on this machine.
     """
     try:
-        found = model_of(vllm_config, settings.model_key or None, must=True)
+        return stored_model_of(vllm_config, settings.model_key)
     except BindError as error:
         raise BindError(
             f"folder: {error}; expected model_key in kv_connector_extra_config, a name that no other weights have"
         ) from None
-    named = {"host_values": values} if values else {}  # without them the key is that of all engines that keep their values
-    return {**found, "vLLM": ".".join(vllm.__version__.split(".")[:2]), **named}
 
 
 class Search:
@@ -210,7 +154,7 @@ class Search:
         self.held: set[tuple[int, str]] = set()
         self.until = math.inf
 
-    def run(self, tiers: Sequence[KvbmTier], wanted: Sequence[Units], windows: Sequence[bool]) -> None:
+    def run(self, tiers: Sequence[Folder], wanted: Sequence[Units], windows: Sequence[bool]) -> None:
         """Run the search.  In a group without a window it ends at the first missing unit: later ones would not be read."""
         try:
             for units in wanted:
@@ -256,17 +200,19 @@ class TierIndex:
         chunk_tokens: dict[int, int],
         values: HostValues | None = None,
     ) -> None:
-        known = contents_of(vllm_config, kv_cache_config, settings, "", values)  # raise errors before the weights are read
-        model = fields_of(vllm_config, settings, known[0].values_text)
+        contents_of(vllm_config, kv_cache_config, settings, "", values)  # raise errors before the weights are read
+        model = _model_of(vllm_config, settings)
         self._settings = settings
-        self._contents = contents_of(vllm_config, kv_cache_config, settings, key_of(model), values)
+        self._contents = contents_of(vllm_config, kv_cache_config, settings, key_of_json(model), values)
         if len(self._contents) != len(chunk_tokens):
             raise BindError(
                 f"folder: expected {len(self._contents)} groups of layers, got {len(chunk_tokens)} that are offloaded"
             )
-        self._tiers = [KvbmTier(settings.folder, content, settings.most_bytes) for content in self._contents]
-        for line in {line: None for tier in self._tiers for line in tier.make(model)}:
-            logger.info("kvbm: blocks beside these, of another model or other host_values, are not used: %s", line)
+        self._tiers = [Folder(settings.folder, content, settings.most_bytes) for content in self._contents]
+        for tier in self._tiers:
+            tier.make(model)
+        for line in {line: None for tier in self._tiers for line in neighbours(tier.root, tier.content, model)}:
+            logger.info("kvbm: blocks beside these are not used: %s", line)
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
         self._windows = [
             isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in cached_groups(kv_cache_config)
@@ -300,7 +246,7 @@ class TierIndex:
         if chain is None or end is None or not self._is_open:
             return None
         index, tokens = self._chunks[get_offload_group_idx(key)]
-        return Units(index, chunk, end - tokens, chain.names(end - tokens, end))
+        return Units(index, chunk, end - tokens, chain.keys(end - tokens, end))
 
     def holds(self, key: bytes, context: Any, room: int) -> bool | None:
         """True if files hold a chunk, and host memory, with `room` free chunks, has room for it and all chunks before it.
@@ -357,7 +303,7 @@ class TierIndex:
         if len(self._late) >= SEARCHERS:  # the folder does not answer: nothing is found there
             search.run((), (), ())
             return search
-        names = chain.names(first, chain.whole)
+        names = chain.keys(first, chain.whole)
         wanted = [Units(group, -1, first, names) for group in range(len(self._tiers))]
         self._threads.submit(search.run, self._tiers, wanted, self._windows)
         search.done.wait(SEARCH_SECONDS)
@@ -449,7 +395,7 @@ class TierWorker:
             held = tuple(placement.strips(rank).h)
             heads = range(held[0], held[-1] + 1)
             self._shelves.append(Shelf(content, stores[0].host, heads, stores[0].verify, THREADS))
-        self._tiers: list[KvbmTier] = []
+        self._tiers: list[Folder] = []
         self._threads = ThreadPoolExecutor(THREADS, "kvbm tier")
         self._reads: dict[int, _Reading] = {}
         self._writes: dict[int, tuple[Any, float, list[Future[Shelved]]]] = {}
@@ -462,7 +408,7 @@ class TierWorker:
             if [replace(content, model="") for content in tiered.contents] != list(self._unit_contents):
                 raise BindError(f"folder: the scheduler expects {tiered.contents}, and this worker has {self._unit_contents}")
             self._tiers = [
-                KvbmTier(tiered.settings.folder, content, tiered.settings.most_bytes) for content in tiered.contents
+                Folder(tiered.settings.folder, content, tiered.settings.most_bytes) for content in tiered.contents
             ]
         chunk = self._copier.blocks_per_chunk
         found = []

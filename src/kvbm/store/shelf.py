@@ -1,4 +1,4 @@
-"""A rank's part of a tier: write blocks of host memory to files and read them, with digests.  vLLM is not imported."""
+"""A rank's part of a folder: write blocks of host memory to files and read them, with digests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...copy.transfer import Transfer
-from ...digest.cells import Model
-from ...errors import BindError, KvbmError
-from ...layout.layout import Layout
-from ...pool.pool import Pool
-from .tier import Content, KvbmTier, Part, cover, touch
+from ..copy.transfer import Transfer
+from ..digest.cells import Model
+from ..errors import BindError, KvbmError
+from ..layout.layout import Layout
+from ..pool.pool import Pool
+from .folder import Folder, Part, cover, touch
+from .keys import Content
 
 __all__ = ["Shelf", "Shelved"]
 
@@ -37,6 +38,11 @@ class _Desk:
         self.pool = Pool.allocate(layout, replace(host.shape, nt=unit), rows)
         part = host if unit == host.shape.nt else host.units(unit)
         self.out, self.back = Transfer(part, self.pool), Transfer(self.pool, part)
+
+    def close(self) -> None:
+        self.out.close()
+        self.back.close()
+        self.pool.close()
 
 
 @dataclass
@@ -101,9 +107,22 @@ class Shelf:
         self._model = Model(heads=tuple(heads), nh=shape.nh)
         blocks = max(1, _STEP_BYTES // host.resolved.block_bytes)
         self.step = min(blocks, host.num_blocks) * self.each
+        self._threads = threads
         self._desks: SimpleQueue[_Desk] = SimpleQueue()
         for _ in range(threads):
             self._desks.put(_Desk(content.layout, host, unit, self.step))
+
+    def units_of(self, blocks: Ids) -> Ids:
+        """The units of blocks of host memory, one after the other."""
+        found: Ids = (blocks[:, None] * self.each + np.arange(self.each)).reshape(-1)
+        return found
+
+    def close(self) -> None:
+        """Wait for what runs, and free the memory.  Later calls raise `BindError`."""
+        for _ in range(self._threads):
+            desk = self._desks.get()
+            desk.close()
+            self._desks.put(desk)
 
     @contextlib.contextmanager
     def _desk(self) -> Iterator[_Desk]:
@@ -121,13 +140,13 @@ class Shelf:
         return found
 
     def write(
-        self, tier: KvbmTier, blocks: Ids, digests: Sums | None, names: Sequence[str], firsts: Sequence[int]
+        self, folder: Folder, blocks: Ids, digests: Sums, names: Sequence[str], firsts: Sequence[int]
     ) -> Shelved:
-        """Write blocks of host memory.  Existing files are not changed.
+        """Write blocks of host memory.  Units whose heads are in files already are left as they are.
 
         Parameters
         ----------
-        tier : KvbmTier
+        folder : Folder
         blocks : array of int64
             Block ids; at most `step` units.
         digests : array of uint64
@@ -136,16 +155,15 @@ class Shelf:
             Per unit, in order: its name, and the position of its first token.
         """
         done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.ones(len(blocks), np.bool_))
-        todo = [row for row, name in enumerate(names) if not (tier.home(name) / self.part.name).exists()]
+        todo = [row for row, name in enumerate(names) if not folder.holds(name, self.part)]
         if not todo:
             return done
         with self._desk() as desk:
             rows = np.arange(len(names))
-            desk.out.copy((blocks[:, None] * self.each + np.arange(self.each)).reshape(-1), rows).synchronize()
-            places = np.asarray(firsts, np.int64)
+            desk.out.copy(self.units_of(blocks), rows).synchronize()
             own = desk.pool.digest(rows)
             heads = [
-                desk.pool.section(h=head).digest(rows, tokens=places, model=self._model)
+                desk.pool.section(h=head).digest(rows, model=self._model)
                 for head in range(self.part.last - self.part.first)
             ]
             done.digests = self._block_digests(desk, blocks)  # after the units' digests: if it is right, so are they
@@ -157,7 +175,7 @@ class Shelf:
                     continue
                 try:
                     row_heads = [int(head[row]) for head in heads]
-                    done.nbytes += tier.write(
+                    done.nbytes += folder.write(
                         names[row], self.part, firsts[row], desk.pool.arrays[row], int(own[row]), row_heads
                     )
                 except OSError as error:
@@ -166,7 +184,7 @@ class Shelf:
 
     def read(
         self,
-        tier: KvbmTier,
+        folder: Folder,
         blocks: Ids,
         names: Sequence[str],
         firsts: Sequence[int],
@@ -187,19 +205,19 @@ class Shelf:
                 parts: list[Used] = []
                 used.append(parts)
                 try:
-                    expected[row] = self._fetch(tier, name, desk.pool.arrays[row], parts, firsts[row])
+                    expected[row] = self._fetch(folder, name, desk.pool.arrays[row], parts, firsts[row])
                 except OSError as error:  # another process may have removed the file
-                    self._refuse(done, row, str(error), tier, name)
+                    self._refuse(done, row, str(error), folder, name)
                 except KvbmError as error:
-                    self._refuse(done, row, str(error), tier, name, parts[-1:])
+                    self._refuse(done, row, str(error), folder, name, parts[-1:])
             done.digests = self._block_digests(desk, blocks)  # before they are compared
             if self.verify:
-                found = desk.pool.digest(rows, tokens=np.asarray(firsts, np.int64), model=self._model)
+                found = desk.pool.digest(rows, model=self._model)
                 for row in np.flatnonzero(found != expected).tolist():
                     if done.good[row // self.each]:
-                        why = f"{tier.home(names[row])}: digest: expected {expected[row]:#018x}, got {found[row]:#018x}"
-                        self._refuse(done, row, why, tier, names[row], used[row])
-            units = (blocks[:, None] * self.each + np.arange(self.each))[done.good].reshape(-1)
+                        why = f"{folder.home(names[row])}: digest: expected {expected[row]:#018x}, got {found[row]:#018x}"
+                        self._refuse(done, row, why, folder, names[row], used[row])
+            units = self.units_of(blocks[done.good])
             good = np.repeat(done.good, self.each)
             done.nbytes = len(units) * desk.pool.resolved.block_bytes
             with wanted or contextlib.nullcontext(True) as is_wanted:
@@ -209,22 +227,22 @@ class Shelf:
                     done.good[:] = False
         return done
 
-    def _refuse(self, done: Shelved, row: int, why: str, tier: KvbmTier, name: str, parts: Sequence[Used] = ()) -> None:
+    def _refuse(self, done: Shelved, row: int, why: str, folder: Folder, name: str, parts: Sequence[Used] = ()) -> None:
         done.good[row // self.each] = False
         done.why = done.why or why
         for part, place in parts:
             if place is not None:  # else it was not opened
-                tier.drop(name, part, place)
+                folder.drop(name, part, place)
 
-    def _fetch(self, tier: KvbmTier, name: str, into: npt.NDArray[Any], parts: list[Used], first: int) -> int:
+    def _fetch(self, folder: Folder, name: str, into: npt.NDArray[Any], parts: list[Used], first: int) -> int:
         """Read this rank's heads of a unit; return their expected digest.  The files that were used are added to `parts`."""
-        taken = cover(tier.parts(name), *self.part)
+        taken = cover(folder.parts(name), *self.part)
         if taken is None:
-            raise BindError(f"{tier.home(name)}: heads {self.part.first} to {self.part.last - 1}: some are in no file")
+            raise BindError(f"{folder.home(name)}: heads {self.part.first} to {self.part.last - 1}: some are in no file")
         total = 0
         for part, begin, end in taken:
             parts.append((part, None))
-            stored, digests = tier.open(name, part)
+            stored, digests = folder.open(name, part)
             parts[-1] = part, stored.file.place
             [entry] = stored.blocks.values()
             data = into[begin - self.part.first : end - self.part.first].reshape(-1).view(np.uint8).data

@@ -1,4 +1,4 @@
-"""kvbm.integrations.vllm.tier without vLLM: files of units of tokens, for any tp and block size."""
+"""kvbm.store.folder: files of units of tokens, for any tp and block size."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 
 from kvbm import BindError, BlockShape, Pool, load, store
-from kvbm.integrations.identity import key_of
-from kvbm.integrations.vllm import tier as tiers
-from kvbm.integrations.vllm.shelf import Shelf, Shelved
-from kvbm.integrations.vllm.tier import Chain, Content, KvbmTier, Part
+from kvbm.integrations.identity import neighbours
+from kvbm.store import folder as tiers
+from kvbm.store.folder import Folder, Part
+from kvbm.store.keys import Chain, Content, key_of_json
+from kvbm.store.shelf import Shelf, Shelved
 
 #: A unit of the whole model: 4 heads, 4 tokens.
 UNIT = BlockShape(nl=3, no=2, nh=4, nt=4, hd=8, dtype="float32")
 TOKENS = [7 * i % 101 for i in range(64)]
-NAMES = Chain(4, TOKENS).names(0, 64)
+NAMES = Chain(4, TOKENS).keys(0, 64)
 CONTENT = Content("weights", "org/a model", (0, 1, 5), UNIT)
 
 
@@ -58,7 +59,7 @@ def shelf(pool: Pool, tp: int = 1, rank: int = 0, **options: Any) -> Shelf:
     return Shelf(CONTENT, pool, range(rank * heads, (rank + 1) * heads), **options)
 
 
-def moved(of: Shelf, pool: Pool, tier: KvbmTier, what: str, some: slice = slice(None)) -> Shelved:
+def moved(of: Shelf, pool: Pool, tier: Folder, what: str, some: slice = slice(None)) -> Shelved:
     """Read or write blocks."""
     ids = np.arange(pool.num_blocks)[some]
     units = [unit for block in ids.tolist() for unit in range(block * of.each, (block + 1) * of.each)]
@@ -68,9 +69,9 @@ def moved(of: Shelf, pool: Pool, tier: KvbmTier, what: str, some: slice = slice(
     return of.write(tier, ids, pool.digest(ids), names, firsts)
 
 
-def stored(folder: Path, tp: int = 1, nt: int = 4, ranks: range | None = None, most: int = 1 << 30) -> KvbmTier:
+def stored(folder: Path, tp: int = 1, nt: int = 4, ranks: range | None = None, most: int = 1 << 30) -> Folder:
     """A tier with all 64 tokens, of all ranks or some."""
-    tier = KvbmTier(folder, CONTENT, most)
+    tier = Folder(folder, CONTENT, most)
     for rank in range(tp) if ranks is None else ranks:
         pool = blocks(tp, rank, nt)
         done = moved(shelf(pool, tp, rank), pool, tier, "write")
@@ -78,7 +79,7 @@ def stored(folder: Path, tp: int = 1, nt: int = 4, ranks: range | None = None, m
     return tier
 
 
-def loaded(tier: KvbmTier, verify: bool = True) -> tuple[Shelved, Pool]:
+def loaded(tier: Folder, verify: bool = True) -> tuple[Shelved, Pool]:
     pool = blocks(empty=True)
     return moved(shelf(pool, verify=verify), pool, tier, "read"), pool
 
@@ -86,23 +87,23 @@ def loaded(tier: KvbmTier, verify: bool = True) -> tuple[Shelved, Pool]:
 def test_names() -> None:
     """Names follow from the tokens alone, in any form; they must not change, or stored data are lost."""
     chain = Chain(4, TOKENS)
-    assert chain.names(16, 24) == NAMES[4:6] and chain.names(0, 64) == NAMES and len({*NAMES}) == 16
-    assert NAMES[0] == "eea5f1bff8e59dc9a5336111c32d53a33ce897daeb705c1557761ebb0e63454b"
+    assert chain.keys(16, 24) == NAMES[4:6] and chain.keys(0, 64) == NAMES and len({*NAMES}) == 16
+    assert NAMES[0] == "d65077fca326b5f2f62ac0984fb27ffcea84261846ac52ecfc997ac23295e603"
     others = [9, *TOKENS[1:]]
-    assert not {*Chain(4, others).names(0, 64)} & {*NAMES}  # what comes before counts
-    assert not {*Chain(4, TOKENS, "salt").names(0, 64)} & {*NAMES}
-    assert not {*Chain(8, TOKENS).names(0, 64)} & {*NAMES}
+    assert not {*Chain(4, others).keys(0, 64)} & {*NAMES}  # what comes before counts
+    assert not {*Chain(4, TOKENS, "salt").keys(0, 64)} & {*NAMES}
+    assert not {*Chain(8, TOKENS).keys(0, 64)} & {*NAMES}
     grown = [*TOKENS[:30]]
     growing = Chain(4, grown)
-    assert growing.names(0, 28) == NAMES[:7]
+    assert growing.keys(0, 28) == NAMES[:7]
     grown += TOKENS[30:]
-    assert growing.names(0, 64) == NAMES
+    assert growing.keys(0, 64) == NAMES
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 6), (2, 8), (60, 68), (8, 4), (-4, 4)])
 def test_tokens_that_are_no_units(first: int, last: int) -> None:
     with pytest.raises(BindError, match=rf"whole units of 4, got {first} to {last}"):
-        Chain(4, TOKENS).names(first, last)
+        Chain(4, TOKENS).keys(first, last)
 
 
 def test_contents_that_differ() -> None:
@@ -119,7 +120,7 @@ def test_contents_that_differ() -> None:
 def test_the_same_weights_under_another_path(tmp_path: Path) -> None:
     """Another engine finds the data, at whatever path its weights are."""
     stored(tmp_path)
-    assert all(map(KvbmTier(tmp_path, replace(CONTENT, title="/mnt/copies/b/"), 1 << 30).holds, NAMES))
+    assert all(map(Folder(tmp_path, replace(CONTENT, title="/mnt/copies/b/"), 1 << 30).holds, NAMES))
 
 
 @pytest.mark.parametrize(
@@ -149,10 +150,10 @@ def test_files_are_those_of_the_store(tmp_path: Path) -> None:
     assert len(files) == 32 and all(not store.verify(file) for file in files)
     said = store.read(tier.home(NAMES[5]) / "heads-2-3.safetensors")
     assert (said.layout_name, said.shape, said.num_blocks) == ("universal", replace(UNIT, nh=2), 1)
-    assert said.metadata["tier.unit"] == NAMES[5] and said.metadata["tier.content"] == CONTENT.key
-    tier.make()
+    assert said.metadata["store.unit"] == NAMES[5] and said.metadata["store.content"] == CONTENT.key
+    tier.make({"weights": "a"})
     told = json.loads((tier.root / "content.json").read_text())
-    assert told["model"] == "weights" and told["layers"] == [0, 1, 5]
+    assert told == {"title": "org/a model", "content": CONTENT.fields, "model": {"weights": "a"}}
 
 
 def test_a_part_that_is_missing(tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_what_is_there_is_left(tmp_path: Path) -> None:
 
 def test_memory_that_was_changed(tmp_path: Path) -> None:
     """A block of host memory that differs from what was stored there is not written."""
-    tier, pool = KvbmTier(tmp_path, CONTENT, 1 << 30), blocks(nt=8)
+    tier, pool = Folder(tmp_path, CONTENT, 1 << 30), blocks(nt=8)
     digests = pool.digest()
     pool.arrays[2].reshape(-1)[11] += 1
     done = shelf(pool).write(tier, np.arange(4), digests[:4], NAMES[:8], range(0, 32, 4))
@@ -188,8 +189,8 @@ def test_memory_that_was_changed(tmp_path: Path) -> None:
     assert [tier.holds(name) for name in NAMES[:8]] == [True] * 4 + [False] * 2 + [True] * 2
 
 
-def flip(byte: int) -> Callable[[Path, KvbmTier], None]:
-    def change(file: Path, _: KvbmTier) -> None:
+def flip(byte: int) -> Callable[[Path, Folder], None]:
+    def change(file: Path, _: Folder) -> None:
         data = bytearray(file.read_bytes())
         data[byte] ^= 4
         file.write_bytes(data)
@@ -197,20 +198,20 @@ def flip(byte: int) -> Callable[[Path, KvbmTier], None]:
     return change
 
 
-def cut(size: int) -> Callable[[Path, KvbmTier], None]:
+def cut(size: int) -> Callable[[Path, Folder], None]:
     return lambda file, _: os.truncate(file, size if size >= 0 else file.stat().st_size + size)
 
 
-def replaced(by: str) -> Callable[[Path, KvbmTier], None]:
+def replaced(by: str) -> Callable[[Path, Folder], None]:
     """Replace a file by a whole file of another unit, of other heads, or of another content."""
 
-    def change(file: Path, tier: KvbmTier) -> None:
+    def change(file: Path, tier: Folder) -> None:
         if by == "unit":
             other = tier.home(NAMES[4]) / file.name
         elif by == "heads":
             other = file.with_name("heads-2-3.safetensors")
         else:
-            pool, theirs = blocks(2), KvbmTier(tier.folder / "more", replace(CONTENT, model="others"), 1 << 30)
+            pool, theirs = blocks(2), Folder(tier.folder / "more", replace(CONTENT, model="others"), 1 << 30)
             moved(shelf(pool, 2), pool, theirs, "write")
             other = theirs.home(NAMES[3]) / file.name
         file.write_bytes(other.read_bytes())
@@ -218,10 +219,10 @@ def replaced(by: str) -> Callable[[Path, KvbmTier], None]:
     return change
 
 
-def edited(key: str, value: str | None) -> Callable[[Path, KvbmTier], None]:
+def edited(key: str, value: str | None) -> Callable[[Path, Folder], None]:
     """Change a text in the metadata, with the same length of the file."""
 
-    def change(file: Path, _: KvbmTier) -> None:
+    def change(file: Path, _: Folder) -> None:
         data = file.read_bytes()
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
@@ -239,9 +240,11 @@ def edited(key: str, value: str | None) -> Callable[[Path, KvbmTier], None]:
 DAMAGES = {
     "first byte": flip(4096), "last byte": flip(-1), "header": flip(9), "length of the header": flip(1), "empty": cut(0),
     "cut in the header": cut(100), "cut in the data": cut(-1), "another unit": replaced("unit"), "other heads": replaced("heads"),
-    "another content": replaced("content"), "no digests": edited("tier.digests", None), "few digests": edited("tier.digests", "0"),
-    "bad digests": edited("tier.digests", "x y"), "another digest": edited("tier.digests", "0 0"),
-    "no name": edited("tier.unit", None), "another layout": edited("kvbm.fingerprint", "0"), "no shape": edited("kvbm.shape", None),
+    "another content": replaced("content"), "no digests": edited("store.digests", None),
+    "few digests": edited("store.digests", "0"),
+    "bad digests": edited("store.digests", "x y"), "another digest": edited("store.digests", "0 0"),
+    "no name": edited("store.unit", None), "another layout": edited("kvbm.fingerprint", "0"),
+    "no shape": edited("kvbm.shape", None),
     "another shape": edited("kvbm.shape", json.dumps({"nl": 3, "no": 2, "nh": 2, "nt": 2, "hd": 16, "dtype": "float32"})),
 }  # fmt: skip
 
@@ -264,12 +267,12 @@ def test_digits_of_other_scripts_are_no_digests(tmp_path: Path) -> None:
     """`int` takes them, and signs and underscores."""
     tier = stored(tmp_path, 1)
     file = tier.home(NAMES[3]) / "heads-0-3.safetensors"
-    words = store.read(file).metadata["tier.digests"].split(" ")
+    words = store.read(file).metadata["store.digests"].split(" ")
     arabic = [word.translate({ord("0") + at: 0x660 + at for at in range(10)}) for word in words]
     for strange in (arabic, [f"+{word}" for word in words], [f"{word[0]}_{word[1:]}" for word in words], ["0" * 500] * 4):
-        edited("tier.digests", " ".join(strange))(file, tier)
+        edited("store.digests", " ".join(strange))(file, tier)
         before = file.read_bytes()
-        with pytest.raises(BindError, match=r"tier.digests: expected 4"):
+        with pytest.raises(BindError, match=r"store.digests: expected 4"):
             tier.open(NAMES[3], Part(0, 4))
         assert not file.exists(), "it is removed"
         file.write_bytes(before)
@@ -278,7 +281,7 @@ def test_digits_of_other_scripts_are_no_digests(tmp_path: Path) -> None:
 def test_a_file_that_is_replaced_at_any_step_is_a_hit(tmp_path: Path) -> None:
     """A rank that has the same unit writes it again; here with other numbers, so that a mixture shows."""
     pool = blocks()
-    tiers_ = [stored(tmp_path / "0", 1), KvbmTier(tmp_path / "1", CONTENT, 1 << 30)]
+    tiers_ = [stored(tmp_path / "0", 1), Folder(tmp_path / "1", CONTENT, 1 << 30)]
     for array in pool.arrays:
         array[...] = -array
     assert moved(shelf(pool), pool, tiers_[1], "write").good.all()
@@ -345,7 +348,7 @@ def child(work: Callable[[], None]) -> int:
 @pytest.mark.quick
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
     """In the middle of a file: it has no name, so it is a miss; its remains are removed when they are old."""
-    pool, tier = blocks(), KvbmTier(tmp_path, CONTENT, 1 << 30)
+    pool, tier = blocks(), Folder(tmp_path, CONTENT, 1 << 30)
 
     def work() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -367,7 +370,7 @@ def test_a_writer_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """An error of one sentence, and no file."""
-    pool, tier = blocks(), KvbmTier(tmp_path, CONTENT, 1 << 30)
+    pool, tier = blocks(), Folder(tmp_path, CONTENT, 1 << 30)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
@@ -407,7 +410,7 @@ def test_processes_that_write_one_unit(tmp_path: Path) -> None:
     assert loaded(tier)[0].good.all()
 
 
-def sizes(tier: KvbmTier) -> int:
+def sizes(tier: Folder) -> int:
     return sum(file.stat().st_size for file in tier.folder.rglob("*.safetensors"))
 
 
@@ -417,12 +420,12 @@ def test_what_was_longest_not_used_goes(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tiers.time, "time", lambda: now)
     tier = stored(tmp_path)
     each = sizes(tier) // 16
-    others = KvbmTier(tmp_path, replace(CONTENT, model="others"), 1 << 30)
+    others = Folder(tmp_path, replace(CONTENT, model="others"), 1 << 30)
     pool = blocks()
     moved(shelf(pool), pool, others, "write")
     assert tier.trim() == 0 and sizes(tier) == 32 * each
 
-    def forget(of: KvbmTier) -> None:
+    def forget(of: Folder) -> None:
         for file in of.root.rglob("*.safetensors"):
             os.utime(file, (1e9, 1e9))
 
@@ -442,7 +445,7 @@ def test_what_was_longest_not_used_goes(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_large_store_keeps_the_limit(tmp_path: Path) -> None:
     """Bytes are counted after each file, not only after all blocks of a call."""
     each, pool = sizes(stored(tmp_path / "other")) // 16, blocks()
-    tier = KvbmTier(tmp_path / "folder", CONTENT, 4 * each)
+    tier = Folder(tmp_path / "folder", CONTENT, 4 * each)
     moved(shelf(pool), pool, tier, "write")
     assert 0 < sizes(tier) <= 4 * each
 
@@ -452,7 +455,7 @@ def test_files_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.Monkey
     theirs = stored(tmp_path)
     for file in theirs.root.rglob("*.safetensors"):
         os.utime(file, (0, 0))
-    ours, pool = KvbmTier(tmp_path, replace(CONTENT, model="ours"), 1 << 30), blocks()
+    ours, pool = Folder(tmp_path, replace(CONTENT, model="ours"), 1 << 30), blocks()
     moved(shelf(pool), pool, ours, "write")
     unlink = Path.unlink
 
@@ -525,7 +528,7 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_folders_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BindError, match=r"folder: expected a writable folder, got .*file/inside"):
-        KvbmTier(tmp_path / "file" / "inside", CONTENT, 1).make()
+        Folder(tmp_path / "file" / "inside", CONTENT, 1).make({})
 
 
 @pytest.mark.parametrize(
@@ -555,29 +558,55 @@ def test_cover() -> None:
 def test_a_folder_names_what_differs_in_another_one(tmp_path: Path) -> None:
     """The units of other weights, or of another configuration, have a folder of their own; only of the same title it is said."""
     models = [{"weights": weights, "config": {"rope": rope}} for weights, rope in (("a", 1), ("a", 2), ("b", 1))]
-    tiers_of = [KvbmTier(tmp_path, replace(CONTENT, model=key_of(model)), 1 << 30) for model in models]
-    said = [tier.make(model) for tier, model in zip(tiers_of, models, strict=True)]
-    assert said[0] == [] and said[1] == [f"{tiers_of[0].root.name}: config.rope: '2' here and '1' on the other side"]
+    folders, said = [], []
+    for model in models:
+        folders.append(Folder(tmp_path, replace(CONTENT, model=key_of_json(model))))
+        folders[-1].make(model)
+        said.append(neighbours(folders[-1].root, folders[-1].content, model))
+    assert said[0] == [] and said[1] == [f"{folders[0].root.name}: model.config.rope: '2' here and '1' on the other side"]
     assert sorted(line.split(": ", 1)[1] for line in said[2]) == [
-        "config.rope: '1' here and '2' on the other side; weights: 'b' here and 'a' on the other side",
-        "weights: 'b' here and 'a' on the other side",
+        "model.config.rope: '1' here and '2' on the other side; model.weights: 'b' here and 'a' on the other side",
+        "model.weights: 'b' here and 'a' on the other side",
     ]
-    other = KvbmTier(tmp_path, replace(CONTENT, model="x", title="another"), 1 << 30)
-    assert other.make({"weights": "c"}) == []
-    assert len({tier.root for tier in tiers_of}) == 3
+    other = replace(CONTENT, model=key_of_json({"weights": "c"}), title="another")
+    assert neighbours(tmp_path / other.key, other, {"weights": "c"}) == []
+    assert len({folder.root for folder in folders}) == 3
 
 
-@pytest.mark.parametrize("told", [b"", b"{", b"[]", b"null", b'{"title": 7}', b"[" * 100_000, b"\xff" * 9, bytes(1 << 20)])
+#: Objects in each other: as many as a parser takes, and more than a walk through them does.
+DEEP = b'{"title": "org/a model", "content": {"rule": "kvbm-store-1", "a": ' + b"[" * 900 + b"]" * 900 + b"}}"
+
+
+def seen(folder: Path) -> list[str]:
+    return neighbours(folder / CONTENT.key, CONTENT, {"weights": "a"})
+
+
+@pytest.mark.parametrize("told", [b"", b"{", b"[]", b"null", b'{"title": 7}', b"[" * 100_000, b"\xff" * 9, bytes(1 << 20), DEEP])
 def test_what_another_folder_says_is_not_trusted(tmp_path: Path, told: bytes) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "content.json").write_bytes(told)
     os.mkfifo(tmp_path / "fifo")
-    assert KvbmTier(tmp_path, CONTENT, 1 << 30).make({"weights": "a"}) == []
-    (tmp_path / "other" / "content.json").write_text(
-        json.dumps({"title": CONTENT.title, "model_fields": {"weights": "\x1b[2Jx"}})
-    )
-    [line] = KvbmTier(tmp_path, CONTENT, 1 << 30).make({"weights": "a"})
-    assert "\x1b" not in line
+    assert seen(tmp_path) == []
+    Folder(tmp_path, CONTENT).make({"weights": "a"})
+    model = {"weights": "\x1b[2Jx"}
+    Folder(tmp_path, replace(CONTENT, model=key_of_json(model))).make(model)
+    [line] = seen(tmp_path)
+    assert "model.weights" in line and "\x1b" not in line
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"model_fields": {"weights": "a"}, "version": "1"}, "an earlier version of kvbm, which named units in another way"),
+        ({"content": {**CONTENT.fields, "rule": "kvbm-9"}}, "the rule 'kvbm-9', and this version of kvbm has 'kvbm-store-1'"),
+        ({"content": CONTENT.fields, "model": {}}, "content.json was changed: it does not describe the folder of this name"),
+    ],
+)  # fmt: skip
+def test_folders_of_other_rules_are_named_and_not_read(tmp_path: Path, told: dict[str, Any], says: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "content.json").write_text(json.dumps({"title": CONTENT.title, **told}))
+    [line] = seen(tmp_path)
+    assert line.startswith("other: ") and says in line
 
 
 @pytest.mark.gpu
@@ -587,5 +616,5 @@ def test_pinned_memory(tmp_path: Path) -> None:
     pool = Pool.allocate(load("universal"), expected.shape, 4, "pinned")
     assert moved(shelf(pool), pool, tier, "read").good.all()
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(pool.arrays, expected.arrays, strict=True))
-    other = KvbmTier(tmp_path / "other", CONTENT, 1 << 30)
+    other = Folder(tmp_path / "other", CONTENT, 1 << 30)
     assert moved(shelf(pool), pool, other, "write").good.all() and loaded(other)[0].good.all()
