@@ -372,7 +372,8 @@ def _read(run: CastRun, made: reshard.Resharding, rank: int) -> int:
     for peer, (tokens, *told) in itertools.product(dict.fromkeys(packer.peers), run.case.sequences):
         reader, work = direct.Reader(packer, peer, run.pools[0][peer]), direct.Pass()
         here, there = (kvbm.Span(one.tables[at], tokens, one.origins[at]) for one, at in zip(told, (peer, rank), strict=True))
-        for piece in reader.pieces(there, here.table, here.origin, run.case.layers or range(run.case.nl)):
+        parts = reader.parts(there, here.origin, run.case.layers or range(run.case.nl))
+        for piece in reader.pieces(parts, here.table):
             reader.begin(piece, work, {"stream": 5, "wait": None})
             count += 1
         work.synchronize()

@@ -29,12 +29,12 @@ from ..pool.section import PoolSection
 from ..reshard.casting import meaning_of
 from ..reshard.messages import Message
 from ..reshard.packer import Packer
-from ..reshard.sequence import Ids, Span
+from ..reshard.sequence import NONE, Ids, Span
 from ..system.machine import device_of
 from ..wire import Slab
 from .sums import Sums
 
-__all__ = ["Lender", "Pass", "Piece", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told"]
+__all__ = ["Lender", "Part", "Pass", "Piece", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told"]
 
 #: Most arrays of a pool that is lent: their places are part of a card.
 _MOST_ARRAYS = 1024
@@ -340,19 +340,40 @@ class _Launches(NamedTuple):
     first: int
 
 
-class Piece(NamedTuple):
-    """Pairs that one launch copies, or only digests in the peer's pool."""
+class Part(NamedTuple):
+    """What one launch copies of a sequence, or only digests in the peer's pool, before the peer's table is known.
+
+    Attributes
+    ----------
+    own : array of int64
+        Ids in this rank's pool.
+    at : array of int64
+        Positions of the sequence.
+    entries, rests : array of int64
+        Of each pair: the entry of the peer's table, and the number in the entry's block.
+    each : int
+        Ids per block of the peer's pool.
+    """
 
     launches: _Launches
     is_copied: bool
-    far: Ids
     own: Ids
     at: Ids
+    entries: Ids
+    rests: Ids
+    each: int
+
+
+class Piece(NamedTuple):
+    """Pairs that one launch copies, or only digests in the peer's pool."""
+
+    part: Part
+    far: Ids
 
     @property
     def nbytes(self) -> int:
         """Bytes that are copied."""
-        return self.is_copied * len(self.own) * self.launches.nbytes
+        return self.part.is_copied * len(self.far) * self.part.launches.nbytes
 
 
 class Reader:
@@ -379,37 +400,64 @@ class Reader:
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
         self._launches: dict[tuple[Message, bool], _Launches] = {}
 
-    def pieces(self, span: Span, table: Ids, origin: int, layers: range) -> list[Piece]:
+    def parts(self, span: Span, origin: int, layers: range) -> list[Part]:
         """What is copied of a sequence, and what is only digested because this rank has no block for it.
 
         Parameters
         ----------
         span : Span
             Tokens and blocks of this rank.
-        table : array of int64
-            The peer's block table of the sequence, from its `origin` on.
+        origin : int
+            The position at which the peer's block table begins.
+        layers : range
+            Layers of the model.
 
         Raises
         ------
         BindError
-            The peer's table is too short, or names blocks that its pool does not have.
+            The span does not fit, or no turn of the peer begins at the origin.
         """
-        packer, found = self._packer, list[Piece]()
-        lent = Span(table, span.tokens, origin)
+        packer, found = self._packer, list[Part]()
+        lent = Span(NONE, span.tokens, origin)
         for message, single, at, own in _listed(packer, self._peer, span, origin, layers):
-            far = packer.ends(message)[1]._replace(num_blocks=self.far.num_blocks)
-            far.touched(lent)
-            slots = far.slots(lent, at)
-            peer_ids = far.ids(lent, slots, 1 if single else message.t.src_slots)
-            if (peer_ids < 0).any():
-                raise BindError(f"{far.name}: its table has no block for some of the tokens {span.tokens}")
-            launches = self._launches_of(message, single)
+            far, launches = packer.ends(message)[1], self._launches_of(message, single)
+            far.require_origin(origin)
+            of = 1 if single else message.t.src_slots
+            entries, rests = np.divmod(far.slots(lent, at), far.nt)
+            rests, places = rests // of, at + launches.first
             each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(launches.nbytes, 1), 1)
-            for is_copied, some in ((True, np.flatnonzero(own >= 0)), (False, np.flatnonzero(own < 0))):
+            has_block = own >= 0
+            for is_copied, some in ((True, np.flatnonzero(has_block)), (False, np.flatnonzero(~has_block))):
                 for begin in range(0, len(some), each):
-                    part = some[begin : begin + each]
-                    found.append(Piece(launches, is_copied, peer_ids[part], own[part], at[part] + launches.first))
+                    one = some[begin : begin + each]
+                    found.append(
+                        Part(launches, is_copied, own[one], places[one], entries[one], rests[one], far.nt // of)
+                    )
         return found
+
+    def pieces(self, parts: list[Part], table: Ids) -> list[Piece]:
+        """The pairs of some parts, with the peer's block table of the sequence.
+
+        Raises
+        ------
+        BindError
+            The table is too short, has no block for some of the tokens, or names blocks that the peer's pool does not have.
+        """
+        return [Piece(part, self._blocks(part, table) * part.each + part.rests) for part in parts]
+
+    def _blocks(self, part: Part, table: Ids) -> Ids:
+        name = f"{self._packer.made.src.name} rank {self._peer}"
+        if (needed := int(part.entries.max()) + 1) > len(table):
+            raise BindError(f"{name}: its tokens need {needed} blocks, got a table of {len(table)}")
+        blocks: Ids = table[part.entries]
+        wrong = np.flatnonzero((blocks < 0) | (blocks >= self.far.num_blocks))
+        if wrong.size:
+            entry, token = part.entries[wrong[0]], part.at[wrong[0]] - part.launches.first
+            raise BindError(
+                f"{name}: table[{entry}] is {table[entry]}: expected 0 to {self.far.num_blocks - 1}; its table has no block for "
+                f"some of the tokens from {token} on"
+            )
+        return blocks
 
     @property
     def quantises(self) -> bool:
@@ -423,38 +471,28 @@ class Reader:
 
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
-        packer, launches = self._packer, piece.launches
+        packer, (part, far), on_gpu = self._packer, piece, self._packer.device >= 0
         packer.require_usable()  # it may have been closed since `receive`
-        keep = packer, self
-        if not (copies and piece.is_copied):
-            _digest(launches.digests, packer, launches.far_ids, piece.far, piece.at, into, order, keep)
+        launches, casts, keep = part.launches, bool(packer.made.casts), (packer, self)
+        digest = functools.partial(_digest, packer=packer, at=part.at, into=into, order=order, keep=keep)
+        if not (copies and part.is_copied):
+            digest(launches.digests, num_ids=launches.far_ids, ids=far)
             return
-        if packer.made.casts:
-            self._begin_cast(piece, into, order, keep)
-            return
-        found = Sums(piece.far.size, packer.device >= 0)
-        pairs = _core.Pairs(piece.far, piece.own, launches.far_ids, launches.own_ids, False, packer.device)
-        positions = _core.Positions(piece.at, piece.at.size, packer.device)
-        on_gpu, streams = packer.device >= 0, (order.get("stream"), order.get("wait"))
-        done = launches.copies.copy_digested(pairs, positions, found.address, on_gpu, (0, 0), *streams, (*keep, found))
+        found = None if casts else Sums(far.size, on_gpu)
+        pairs = _core.Pairs(far, part.own, launches.far_ids, launches.own_ids, False, packer.device)
+        positions = _core.Positions(part.at, part.at.size, packer.device)
+        streams, address = (order.get("stream"), order.get("wait")), 0 if found is None else found.address
+        done = launches.copies.copy_digested(pairs, positions, address, on_gpu, (0, 0), *streams, (*keep, found))
         into.add(done if on_gpu else None, found)
-
-    def _begin_cast(self, piece: Piece, into: Pass, order: Mapping[str, Any], keep: Any) -> None:
-        """Enqueue a copy that casts.  The peer's blocks are digested after it: a change before is found."""
-        packer, launches, on_gpu = self._packer, piece.launches, self._packer.device >= 0
-        pairs = _core.Pairs(piece.far, piece.own, launches.far_ids, launches.own_ids, False, packer.device)
-        positions = _core.Positions(piece.at, piece.at.size, packer.device)
-        streams = order.get("stream"), order.get("wait")
-        done = launches.copies.copy_digested(pairs, positions, 0, on_gpu, (0, 0), *streams, keep)
-        into.add(done if on_gpu else None, None)
-        _digest(launches.digests, packer, launches.far_ids, piece.far, piece.at, into, order, keep)
+        if casts:  # the peer's blocks are digested after the copy: a change before is found
+            digest(launches.digests, num_ids=launches.far_ids, ids=far)
         if launches.written is not None:
-            _digest(launches.written, packer, launches.own_ids, piece.own, piece.at, into, order, keep, is_cast=True)
+            digest(launches.written, num_ids=launches.own_ids, ids=part.own, is_cast=True)
 
     def _launches_of(self, message: Message, single: bool) -> _Launches:
         found = self._launches.get((message, single))
         if found is None:
-            found = self._launches[message, single] = self._made(message, single)
+            found = self._launches.setdefault((message, single), self._made(message, single))  # callers' threads ask, too
         return found
 
     def _made(self, message: Message, single: bool) -> _Launches:

@@ -16,6 +16,7 @@ from ..reshard.sequence import Span
 
 if TYPE_CHECKING:
     from .chunks import Cut
+    from .direct import Part
     from .flows import Incoming
     from .link import Link
 
@@ -139,6 +140,8 @@ class Arrival(Handle):
         kvbm-digest-1 of what arrived, after it is done; of a cast, of the quantised bits.
     zero : callable or None
         Writes zeros into the tokens of the arrival; set when the first chunk is written.
+    parts : dict
+        Rank, origin and layers of a probable offer → what is copied of it out of the peer's pool, prepared while it is on its way.
     """
 
     what = "receiving"
@@ -162,6 +165,7 @@ class Arrival(Handle):
         self.failed_at = 0.0
         self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that have not arrived
         self.zero: Callable[[], None] | None = None
+        self.parts: dict[tuple[int, int, range], list[Part]] = {}
 
     def fail(self, error: KvbmError) -> None:
         if not self.has_failed:

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import quoted, seconds
@@ -219,12 +219,16 @@ class Link:
         identity = _identity(group, self.endpoint.groups, key)
         order = self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
-        if self._all_direct(packer, identity[0], self._readers):
-            packer.listed(span, span.origin)  # mostly it is the peer's origin, too
-        else:
-            with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
-                # Prepare while the offer is on its way: mostly it is of everything that is expected.
+        readers = self._direct(packer, identity[0], self._readers)
+        # Prepare while the offer is on its way: mostly it is of everything that is expected, from the same origin.
+        if readers is not None:
+            packer.listed(span, span.origin)
+        with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
+            if readers is None:
                 self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
+            else:
+                for rank, reader in readers.items():
+                    arrival.parts[rank, span.origin, some] = reader.parts(span, span.origin, some)
         arrival.missing = {rank: set(layers) for rank, layers in packer.layers(some).items()}
         return arrival
 
@@ -267,16 +271,17 @@ class Link:
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
         identity = _identity(group, self.endpoint.groups, key)
-        if self._all_direct(packer, identity[0], self._pool_readers):  # either way, an error is raised if this cannot be sent
-            packer.listed(span, span.origin)
-        else:
+        if self._direct(packer, identity[0], self._pool_readers) is None:
             self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)
+        elif (span.table < 0).any():  # else the thread lists it, after the offer was sent
+            packer.listed(span, span.origin)  # either way, an error is raised if this cannot be sent
         return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
 
-    def _all_direct(self, packer: Packer, group: int, known: Container[tuple[str, int]]) -> bool:
-        """True if all peers of a packer are in `known`, so that no chunks need to be prepared."""
+    def _direct(self, packer: Packer, group: int, known: Mapping[tuple[str, int], T]) -> dict[int, T] | None:
+        """Rank → its value in `known`, of all peers of a packer.  None if one is not there, so that chunks must be prepared."""
         by_rank = {rank: peer for peer, rank in self.peers.items()}
-        return all((by_rank.get(rank, ""), group) in known for rank in packer.peers)
+        found = {rank: known.get((by_rank.get(rank, ""), group)) for rank in packer.peers}
+        return None if None in found.values() else found  # type: ignore[return-value]
 
     def _is_late(self, handle: Sending | Arrival) -> bool:
         """True if the link was closed meanwhile.  The transfer has then failed."""
@@ -300,7 +305,7 @@ class Link:
             if peer in self.lost:
                 sending.fail(self.lost[peer])
                 break
-            plan = int(packer.made.fingerprint, 16)
+            plan = packer.fingerprint
             is_lent = not pulls and not sending.has_failed and self._pool_readers.get((peer, identity[0]), False)
             offer = Offer(
                 number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls, is_lent=is_lent

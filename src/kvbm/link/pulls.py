@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import BindError, DigestError, KvbmError
-from .direct import Pass, Piece, Reader
+from .direct import Part, Pass, Piece, Reader
 from .flows import TRIES, Incoming
 from .notes import Ask, Offer, Ready, Stop, Table
 
@@ -131,8 +131,7 @@ class Pull(Incoming):
             self.table(self._offered_table)
             self._offered_table = None
         if self._pieces is None and self._table is not None and self._has_entry.all():
-            arrival, offer = self.arrival, self.offer
-            self._pieces = self._reader.pieces(arrival.span, self._table, offer.origin, offer.layers)
+            self._pieces = self._reader.pieces(self._parts(), self._table)
         if self._is_complete and self._pieces is not None and self._own_digest is None:
             self._begin()
             return True
@@ -147,6 +146,11 @@ class Pull(Incoming):
             with contextlib.suppress(Exception):
                 self._pass.synchronize()
         self._give_back()
+
+    def _parts(self) -> list[Part]:
+        arrival, offer = self.arrival, self.offer
+        found = arrival.parts.get((self.rank, offer.origin, offer.layers))
+        return self._reader.parts(arrival.span, offer.origin, offer.layers) if found is None else found
 
     def _ask(self) -> None:
         arrival, plan = self.arrival, self.link.plans(self.offer.group)[1]

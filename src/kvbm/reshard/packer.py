@@ -240,7 +240,7 @@ class Packer:
 
     def fitting(self, shift: int) -> tuple[Message, ...]:
         """The rank's messages, with units that divide `shift`, the distance of the origins; both sides use the same units."""
-        shift = common_shift(self.made, shift)
+        shift = shift and common_shift(self.made, shift)
         if shift not in self._fitting:
             self._fitting[shift] = self._messages(self.made.refit(self.made.cuts, shift))
         return self._fitting[shift]
