@@ -26,6 +26,9 @@ from kvbm.layout.shapes import load_shape
 
 __all__ = ["guard"]
 
+#: The thread's default stream of CUDA.
+_OWN_STREAM = 2
+
 
 def _timed(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
     """Median seconds: elapsed, and of the processor."""
@@ -57,14 +60,17 @@ def guard(name: str, layout: str, tokens: list[int], sizes: list[int], device: s
                 pool = stack.enter_context(random_pool(spec.load(layout), shape, count, device, seed=seed))
                 sides.append((reshard.vllm(shape), 0, pool, Span(np.arange(count), range(length))))
             sender, receiver = sides
-            convert(sender[2].units(sizes[0]), receiver[2].units(sizes[0]), range(length // sizes[0]), range(length // sizes[0]))
-            made = digests_of(*sender)
+            units, stream = range(length // sizes[0]), None if device == "cpu" else _OWN_STREAM
+            done = convert(sender[2].units(sizes[0]), receiver[2].units(sizes[0]), units, units, stream=stream)
+            if done is not None:
+                done.synchronize()
+            made = digests_of(*sender, stream)
             keeper = Keeper("127.0.0.1", 0, 10.0, None, is_insecure=False)
             stack.callback(keeper.close)
             keeper.put("r", {"0.0": made})
             origin = Origin("r", "127.0.0.1", keeper.port, 1, length, "")
-            digested = _timed(partial(digests_of, *sender), repeats)
-            own = partial(_own, receiver, sizes[-1])
+            digested = _timed(partial(digests_of, *sender, stream), repeats)
+            own = partial(_own, receiver, sizes[-1], stream)
             compared = _timed(partial(_right, own, origin), repeats)
             size = model.nbytes / model.nt * length / 1e6
             click.echo(
@@ -73,8 +79,8 @@ def guard(name: str, layout: str, tokens: list[int], sizes: list[int], device: s
             )
 
 
-def _own(side: tuple[Any, ...], nt: int) -> dict[str, tuple[Kept, int]]:
-    return {"0.0": (digests_of(*side), nt)}
+def _own(side: tuple[Any, ...], nt: int, stream: int | None) -> dict[str, tuple[Kept, int]]:
+    return {"0.0": (digests_of(*side, stream), nt)}
 
 
 def _right(own: Callable[[], dict[str, tuple[Kept, int]]], origin: Origin) -> None:
