@@ -61,15 +61,13 @@ def guard(name: str, layout: str, tokens: list[int], sizes: list[int], device: s
                 sides.append((reshard.vllm(shape), 0, pool, Span(np.arange(count), range(length))))
             sender, receiver = sides
             units, stream = range(length // sizes[0]), None if device == "cpu" else _OWN_STREAM
-            done = convert(sender[2].units(sizes[0]), receiver[2].units(sizes[0]), units, units, stream=stream)
-            if done is not None:
-                done.synchronize()
-            made = digests_of(*sender, stream)
+            convert(sender[2].units(sizes[0]), receiver[2].units(sizes[0]), units, units, stream=stream).synchronize()
+            made = _digests(sender, stream)
             keeper = Keeper("127.0.0.1", 0, 10.0, None, is_insecure=False)
             stack.callback(keeper.close)
             keeper.put("r", {"0.0": made})
             origin = Origin("r", "127.0.0.1", keeper.port, 1, length, "")
-            digested = _timed(partial(digests_of, *sender, stream), repeats)
+            digested = _timed(partial(_digests, sender, stream), repeats)
             own = partial(_own, receiver, sizes[-1], stream)
             compared = _timed(partial(_right, own, origin), repeats)
             size = model.nbytes / model.nt * length / 1e6
@@ -80,7 +78,12 @@ def guard(name: str, layout: str, tokens: list[int], sizes: list[int], device: s
 
 
 def _own(side: tuple[Any, ...], nt: int, stream: int | None) -> dict[str, tuple[Kept, int]]:
-    return {"0.0": (digests_of(*side, stream), nt)}
+    return {"0.0": (_digests(side, stream), nt)}
+
+
+def _digests(side: tuple[Any, ...], stream: int | None) -> Kept:
+    place, rank, pool, span = side
+    return digests_of(place, rank, pool, span, stream)
 
 
 def _right(own: Callable[[], dict[str, tuple[Kept, int]]], origin: Origin) -> None:

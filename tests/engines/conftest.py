@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*vllm*.py"]
+
+
+def has_avx512() -> bool:
+    """True if the processor has what vLLM's fp8 caches need on CPUs."""
+    return bool(import_module("torch").cpu._is_avx512_supported())
 
 
 @pytest.fixture(scope="session")

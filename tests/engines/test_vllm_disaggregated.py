@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cast_oracle
-from conftest import Program, result
+from conftest import Program, has_avx512, result
 from ports import free_ports
 
 Models = Callable[[str], Path]
@@ -110,6 +110,7 @@ def bits_of(folder: Path, role: str, tokens: int, held: int, dtype: str) -> np.n
     return found.reshape(-1, *found.shape[2:])[:held]
 
 
+@pytest.mark.skipif(not has_avx512(), reason="no AVX-512")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_other_engine_has_an_fp8_cache(role: str, models: Models, tmp_path: Path) -> None:
     """Every code of a prompt is its value as `cast_oracle` casts it; blocks of another size; tokens are generated from them."""

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from conftest import result, run
+from conftest import has_avx512, result, run
 from kvbm import BindError
 from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import offload
@@ -71,7 +71,6 @@ def test_twice_the_blocks_come_back_nearly_the_same(models: Models, tmp_path: Pa
     model, folder = models("llama"), {"folder": str(tmp_path), "folder_bytes": 1 << 30}
     plain, log = generated(model, {})
     assert "kvbm: 64 blocks" in log
-    own, _ = generated(model, {}, [LENGTHS], kv_cache_dtype="fp8")
 
     first, log = generated(model, {"host_values": "fp8", **folder})
     said = "host_values fp8: fp8 e4m3, one float32 per token and head, from bfloat16; blocks of 69632 bytes in host memory"
@@ -81,20 +80,37 @@ def test_twice_the_blocks_come_back_nearly_the_same(models: Models, tmp_path: Pa
     assert sum(cached(plain[1])) < 3 * WHOLE
     alike = [at for at, tokens in enumerate(cached(plain[1])) if tokens in (0, WHOLE)]  # vLLM 0.33 evicts the end of a prompt first
     assert len(alike) >= 3 and error([plain[1][at] for at in alike], [plain[0][at] for at in alike]) == 0
-    errors = error(first[1], plain[0]), error(own[0], plain[0])
-    print("errors", errors)
-    assert 0 < errors[0] < errors[1]
+    lost = error(first[1], plain[0])
+    assert lost > 0
+    if has_avx512():
+        own, _ = generated(model, {}, [LENGTHS], kv_cache_dtype="fp8")
+        print("errors", lost, error(own[0], plain[0]))
+        assert lost < error(own[0], plain[0])
 
     # With AMX, vLLM's attention ends the process (SIGILL) if its first step computes few tokens: a prompt of its own comes before.
     second, _ = generated(model, {"host_values": "fp8", **folder}, [[300], LENGTHS], block_size=64)
     assert cached(second[1]) == [WHOLE] * 4
     print("other blocks", error(second[1], first[1]))
-    assert error(second[1], first[1]) < errors[0] / 2  # the same bits of K and V
+    assert error(second[1], first[1]) < lost / 2  # the same bits of K and V
 
     third, log = generated(model, folder, [LENGTHS])
     assert cached(third[0]) == [0] * 4 and error(third[0], plain[0]) == 0
     assert re.search(r"blocks beside these are not used: \w+: .*values: .*fp8 e4m3", log)
     assert len([one for one in tmp_path.iterdir() if one.is_dir()]) == 2
+
+
+@pytest.mark.skipif(not has_avx512(), reason="no AVX-512")
+def test_files_of_a_cache_that_is_quantised_already(models: Models, tmp_path: Path) -> None:
+    """VLLM's own fp8 cache: an engine with other blocks continues with the same bits; one with another cache shares nothing."""
+    model, folder = models("llama"), {"folder": str(tmp_path), "folder_bytes": 1 << 30}
+    first, _ = generated(model, folder, [LENGTHS], kv_cache_dtype="fp8")
+    again, _ = generated(model, folder, [[300], LENGTHS], kv_cache_dtype="fp8", block_size=64)
+    assert cached(first[0]) == [0] * 4 and cached(again[1]) == [WHOLE] * 4
+    plain, log = generated(model, folder, [LENGTHS])
+    assert cached(plain[0]) == [0] * 4 and re.search(r"blocks beside these are not used: \w+: .*float8_e4m3fn", log)
+    print("errors", error(again[1], first[0]), error(plain[0], first[0]))
+    assert error(again[1], first[0]) < error(plain[0], first[0]) / 2
+    assert [one["tokens"] for one in again[1]] == [one["tokens"] for one in first[0]]
 
 
 #: Model, ``kv_connector_extra_config``, arguments of the engine; bytes of a block of a rank; cached tokens of whole chunks.

@@ -216,12 +216,36 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: 
     assert not (tmp_path / "folder").exists()
 
 
-def test_quantised_caches_are_refused(tmp_path: Path) -> None:
+def test_quantised_caches(tmp_path: Path) -> None:
+    """Those with a scale for each layer are stored: whose scales they are is part of the model.  Others are refused by name."""
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    quantised = FullAttentionSpec(**{**FULL, "dtype": torch.uint8}, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
-    with pytest.raises(BindError, match=r"kv_cache_dtype: .*quantised ones are not stored in files"):
-        index(tmp_path, kv_cache_config=caches(quantised))
+    def made(mode: str, cache_dtype: str) -> TierIndex:
+        quantised = FullAttentionSpec(**{**FULL, "dtype": torch.uint8}, kv_quant_mode=KVQuantMode[mode])
+        return index(tmp_path, config(cache_config=SimpleNamespace(cache_dtype=cache_dtype)), caches(quantised))
+
+    [one], [other] = (made("FP8_PER_TENSOR", name)._contents for name in ("fp8", "fp8_e5m2"))
+    assert (one.shape.dtype, other.shape.dtype) == ("float8_e4m3fn", "float8_e5m2")
+    plain = index(tmp_path)._contents[0]
+    assert len({plain.key, one.key, other.key}) == 3 and one.model == other.model != plain.model
+    for mode, cache_dtype in (("FP8_PER_TENSOR", "fp8_inc"), ("INT8_PER_TOKEN_HEAD", "int8_per_token_head")):
+        with pytest.raises(BindError, match=rf"kv_cache_dtype: .* got {mode}; other quantised ones are not stored in files"):
+            made(mode, cache_dtype)
+
+    folder, blocks, names = Folder(tmp_path, one, 1 << 30), np.array([2, 0]), [f"{n:064x}" for n in range(4)]
+    folder.make({})
+    with Pool.allocate(load("universal"), replace(one.shape, nt=32), 3) as host:
+        held = [array.view(np.uint8) for array in host.arrays]
+        for array in held:
+            array[...] = np.random.default_rng(array.size).integers(0, 256, array.shape)  # NaN among them
+        before, shelf = [array.copy() for array in held], Shelf(one, host, range(4))
+        written = shelf.write(folder, blocks, host.digest(blocks), names, [0, 16, 32, 48])
+        for array in held:
+            array[...] = 0
+        read = shelf.read(folder, blocks, names, [0, 16, 32, 48])
+        assert written.good.all() and read.good.all()
+        assert [np.array_equal(*pair) for pair in zip(held, before, strict=True)] == [True, False, True]
+        shelf.close()
 
 
 def test_contents(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheLayout, UniformT
 from vllm.v1.worker.utils import allocate_kv_cache
 
 import kvbm
+from conftest import has_avx512
 from kvbm.engines.vllm import ORDERS, groups
 from kvbm.testing.engines import _kv_cache_planning, vllm_caches, vllm_writes
 
 # vLLM has a library for each kind of CPU; not all have all operators.
-HAS_AVX512 = torch.cpu._is_avx512_supported()
-fp8 = pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512")
-amx = pytest.mark.skipif(not (HAS_AVX512 and torch.cpu._is_avx512_bf16_supported()), reason="no AVX-512 with BF16")
+fp8 = pytest.mark.skipif(not has_avx512(), reason="no AVX-512")
+amx = pytest.mark.skipif(not (has_avx512() and torch.cpu._is_avx512_bf16_supported()), reason="no AVX-512 with BF16")
 
 CASES: list[Any] = [
     ({"dtype": "float32", "isa": "vec"}, "vllm/cpu_vec"),

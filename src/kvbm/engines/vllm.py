@@ -23,7 +23,7 @@ from ..layout.resolved import Resolved
 from ..layout.shapes import BlockShape
 from ..layout.terms import Expression, Pitch
 
-__all__ = ["Group", "groups", "number_of_layer"]
+__all__ = ["Group", "fp8_format", "groups", "number_of_layer"]
 
 #: The orders to which vLLM resolves a layout.
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -371,14 +371,22 @@ def _cpu(vllm_config: Any, known: _Spec, names: Sequence[str]) -> str:
 
 
 def _dtype(vllm_config: Any, known: _Spec, mode: str) -> str:
-    name = str(known.cache_spec.dtype).removeprefix("torch.")
     if mode != "FP8_PER_TENSOR":
-        return name
-    cache_dtype = getattr(known.cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype
+        return str(known.cache_spec.dtype).removeprefix("torch.")
+    name = _cache_dtype(vllm_config, known.cache_spec)
+    if (found := fp8_format(vllm_config, known.cache_spec)) is None:
+        raise known.refuse(f"cache_dtype {name!r}: kvbm does not know this format of eight-bit floats")
+    return found
+
+
+def fp8_format(vllm_config: Any, cache_spec: Any) -> str | None:
+    """The format of a cache of eight-bit floats with one scale for a layer (FP8_PER_TENSOR); None if kvbm does not know it."""
     torch = sys.modules.get("torch")
-    if cache_dtype not in _FP8 or (torch is not None and torch.version.hip):
-        raise known.refuse(f"cache_dtype {cache_dtype!r}: kvbm does not know this format of eight-bit floats")
-    return _FP8[cache_dtype]
+    return None if torch is not None and torch.version.hip else _FP8.get(_cache_dtype(vllm_config, cache_spec))
+
+
+def _cache_dtype(vllm_config: Any, cache_spec: Any) -> str:
+    return str(getattr(cache_spec, "cache_dtype_str", None) or vllm_config.cache_config.cache_dtype)
 
 
 def _pitched(layout: Layout, shape: BlockShape, view: Sequence[int], strides: Sequence[int], what: str) -> Layout:

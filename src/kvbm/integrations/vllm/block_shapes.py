@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+from ...engines.vllm import fp8_format
 from ...errors import BindError
 from ...layout.shapes import BlockShape
 from ..host_values import HostValues
@@ -20,7 +21,7 @@ def cached_groups(kv_cache_config: Any) -> list[Any]:
     return [group for group in kv_cache_config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
 
 
-def block_of(group: Any, setting: str, fate: str) -> BlockShape:
+def block_of(group: Any, setting: str, fate: str, vllm_config: Any = None) -> BlockShape:
     """The shape of a rank's block of a group of vLLM, with all layers of the group.
 
     Parameters
@@ -30,34 +31,43 @@ def block_of(group: Any, setting: str, fate: str) -> BlockShape:
         The setting that asks for it, for messages.
     fate : str
         What happens to other blocks: "it is not …".
+    vllm_config : optional
+        vLLM's object, if caches of eight-bit floats with one scale for a layer are welcome, too.
 
     Raises
     ------
     BindError
-        It is not attention with K and V of one size, or a latent, in the elements of the model.
+        It is not attention with K and V of one size, or a latent, in the elements of the model or such floats.
     """
     what = f"{setting}: layer {group.layer_names[0]!r}"
     whole = group.kv_cache_spec
-    shapes = {_of_layer(one, what, fate) for one in getattr(whole, "kv_cache_specs", {}).values() or [whole]}
+    shapes = {_of_layer(one, what, fate, vllm_config) for one in getattr(whole, "kv_cache_specs", {}).values() or [whole]}
     if len(shapes) != 1:
         raise BindError(f"{what}: expected layers of one size in a group, got {len(shapes)}; they are not {fate}")
     return replace(shapes.pop(), nl=len(group.layer_names))
 
 
-def _of_layer(cache_spec: Any, what: str, fate: str) -> BlockShape:
+def _of_layer(cache_spec: Any, what: str, fate: str, vllm_config: Any) -> BlockShape:
     kind = type(cache_spec)
     if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
         raise BindError(
             f"{what}: expected attention over all tokens, a sliding window or a latent (MLA), got {kind.__name__}; it is not {fate}"
         )
-    if cache_spec.kv_quant_mode.name != "NONE" or getattr(cache_spec, "state_content_bytes", None) is not None:
-        raise BindError(f"{what}: kv_cache_dtype: expected elements as the model has them; quantised ones are not {fate}")
+    mode, dtype = cache_spec.kv_quant_mode.name, str(cache_spec.dtype).removeprefix("torch.")
+    if mode == "FP8_PER_TENSOR" and vllm_config is not None and (known := fp8_format(vllm_config, cache_spec)) is not None:
+        mode, dtype = "NONE", known
+    if mode != "NONE" or getattr(cache_spec, "state_content_bytes", None) is not None:
+        more, others = ("", "") if vllm_config is None else (", or fp8 with one scale for a layer", "other ")
+        raise BindError(
+            f"{what}: kv_cache_dtype: expected elements as the model has them{more}, got {cache_spec.kv_quant_mode.name}; "
+            f"{others}quantised ones are not {fate}"
+        )
     width, width_v = int(cache_spec.head_size), int(cache_spec.head_size_v or cache_spec.head_size)
     is_latent = kind is MLAAttentionSpec
     if getattr(cache_spec, "tokens_per_state", 1) != 1 or not (is_latent or width == width_v):
         raise BindError(f"{what}: expected a state a token, K and V of one size; others are not {fate}")
     halves, heads = (1, 1) if is_latent else (2, int(cache_spec.num_kv_heads))
-    return BlockShape(1, halves, heads, int(cache_spec.block_size), width, str(cache_spec.dtype).removeprefix("torch."))
+    return BlockShape(1, halves, heads, int(cache_spec.block_size), width, dtype)
 
 
 def host_bytes(kv_cache_config: Any, values: HostValues) -> int:

@@ -86,8 +86,14 @@ def stored_model_of(vllm_config: Any, given: str) -> dict[str, Any]:
         model.hf_config.to_dict() if get(model, "hf_config") is not None else {}, files, get(model, "hf_overrides"),
         get(model, "dtype"), (get(model, "quantization"), get(model, "quantization_config")),
         f"named {given}" if given else _weights(model, load, True), int(get(model, "max_model_len") or 0),
-        {"disable_sliding_window": get(model, "disable_sliding_window")},
+        {"disable_sliding_window": get(model, "disable_sliding_window"), "scales of fp8": _scales_of(vllm_config)},
     )  # fmt: skip
+
+
+def _scales_of(vllm_config: Any) -> str:
+    """Whose rule makes the scales of an fp8 cache, which are in no file: vLLM reads them from the weights, or takes 1."""
+    cache_dtype = str(get(get(vllm_config, "cache_config"), "cache_dtype"))
+    return "vLLM" if cache_dtype.startswith("fp8") else ""
 
 
 def _fields(model: Any, load: Any, given: str | None, must: bool) -> dict[str, Any]:

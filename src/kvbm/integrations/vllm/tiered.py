@@ -101,7 +101,7 @@ def contents_of(
         raise BindError("folder: speculative_config: expected none; blocks of a draft model are not stored in files")
     found = []
     for group in cached_groups(kv_cache_config):
-        block = block_of(group, "folder", "stored in files")
+        block = block_of(group, "folder", "stored in files", vllm_config)
         settings.require_blocks(block.nt, f"layer {group.layer_names[0]!r}: ")
         heads = 1 if block.no == 1 else int(model.get_total_num_kv_heads())
         layers = tuple(sorted(number_of_layer(name) for name in group.layer_names))
