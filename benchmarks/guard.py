@@ -61,7 +61,7 @@ def guard(name: str, layout: str, tokens: list[int], sizes: list[int], device: s
                 sides.append((reshard.vllm(shape), 0, pool, Span(np.arange(count), range(length))))
             sender, receiver = sides
             units, stream = range(length // sizes[0]), None if device == "cpu" else _OWN_STREAM
-            convert(sender[2].units(sizes[0]), receiver[2].units(sizes[0]), units, units, stream=stream).synchronize()
+            convert(sender[2].units(sizes[0]), receiver[2].units(sizes[0]), units, units, stream=stream)
             made = _digests(sender, stream)
             keeper = Keeper("127.0.0.1", 0, 10.0, None, is_insecure=False)
             stack.callback(keeper.close)
