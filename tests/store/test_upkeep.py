@@ -47,7 +47,7 @@ def call(*words: object) -> Result:
 
 
 def snapshot(root: Path) -> dict[Path, tuple[int, int]]:
-    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(root.rglob("*"))}
+    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in sorted(root.rglob("*"))}
 
 
 def old(root: Path) -> tuple[Path, Path]:
@@ -97,6 +97,9 @@ DAMAGES: dict[str, tuple[Any, int]] = {
     "another unit": (lambda path: path.write_bytes(next(path.parents[2].rglob(f"{NAMES[5]}/*")).read_bytes()), 14),
     "strange heads": (lambda path: path.rename(path.with_name("heads-3-9.safetensors")), 14),
     "no heads": (lambda path: path.rename(path.with_name("heads-3-2.safetensors")), 14),
+    "zeros before heads": (lambda path: path.rename(path.with_name("heads-00-03.safetensors")), 14),
+    "a link": (lambda path: (path.unlink(), path.symlink_to("nothing")), 14),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), 14),
 }  # fmt: skip
 
 

@@ -137,6 +137,8 @@ def verify(contents: Sequence[Held], progress: Progress | None = None) -> Iterat
         pools: dict[int, Pool] = {}
         for unit in one.units:
             name = Path(unit.path).name
+            for path in folder.strangers(name):
+                yield Wrong(path, BindError(f"{path}: expected a regular file of heads from 0 to {folder.content.shape.nh - 1}"))
             for part in folder.parts(name):
                 try:
                     _verify(folder, name, part, pools)
@@ -152,8 +154,6 @@ def verify(contents: Sequence[Held], progress: Progress | None = None) -> Iterat
 def _verify(folder: Folder, name: str, part: Part, pools: dict[int, Pool]) -> None:
     """Raise an error for a file that is wrong."""
     shape, count = folder.content.shape, part.last - part.first
-    if not 0 <= part.first < part.last <= shape.nh:
-        raise BindError(f"{folder.home(name) / part.name}: expected heads from 0 to {shape.nh - 1}")
     stored, heads = folder.inspect(name, part)
     with stored:
         if count not in pools:
