@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from kvbm import BindError, BlockShape, Pool, load
 from kvbm.cli.app import main
+from kvbm.integrations.host_values import FORMATS, HostValues
 from kvbm.store.folder import Folder, Part
 from kvbm.store.keys import Chain, Content, key_of_json
 from kvbm.store.shelf import Shelf
@@ -116,6 +118,31 @@ def test_every_byte_is_verified(tmp_path: Path, damage: str) -> None:
     done = call("verify", tmp_path, "--json")
     [wrong] = json.loads(done.stdout)["wrong"]
     assert done.exit_code == wrong["exit_code"] == code and NAMES[3] in wrong["path"] and snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rope", [0, 16])
+def test_quantised_values_are_verified(tmp_path: Path, name: str, rope: int) -> None:
+    """Those of K and V, and of a latent, whose layout is not shipped; and each byte of a unit counts."""
+    values, shape = HostValues(name, rope), BlockShape(2, 1, 1, 4, 128 + rope, "bfloat16") if rope else replace(UNIT, hd=32)
+    shape = replace(shape, dtype="bfloat16")
+    content = Content(key_of_json({}), "org/a", (0, 1), shape, values.layout, values.text(shape.dtype))
+    folder, pool = Folder(tmp_path, content), Pool.allocate(values.layout, shape, 2)
+    folder.make({})
+    for array in pool.arrays:
+        array.reshape(-1).view(np.uint8)[...] = np.random.default_rng(4).integers(0, 256, array.nbytes, np.uint8)
+    shelf = Shelf(content, pool, range(shape.nh), threads=1)
+    assert shelf.write(folder, np.arange(2), pool.digest(), NAMES[:2], [0, 4]).good.all()
+    assert list(verify(held(tmp_path))) == [] and held(tmp_path)[0].incomplete() == []
+    done = call("verify", tmp_path)
+    assert done.exit_code == 0 and "2 units" in done.output and json.loads(call("du", tmp_path, "--json").stdout)["incomplete"] == 0
+    [path] = folder.home(NAMES[1]).iterdir()
+    start = path.stat().st_size - values.layout.resolve(shape, 1).nbytes
+    for byte in (start, start + (path.stat().st_size - start) // 2, -1):
+        change(byte)(path)
+        assert call("verify", tmp_path).exit_code == 21
+        change(byte)(path)
+    assert call("verify", tmp_path).exit_code == 0
 
 
 def test_a_content_that_says_what_it_is_not(tmp_path: Path) -> None:

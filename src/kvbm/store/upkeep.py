@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +31,7 @@ from .folder import (
     units_of,
 )
 from .keys import Content
+from .latents import layouts_of_latents
 
 __all__ = ["Held", "Removed", "Wrong", "gc", "held", "verify"]
 
@@ -68,7 +71,7 @@ class Held:
         Raises
         ------
         BindError
-            Its units are not found under this version's rule, or are in a layout that is not shipped.
+            Its units are not found under this version's rule, or are in a layout that is neither shipped nor that of a latent.
         """
         if self.described.problem:
             raise BindError(f"{self.path}: {self.described.problem}")
@@ -78,7 +81,8 @@ class Held:
             values = "" if fields["values"] == shape.dtype else str(fields["values"])
         except (KeyError, TypeError, ValueError, SpecError) as error:
             raise BindError(f"{self.path}: content.json: expected the fields of a content, got {error!r:.200}") from None
-        return Content("", self.described.title, layers, shape, _layout(self.path, str(fields.get("fingerprint"))), values)
+        layout = _layout(self.path, str(fields.get("fingerprint")), shape, values)
+        return Content("", self.described.title, layers, shape, layout, values)
 
     def folder(self) -> Folder:
         """The units as engines see them; raises as `content`."""
@@ -91,13 +95,17 @@ class Held:
         return [unit for unit in self.units if cover(folder.parts(Path(unit.path).name), 0, heads) is None]
 
 
-def _layout(path: Path, fingerprint: str) -> Layout:
-    for one in layouts.load_dir(layouts.layouts_dir()):
+def _layout(path: Path, fingerprint: str, shape: BlockShape, values: str) -> Layout:
+    """A shipped layout, or that of a latent with such values."""
+    rope = re.search(r"\bthe last ([0-9]{1,6}) elements of the latent\b", values)
+    for one in itertools.chain(
+        layouts.load_dir(layouts.layouts_dir()), layouts_of_latents(shape.hd, int(rope[1])) if rope else ()
+    ):
         if one.fingerprint == fingerprint:
             return one
     raise BindError(
-        f"{path}: content.json: fingerprint: expected that of a shipped layout, got {fingerprint:.40}: its units cannot be read "
-        "here"
+        f"{path}: content.json: fingerprint: expected that of a shipped layout or of a quantised latent, got {fingerprint:.40}: "
+        "its units cannot be read here"
     )
 
 
