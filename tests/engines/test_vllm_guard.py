@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ class Caches:
     """Two groups, in place of those of vLLM: one whose blocks come in order, and one behind a window."""
 
     rank = 0
+    whole = frozenset({"0.0"})
 
     def __init__(self, nt: int) -> None:
         shape = replace(MODEL, nt=nt)
@@ -203,6 +205,41 @@ def test_without_an_answer_a_load_has_failed(both: Both, what: str, caplog: pyte
         prefill.worker._keeper.close()  # type: ignore[union-attr]
     decode.loads(replace(origin, key="none") if what == "another key" else origin)
     assert decode.came() and "it cannot be compared" in caplog.text
+
+
+@pytest.fixture
+def dead() -> Iterator[Origin]:
+    """An engine that takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        yield Origin("k", "127.0.0.1", there.getsockname()[1], 1, TOKENS, "")
+
+
+def test_who_waits_for_a_dead_engine_stops_nobody_else(side: Callable[..., Side], dead: Origin) -> None:
+    """Neither what was computed here, which others ask for, nor loads from engines that live."""
+    prefill, decode = side(4), side(8)
+    prefill.put()
+    decode.put()
+    decode.worker.begin(GuardMetadata(checks={
+        f"lost {at}": Check(dead, decode.caches.blocks, 0, TOKENS, is_async=True) for at in range(8)
+    }))  # fmt: skip
+    decode.worker.results(KVConnectorTransferResults(finished_recving={f"lost {at}" for at in range(8)}))
+    begin = time.monotonic()
+    for one in (prefill, decode):
+        one.worker.begin(GuardMetadata(takes={"r": Take("k", one.caches.blocks, TOKENS, True)}))
+    decode.loads(Origin("k", "127.0.0.1", prefill.port, 1, TOKENS, ""))
+    assert not decode.came()
+    decode.loads(Origin("k", "127.0.0.1", decode.port, 1, TOKENS, ""))  # as a third engine would ask
+    assert not decode.came() and time.monotonic() - begin < 4.0  # the others have 5 s
+
+
+def test_loads_of_a_step_wait_together(side: Callable[..., Side], dead: Origin) -> None:
+    decode = side(8, check_seconds=1.0)
+    decode.put()
+    checks = {f"lost {at}": Check(dead, decode.caches.blocks, 0, TOKENS, is_async=False) for at in range(6)}
+    decode.worker.begin(GuardMetadata(checks=checks))
+    begin = time.monotonic()
+    decode.worker.results(KVConnectorTransferResults())
+    assert time.monotonic() - begin < 4.0 and decode.worker.take_wrong_blocks() == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("wrong", [-1, 17])

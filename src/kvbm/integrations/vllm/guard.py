@@ -38,8 +38,9 @@ __all__ = ["KvbmGuard"]
 #: The parameter of a request in which the engine that prefills says where its digests are.
 PARAMETER = "kvbm_guard"
 
-#: Threads that compare loads.  Digests of one load are computed by one thread.
-_THREADS = 2
+#: Threads that compute digests, those of one request on one of them; and threads that wait for the answers of other engines.
+#: Engines ask each other, so whoever waits for an answer must not keep others from computing theirs.
+_DIGESTING, _WAITING = 2, 32
 
 #: Seconds after which differing digests are computed again: the connector may have said too early that it has loaded.
 _SETTLE = 0.25
@@ -80,9 +81,9 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     ``kv_connector_extra_config``: ``guarded``, the other connector's ``--kv-transfer-config`` (without ``engine_id``);
     ``host`` (``127.0.0.1``), address of this machine for the other engine; ``port`` (14700), where a worker listens, plus its rank;
-    ``check_seconds`` (10), time limit of a comparison; ``secret_file``, a file with a secret that all engines share; ``insecure``
-    (false), listen at a public address without a secret; ``unguarded`` (``"compute"``), what is done with a load whose digests
-    nobody has: ``"compute"`` it here, or ``"load"`` it all the same.
+    ``check_seconds`` (10), time limit of the other engine's digests; ``secret_file``, a file with a secret that all engines share;
+    ``insecure`` (false), listen at a public address without a secret; ``unguarded`` (``"compute"``), what is done with a load whose
+    digests nobody has: ``"compute"`` it here, or ``"load"`` it all the same.
 
     Both engines need the guard.  ``kv_load_failure_policy`` says what is done with a load that is wrong.
 
@@ -390,7 +391,8 @@ class _Worker:
         self._secret = None if file is None else Secret.read(file)
         self._caches: Caches | None = None
         self._keeper: Keeper | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, "kvbm guard")
+        self._threads = ThreadPoolExecutor(_DIGESTING, "kvbm guard")
+        self._waiting = ThreadPoolExecutor(_WAITING, "kvbm guard compares")
         self._local = threading.local()
         self._takes: dict[str, tuple[Take, Future[None]]] = {}
         self._sent: set[str] = set()  # the connector has sent them
@@ -454,17 +456,20 @@ class _Worker:
     def _compare(self, check: Check, queued: Any) -> str:
         """What is wrong with a load; empty if nothing is."""
         assert self._caches is not None
+        caches = self._caches
         try:
-            spans = self._caches.spans(check.blocks, check.last, check.first)
+            spans = caches.spans(check.blocks, check.last, check.first)
 
-            def own() -> dict[str, tuple[Kept, int]]:
-                assert self._caches is not None
+            def digested() -> dict[str, tuple[Kept, int]]:
                 return {
-                    name: (self._digests(name, span, queued), self._caches.groups[name][1].shape.nt)
+                    name: (self._digests(name, span, queued), caches.groups[name][1].shape.nt)
                     for name, span in spans.items()
                 }
 
-            return compare(own, check.origin, self._seconds, self._secret, _SETTLE)
+            def own() -> dict[str, tuple[Kept, int]]:
+                return self._threads.submit(digested).result()
+
+            return compare(own, check.origin, self._seconds, self._secret, _SETTLE, caches.whole)
         except Exception as error:  # no answer is as bad as a wrong one
             return f"it cannot be compared: {failed(error)}"
 
@@ -477,9 +482,10 @@ class _Worker:
                 del self._takes[name]
                 self._sent.discard(name)
                 found.finished_sending.add(name)
-        for name in [name for name, check in self._checks.items() if not check.is_async]:
-            check = self._checks.pop(name)
-            if why := self._compare(check, self._queued()):  # the step has used it: vLLM must know at its end
+        during = [(name, self._checks.pop(name)) for name in [*self._checks] if not self._checks[name].is_async]
+        waited = [self._waiting.submit(self._compare, check, self._queued()) for _, check in during]
+        for (name, check), compared in zip(during, waited, strict=True):  # the step has used it: vLLM must know at its end
+            if why := compared.result():
                 self._wrong_blocks |= self._blocks_of(check)
                 self._tell(name, why)
             self.counts["failed" if why else "compared"] += 1
@@ -487,7 +493,7 @@ class _Worker:
             check_of = self._checks.pop(name, None)
             if check_of is not None and name not in found.failed_recving:
                 found.finished_recving.discard(name)
-                self._comparing[name] = self._threads.submit(self._compare, check_of, self._queued())
+                self._comparing[name] = self._waiting.submit(self._compare, check_of, self._queued())
         for name, comparing in list(self._comparing.items()):
             if comparing.done():
                 del self._comparing[name]
@@ -520,6 +526,7 @@ class _Worker:
         """End threads and the port."""
         if self._keeper is not None:
             self._keeper.close()
+        self._waiting.shutdown(wait=True, cancel_futures=True)
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
