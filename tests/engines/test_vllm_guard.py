@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as PromCounter
 from test_vllm_disaggregated import PLAIN, STOCK, are_right, disaggregated
+from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -32,6 +37,7 @@ from kvbm.integrations.vllm.guard import (
     _Worker,
 )
 from kvbm.integrations.vllm.guarding import Origin
+from kvbm.integrations.vllm.metrics import GUARD_COUNTERS, ConnectorStats
 from ports import free_ports
 
 Models = Callable[[str], Path]
@@ -148,11 +154,15 @@ def both(side: Callable[..., Side]) -> tuple[Side, Side, Origin]:
 Both = tuple[Side, Side, Origin]
 
 
+def counted(side: Side) -> dict[str, float]:
+    return {name: count for name, count in side.worker.counts.items() if name != "seconds"}
+
+
 def test_a_right_load_is_used(both: Both) -> None:
     _, decode, origin = both
     decode.put()
     decode.loads(origin)
-    assert not decode.came() and decode.worker.counts == {"compared": 1}
+    assert not decode.came() and counted(decode) == {"compared": 1}
 
 
 @pytest.mark.parametrize("what", ["another value", "in part", "not at all", "of another prompt's end"])
@@ -162,7 +172,7 @@ def test_a_wrong_load_has_failed(both: Both, what: str, caplog: pytest.LogCaptur
         wrong = {"another value": 17, "of another prompt's end": 29}.get(what, -1)
         decode.put(last=20 if what == "in part" else TOKENS, wrong=wrong)
     decode.loads(origin)
-    assert decode.came() and decode.worker.counts == {"failed": 1}
+    assert decode.came() and counted(decode) == {"differing": 1}
     assert "request q: what Other has loaded is not used: " in caplog.text and "digests of blocks differ" in caplog.text
 
 
@@ -204,7 +214,7 @@ def test_without_an_answer_a_load_has_failed(both: Both, what: str, caplog: pyte
     if what == "nobody there":
         prefill.worker._keeper.close()  # type: ignore[union-attr]
     decode.loads(replace(origin, key="none") if what == "another key" else origin)
-    assert decode.came() and "it cannot be compared" in caplog.text
+    assert decode.came() and "it cannot be compared" in caplog.text and counted(decode) == {"unanswered": 1}
 
 
 @pytest.fixture
@@ -273,6 +283,8 @@ def test_what_cannot_be_digested_is_said(both: Both, monkeypatch: pytest.MonkeyP
     decode.put()
     decode.loads(replace(origin, key="l"))
     assert decode.came() and "it has no digests: ZeroDivisionError" in caplog.text
+    prefill.worker.results(KVConnectorTransferResults())
+    assert counted(prefill) == {"undigested": 1} and counted(decode) == {"unanswered": 1}
 
 
 # ---- the scheduler -------------------------------------------------------------------------------------------------------
@@ -366,7 +378,7 @@ def test_loads_that_cannot_be_compared(what: str, unguarded: str, caplog: pytest
     assert not scheduler.step_metadata(None).checks and inner.allocated == [0]
     says = {"nothing": "the router must pass all", "another prompt": "tokens: the other engine prefilled another prompt",
             "more tokens": "digests are there to 30"}  # fmt: skip
-    assert caplog.text.count(says.get(what, "several groups")) == 1
+    assert caplog.text.count(says.get(what, "several groups")) == 1 and scheduler.counts == {"unguarded": 1}
 
 
 def test_a_failed_load_is_computed_and_not_loaded_again() -> None:
@@ -400,6 +412,55 @@ def test_all_of_the_interface_is_passed_on() -> None:
     made: Any = KvbmGuard.__new__(KvbmGuard)
     made._inner = SimpleNamespace(has_pending_push_work=lambda: "passed", requires_kv_delivery="so", else_where=3)
     assert (made.has_pending_push_work(), made.requires_kv_delivery, made.else_where) == ("passed", "so", 3)
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------------
+
+
+INNER = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
+
+
+def counting(loaded: int) -> Any:
+    """Another connector with counts of its own."""
+    return SimpleNamespace(get_kv_connector_stats=lambda: ConnectorStats({"loaded": loaded}) if loaded else None)
+
+
+def stats_of(inner: Any, worker: Any = None, scheduler: Any = None) -> Any:
+    made: Any = KvbmGuard.__new__(KvbmGuard)
+    made._inner, made._worker, made._scheduler, made._named = inner, worker, scheduler, list(INNER.values())
+    return made.get_kv_connector_stats()
+
+
+def test_counts_of_both_come_to_prometheus(both: Both) -> None:
+    """As vLLM passes them on: of each worker and of the scheduler, added up, as texts to another process, to counters an engine."""
+    _, decode, origin = both
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (PromCounter, Gauge, Histogram)}
+    transfer = KVTransferConfig(
+        kv_connector="KvbmGuard", kv_connector_module_path="kvbm.integrations.vllm", kv_role="kv_both",
+        kv_connector_extra_config={"guarded": INNER},
+    )  # fmt: skip
+    made = KvbmGuard.build_prom_metrics(SimpleNamespace(kv_transfer_config=transfer), types, ["engine"], {0: ["0"], 1: ["1"]})
+    decode.put()
+    decode.loads(origin)
+    assert not decode.came()
+    scheduler = scheduler_of(Matching())
+    scheduler.matched(request({}), 0)
+    stats = stats_of(counting(1), decode.worker).aggregate(stats_of(counting(2), SimpleNamespace(counts={"compared": 2.0})))
+    stats = stats.aggregate(stats_of(counting(0), None, scheduler))
+    assert stats_of(counting(0), decode.worker) is stats_of(counting(0), None, scheduler) is None
+    sent = json.loads(json.dumps(stats.to_dict()))
+    more = KvbmGuard.build_kv_connector_stats()
+    assert more.is_empty() and not stats.is_empty()
+    again = more.aggregate(KvbmGuard.build_kv_connector_stats(sent))
+    said = again.reduce()
+    assert said["guard_compared_loads"] == 3 and said["guard_unguarded_requests"] == 1 and said["loaded_requests"] == 3
+    made.observe(again.to_dict(), 1)
+    made.observe({}, 0)
+    text = generate_latest(registry).decode()
+    assert 'vllm:kvbm_guard_compared_loads_total{engine="1"} 3.0' in text
+    assert 'vllm:kvbm_loaded_requests_total{engine="1"} 3.0' in text
+    assert all(f"{title}_total{{" in text for title, _ in GUARD_COUNTERS.values())
 
 
 # ---- two engines ---------------------------------------------------------------------------------------------------------

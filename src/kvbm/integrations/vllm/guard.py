@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections import Counter
+import time
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.config.kv_transfer import KVTransferConfig
@@ -30,6 +31,7 @@ from .failures import FailedLoads
 from .guarding import Keeper, Kept, Origin, compare, digests_of, failed, new_start
 from .identity import differing, inputs_of
 from .log import logger
+from .metrics import GuardPromMetrics, GuardStats
 from .scheduling import count_of, host_of, seconds_of
 from .setting_names import require_settings
 
@@ -44,6 +46,24 @@ _DIGESTING, _WAITING = 2, 32
 
 #: Seconds after which differing digests are computed again: the connector may have said too early that it has loaded.
 _SETTLE = 0.25
+
+
+class Compared(NamedTuple):
+    """The result of a comparison.
+
+    Attributes
+    ----------
+    what : {"compared", "differing", "unanswered"}
+        Name of a counter.
+    why : str
+        What is wrong; empty if nothing is.
+    seconds : float
+        Time that it took.
+    """
+
+    what: str
+    why: str
+    seconds: float
 
 
 @dataclass
@@ -97,7 +117,9 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, "KvbmGuard")
-        self._inner = KVConnectorFactory.create_connector(_inner_config(vllm_config), role, kv_cache_config)
+        inner = _inner_config(vllm_config)
+        self._inner = KVConnectorFactory.create_connector(inner, role, kv_cache_config)
+        self._named = [inner.kv_transfer_config.kv_connector, inner.kv_transfer_config.kv_connector_module_path]
         self._scheduler = _Scheduler(vllm_config, self._inner, kv_cache_config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = _Worker(vllm_config, self._inner, kv_cache_config) if role == KVConnectorRole.WORKER else None
 
@@ -126,17 +148,30 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(KVConnectorFactory.get_connector_class(transfer).supports_sleep_mode(transfer))
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:  # noqa: ARG003
-        """None: counts of the guarded connector have no class here."""
-        return None
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GuardStats:
+        """Also in a process that has only what `GuardStats.to_dict` said: the class of the guarded connector makes its part."""
+        found = GuardStats({**(data or {})})
+        if isinstance(said := found.data.get("guarded"), dict):
+            name, module = found.data["connector"]
+            transfer = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
+            found.data["guarded"] = KVConnectorFactory.get_connector_class(transfer).build_kv_connector_stats(said)
+        return found
 
     @classmethod
-    def build_prom_metrics(cls, *_: Any, **__: Any) -> Any:
-        return None
+    def build_prom_metrics(cls, vllm_config: Any, *given: Any) -> GuardPromMetrics:
+        inner = _inner_config(vllm_config)
+        found = KVConnectorFactory.get_connector_class(inner.kv_transfer_config).build_prom_metrics(inner, *given)
+        return GuardPromMetrics(found, vllm_config, *given)
 
-    def get_kv_connector_stats(self) -> Any:
-        self._inner.get_kv_connector_stats()  # else it would keep them for ever
-        return None
+    def get_kv_connector_stats(self) -> GuardStats | None:
+        """Counts since the last call, of this side of the guard and of the guarded connector; None if nothing was counted."""
+        side = self._scheduler or self._worker
+        assert side is not None
+        counts, side.counts = side.counts, defaultdict(float)
+        data: dict[str, Any] = {"guard": dict(counts)} if counts else {}
+        if (said := self._inner.get_kv_connector_stats()) is not None:
+            data |= {"guarded": said, "connector": self._named}
+        return GuardStats(data) if data else None
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------------
 
@@ -293,6 +328,7 @@ class _Scheduler:
         self._ours: set[str] = set()  # requests whose blocks the guard alone holds
         self._failed = FailedLoads()
         self._refused: set[str] = set()
+        self.counts: defaultdict[str, float] = defaultdict(float)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """What the connector would load, unless nothing can be compared with it."""
@@ -319,6 +355,7 @@ class _Scheduler:
         except BindError as error:
             if request.request_id not in self._refused:
                 self._refused.add(request.request_id)
+                self.counts["unguarded"] += 1
                 done = "it is computed here" if self._must else "it is loaded, and not compared"
                 logger.warning("request %s: %s: %s", printable(str(request.request_id)), done, str(error))
             return (0, False) if self._must else self._failed.defer(found)
@@ -397,9 +434,10 @@ class _Worker:
         self._takes: dict[str, tuple[Take, Future[None]]] = {}
         self._sent: set[str] = set()  # the connector has sent them
         self._checks: dict[str, Check] = {}
-        self._comparing: dict[str, Future[str]] = {}
+        self._comparing: dict[str, Future[Compared]] = {}
         self._wrong_blocks: set[int] = set()
-        self.counts: Counter[str] = Counter()
+        self._undigested: list[str] = []  # appended by threads
+        self.counts: defaultdict[str, float] = defaultdict(float)
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Bind the caches, and listen."""
@@ -437,6 +475,7 @@ class _Worker:
             }
         except Exception as error:  # whatever it is, others must not wait for it
             logger.warning("kvbm guard: a request that was computed here has no digests: %s", failed(error))
+            self._undigested.append(take.key)
             found = f"it has no digests: {failed(error)}"
         self._keeper.put(take.key, found)
 
@@ -453,10 +492,10 @@ class _Worker:
             self._local.stream = sys.modules["torch"].cuda.Stream(device, priority=0)
         return self._local.stream
 
-    def _compare(self, check: Check, queued: Any) -> str:
-        """What is wrong with a load; empty if nothing is."""
+    def _compare(self, check: Check, queued: Any) -> Compared:
+        """Compare a load with the digests of the engine that computed it."""
         assert self._caches is not None
-        caches = self._caches
+        caches, begin = self._caches, time.monotonic()
         try:
             spans = caches.spans(check.blocks, check.last, check.first)
 
@@ -469,9 +508,11 @@ class _Worker:
             def own() -> dict[str, tuple[Kept, int]]:
                 return self._threads.submit(digested).result()
 
-            return compare(own, check.origin, self._seconds, self._secret, _SETTLE, caches.whole)
+            why = compare(own, check.origin, self._seconds, self._secret, _SETTLE, caches.whole)
+            what = "differing" if why else "compared"
         except Exception as error:  # no answer is as bad as a wrong one
-            return f"it cannot be compared: {failed(error)}"
+            what, why = "unanswered", f"it cannot be compared: {failed(error)}"
+        return Compared(what, why, time.monotonic() - begin)
 
     def results(self, found: KVConnectorTransferResults) -> KVConnectorTransferResults:
         """The connector's results, without those that are not digested or not compared yet."""
@@ -485,10 +526,8 @@ class _Worker:
         during = [(name, self._checks.pop(name)) for name in [*self._checks] if not self._checks[name].is_async]
         waited = [self._waiting.submit(self._compare, check, self._queued()) for _, check in during]
         for (name, check), compared in zip(during, waited, strict=True):  # the step has used it: vLLM must know at its end
-            if why := compared.result():
+            if self._is_wrong(name, compared.result()):
                 self._wrong_blocks |= self._blocks_of(check)
-                self._tell(name, why)
-            self.counts["failed" if why else "compared"] += 1
         for name in list(found.finished_recving):
             check_of = self._checks.pop(name, None)
             if check_of is not None and name not in found.failed_recving:
@@ -498,15 +537,21 @@ class _Worker:
             if comparing.done():
                 del self._comparing[name]
                 found.finished_recving.add(name)
-                if why := comparing.result():
+                if self._is_wrong(name, comparing.result()):
                     found.failed_recving.add(name)
-                    self._tell(name, why)
-                self.counts["failed" if why else "compared"] += 1
+        while self._undigested:
+            self._undigested.pop()
+            self.counts["undigested"] += 1
         return found
 
-    def _tell(self, name: str, why: str) -> None:
-        kind = self._config.kv_transfer_config.kv_connector_extra_config["guarded"]["kv_connector"]
-        logger.warning("request %s: what %s has loaded is not used: %s", printable(name), printable(str(kind)), why)
+    def _is_wrong(self, name: str, compared: Compared) -> bool:
+        """Count a comparison, and say in the log what is wrong."""
+        self.counts[compared.what] += 1
+        self.counts["seconds"] += compared.seconds
+        if compared.why:
+            kind = self._config.kv_transfer_config.kv_connector_extra_config["guarded"]["kv_connector"]
+            logger.warning("request %s: what %s has loaded is not used: %s", printable(name), printable(str(kind)), compared.why)
+        return bool(compared.why)
 
     def _blocks_of(self, check: Check) -> set[int]:
         assert self._caches is not None
