@@ -146,8 +146,7 @@ class Folder:
 
     def strangers(self, name: str) -> list[Path]:
         """What looks like a file of a unit by its name, and is none of `parts`."""
-        known = {part.name for part in self.parts(name)}
-        return [Path(file.path) for file in _files(self.home(name)) if _PART.fullmatch(file.name) and file.name not in known]
+        return [Path(file.path) for file in _files(self.home(name)) if _PART.fullmatch(file.name) and self._part(file) is None]
 
     def holds(self, name: str, part: Part | None = None) -> bool:
         """True if files hold some heads of a unit; all of them if not given.  Their contents are checked when they are read."""
