@@ -185,6 +185,22 @@ def test_room_by_age_and_size(tmp_path: Path) -> None:
     assert call("gc", tmp_path).exit_code == call("gc", tmp_path, "--older-than", "soon").exit_code == 2
 
 
+def test_a_clock_that_was_wrong(tmp_path: Path) -> None:
+    """Times of the future do not keep units for ever: they go first by size; by age they stay, as this clock may be wrong."""
+    folder = stored(tmp_path)
+    [path] = folder.home(NAMES[9]).iterdir()
+    os.utime(path, (time.time() + 10 * 365 * 86400,) * 2)
+    [path] = folder.home(NAMES[0]).iterdir()
+    os.utime(path, (time.time() + 60,) * 2)  # another machine's clock
+    assert gc(tmp_path, older_than=3600 * 12.5).units == 3 and all(map(folder.holds, NAMES[:13]))
+    each = held(tmp_path)[0].nbytes // 13
+    assert gc(tmp_path, to_bytes=12 * each).units == 1
+    assert [name for name in NAMES[:13] if not folder.holds(name)] == [NAMES[9]]
+    os.utime(next(folder.home(NAMES[5]).iterdir()), (time.time() + 86400,) * 2)
+    folder.most_bytes = 12 * each - 1
+    assert folder.trim() == each and not folder.holds(NAMES[5]) and folder.holds(NAMES[12])
+
+
 def test_contents_of_other_rules(tmp_path: Path) -> None:
     """They go as a whole, and the others stay."""
     folder = stored(tmp_path)

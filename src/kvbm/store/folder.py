@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from .keys import RULE, Content, key_of_json
 from .open_file import Opened
 
 __all__ = [
-    "Described", "Folder", "Part", "Unit", "alone", "cover", "described", "folders_of", "forget",
+    "Described", "Folder", "Part", "Unit", "alone", "by_use", "cover", "described", "folders_of", "forget",
     "old_units_of", "remove", "touch", "units_of",
 ]  # fmt: skip
 
@@ -277,7 +277,7 @@ class Folder:
         with alone(self.folder) as is_alone:
             if not is_alone:
                 return 0
-            units = sorted(unit for one in folders_of(self.folder) for unit in units_of(one, clear=True))
+            units = by_use(unit for one in folders_of(self.folder) for unit in units_of(one, clear=True))
             total = sum(unit.nbytes for unit in units)
             if total <= self.most_bytes:
                 return 0
@@ -320,6 +320,16 @@ class Unit(NamedTuple):
     used: float
     nbytes: int
     path: str
+
+
+def by_use(units: Iterable[Unit]) -> list[Unit]:
+    """Units in the order in which they are removed: the least recently used first.
+
+    A time in the future is that of a clock that was wrong, and says nothing.  Such units come first: else they would stay for
+    years, and all others would go in their place.
+    """
+    latest = time.time() + _LOST_SECONDS  # clocks of machines differ a little
+    return sorted(units, key=lambda unit: (unit.used <= latest, unit))
 
 
 def folders_of(folder: Path) -> list[str]:

@@ -22,6 +22,7 @@ from .folder import (
     Part,
     Unit,
     alone,
+    by_use,
     cover,
     described,
     folders_of,
@@ -229,13 +230,14 @@ def gc(
         if not is_alone:
             raise BindError(f"{folder}: another process removes files there at the moment; try again")
         contents = held(folder)
-        units = sorted((unit, bool(one.described.problem)) for one in contents for unit in one.units)
-        left, now = sum(unit.nbytes for unit, _ in units), time.time()
+        others = {unit.path for one in contents for unit in one.units if one.described.problem}
+        units = by_use(unit for one in contents for unit in one.units)
+        left, now = sum(unit.nbytes for unit in units), time.time()
         count, nbytes = 0, 0
-        for unit, is_other in units:
+        for unit in units:
             is_old = older_than is not None and now - unit.used > older_than
             is_over = to_bytes is not None and left > to_bytes
-            if not (is_old or is_over or (is_other and other_rules)):
+            if not (is_old or is_over or (other_rules and unit.path in others)):
                 continue
             gone = unit.nbytes if dry_run else remove(unit)
             count, nbytes, left = count + (gone == unit.nbytes), nbytes + gone, left - gone
