@@ -217,7 +217,8 @@ def test_a_secret(sender: Sender, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [
-    {"group": "1.0"}, {"heads": [9]}, {"heads": 3}, {"first": -1}, {"last": 31}, {"step": 0}, {"step": 1.5}, {"first": True},
+    {"group": "1.0"}, {"heads": [9]}, {"heads": 3}, {"heads": [0] * 5}, {"heads": [[0]]}, {"heads": [True]},
+    {"first": -1}, {"last": 31}, {"step": 0}, {"step": 1.5}, {"first": True},
 ])  # fmt: skip
 def test_questions_that_are_none_are_refused(sender: Sender, asked: dict[str, Any]) -> None:
     origin = sender()

@@ -150,7 +150,7 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GuardStats:
         """Also in a process that has only what `GuardStats.to_dict` said: the class of the guarded connector makes its part."""
-        found = GuardStats({**(data or {})})
+        found = GuardStats({**(data or {}), "guard": dict((data or {}).get("guard", {}))})
         if isinstance(said := found.data.get("guarded"), dict):
             name, module = found.data["connector"]
             transfer = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
@@ -158,8 +158,10 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return found
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, *given: Any) -> GuardPromMetrics:
-        inner = _inner_config(vllm_config)
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> GuardPromMetrics:
+        inner, given = _inner_config(vllm_config), (metric_types, labelnames, per_engine_labelvalues)
         found = KVConnectorFactory.get_connector_class(inner.kv_transfer_config).build_prom_metrics(inner, *given)
         return GuardPromMetrics(found, vllm_config, *given)
 

@@ -152,8 +152,8 @@ class Keeper:
             one = kept.get(str(asked["group"]))
             heads, (first, last, step) = asked["heads"], (asked[name] for name in ("first", "last", "step"))
             if (
-                one is None or not isinstance(heads, list) or not set(heads) <= set(one.heads)
-                or any(type(number) is not int for number in (first, last, step))
+                one is None or not isinstance(heads, list) or any(type(number) is not int for number in (*heads, first, last, step))
+                or not set(heads) <= set(one.heads) or len(heads) > len(one.heads)  # each once, or it takes much memory
                 or not (one.first <= first <= last <= one.last and step > 0) or (last - first) // step > _MOST_IN_MESSAGE
             ):  # fmt: skip
                 raise BindError(f"{talk.peer}: expected a group, heads and tokens that are here, got {asked!r:.200}")
