@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from kvbm.integrations.vllm.guard import (
     GuardMetadata,
     KvbmGuard,
     Take,
+    _require_count,
     _Scheduler,
     _transfer_of,
     _Worker,
@@ -403,6 +405,15 @@ def test_who_is_aborted_while_it_is_loaded_has_no_digests() -> None:
 def test_what_is_guarded_must_be_said(guarded: Any) -> None:
     with pytest.raises(BindError, match="kv_connector_extra_config: guarded: "):
         _transfer_of({"guarded": guarded})
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "is_right"), [(None, 2, True), (2, 2, True), (1, 1, True), (1, 2, False), (4, 2, False)]
+)
+def test_all_workers_say_that_a_request_has_ended(count: int | None, workers: int, is_right: bool) -> None:
+    """Else vLLM frees its blocks after the first one, and others digest what is computed into them."""
+    with nullcontext() if is_right else pytest.raises(BindError, match=f"all {workers} workers say .* got one of which {count} do"):
+        _require_count(SimpleNamespace(get_finished_count=lambda: count), workers)
 
 
 def test_all_of_the_interface_is_passed_on() -> None:

@@ -119,6 +119,7 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         require_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, "KvbmGuard")
         inner = _inner_config(vllm_config)
         self._inner = KVConnectorFactory.create_connector(inner, role, kv_cache_config)
+        _require_count(self._inner, int(vllm_config.parallel_config.world_size))
         self._named = [inner.kv_transfer_config.kv_connector, inner.kv_transfer_config.kv_connector_module_path]
         self._scheduler = _Scheduler(vllm_config, self._inner, kv_cache_config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = _Worker(vllm_config, self._inner, kv_cache_config) if role == KVConnectorRole.WORKER else None
@@ -302,6 +303,15 @@ def _inner_config(vllm_config: Any) -> Any:
     made = copy.copy(vllm_config)
     made.kv_transfer_config = _transfer_of(transfer.kv_connector_extra_config, **usual)
     return made
+
+
+def _require_count(inner: Any, workers: int) -> None:
+    """Each worker must say that a request has ended: blocks are given back when all have said it, and digested until then."""
+    if (count := inner.get_finished_count()) not in (None, workers):
+        raise BindError(
+            f"kv_connector_extra_config: guarded: {type(inner).__name__}: expected one of whose requests all {workers} workers say "
+            f"that they have ended, got one of which {count} do: blocks would be reused while others digest them"
+        )
 
 
 def _port_of(config: Any) -> int:
