@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as PromCounter
 from test_vllm_disaggregated import PLAIN, STOCK, are_right, disaggregated
+from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorTransferResults
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -26,11 +33,13 @@ from kvbm.integrations.vllm.guard import (
     GuardMetadata,
     KvbmGuard,
     Take,
+    _require_count,
     _Scheduler,
     _transfer_of,
     _Worker,
 )
 from kvbm.integrations.vllm.guarding import Origin
+from kvbm.integrations.vllm.metrics import GUARD_COUNTERS, ConnectorStats
 from ports import free_ports
 
 Models = Callable[[str], Path]
@@ -51,6 +60,7 @@ class Caches:
     """Two groups, in place of those of vLLM: one whose blocks come in order, and one behind a window."""
 
     rank = 0
+    whole = frozenset({"0.0"})
 
     def __init__(self, nt: int) -> None:
         shape = replace(MODEL, nt=nt)
@@ -146,11 +156,15 @@ def both(side: Callable[..., Side]) -> tuple[Side, Side, Origin]:
 Both = tuple[Side, Side, Origin]
 
 
+def counted(side: Side) -> dict[str, float]:
+    return {name: count for name, count in side.worker.counts.items() if name != "seconds"}
+
+
 def test_a_right_load_is_used(both: Both) -> None:
     _, decode, origin = both
     decode.put()
     decode.loads(origin)
-    assert not decode.came() and decode.worker.counts == {"compared": 1}
+    assert not decode.came() and counted(decode) == {"compared": 1}
 
 
 @pytest.mark.parametrize("what", ["another value", "in part", "not at all", "of another prompt's end"])
@@ -160,7 +174,7 @@ def test_a_wrong_load_has_failed(both: Both, what: str, caplog: pytest.LogCaptur
         wrong = {"another value": 17, "of another prompt's end": 29}.get(what, -1)
         decode.put(last=20 if what == "in part" else TOKENS, wrong=wrong)
     decode.loads(origin)
-    assert decode.came() and decode.worker.counts == {"failed": 1}
+    assert decode.came() and counted(decode) == {"differing": 1}
     assert "request q: what Other has loaded is not used: " in caplog.text and "digests of blocks differ" in caplog.text
 
 
@@ -202,7 +216,42 @@ def test_without_an_answer_a_load_has_failed(both: Both, what: str, caplog: pyte
     if what == "nobody there":
         prefill.worker._keeper.close()  # type: ignore[union-attr]
     decode.loads(replace(origin, key="none") if what == "another key" else origin)
-    assert decode.came() and "it cannot be compared" in caplog.text
+    assert decode.came() and "it cannot be compared" in caplog.text and counted(decode) == {"unanswered": 1}
+
+
+@pytest.fixture
+def dead() -> Iterator[Origin]:
+    """An engine that takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        yield Origin("k", "127.0.0.1", there.getsockname()[1], 1, TOKENS, "")
+
+
+def test_who_waits_for_a_dead_engine_stops_nobody_else(side: Callable[..., Side], dead: Origin) -> None:
+    """Neither what was computed here, which others ask for, nor loads from engines that live."""
+    prefill, decode = side(4), side(8)
+    prefill.put()
+    decode.put()
+    decode.worker.begin(GuardMetadata(checks={
+        f"lost {at}": Check(dead, decode.caches.blocks, 0, TOKENS, is_async=True) for at in range(8)
+    }))  # fmt: skip
+    decode.worker.results(KVConnectorTransferResults(finished_recving={f"lost {at}" for at in range(8)}))
+    begin = time.monotonic()
+    for one in (prefill, decode):
+        one.worker.begin(GuardMetadata(takes={"r": Take("k", one.caches.blocks, TOKENS, True)}))
+    decode.loads(Origin("k", "127.0.0.1", prefill.port, 1, TOKENS, ""))
+    assert not decode.came()
+    decode.loads(Origin("k", "127.0.0.1", decode.port, 1, TOKENS, ""))  # as a third engine would ask
+    assert not decode.came() and time.monotonic() - begin < 4.0  # the others have 5 s
+
+
+def test_loads_of_a_step_wait_together(side: Callable[..., Side], dead: Origin) -> None:
+    decode = side(8, check_seconds=1.0)
+    decode.put()
+    checks = {f"lost {at}": Check(dead, decode.caches.blocks, 0, TOKENS, is_async=False) for at in range(6)}
+    decode.worker.begin(GuardMetadata(checks=checks))
+    begin = time.monotonic()
+    decode.worker.results(KVConnectorTransferResults())
+    assert time.monotonic() - begin < 4.0 and decode.worker.take_wrong_blocks() == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("wrong", [-1, 17])
@@ -236,6 +285,8 @@ def test_what_cannot_be_digested_is_said(both: Both, monkeypatch: pytest.MonkeyP
     decode.put()
     decode.loads(replace(origin, key="l"))
     assert decode.came() and "it has no digests: ZeroDivisionError" in caplog.text
+    prefill.worker.results(KVConnectorTransferResults())
+    assert counted(prefill) == {"undigested": 1} and counted(decode) == {"unanswered": 1}
 
 
 # ---- the scheduler -------------------------------------------------------------------------------------------------------
@@ -329,7 +380,7 @@ def test_loads_that_cannot_be_compared(what: str, unguarded: str, caplog: pytest
     assert not scheduler.step_metadata(None).checks and inner.allocated == [0]
     says = {"nothing": "the router must pass all", "another prompt": "tokens: the other engine prefilled another prompt",
             "more tokens": "digests are there to 30"}  # fmt: skip
-    assert caplog.text.count(says.get(what, "several groups")) == 1
+    assert caplog.text.count(says.get(what, "several groups")) == 1 and scheduler.counts == {"unguarded": 1}
 
 
 def test_a_failed_load_is_computed_and_not_loaded_again() -> None:
@@ -356,6 +407,15 @@ def test_what_is_guarded_must_be_said(guarded: Any) -> None:
         _transfer_of({"guarded": guarded})
 
 
+@pytest.mark.parametrize(
+    ("count", "workers", "is_right"), [(None, 2, True), (2, 2, True), (1, 1, True), (1, 2, False), (4, 2, False)]
+)
+def test_all_workers_say_that_a_request_has_ended(count: int | None, workers: int, is_right: bool) -> None:
+    """Else vLLM frees its blocks after the first one, and others digest what is computed into them."""
+    with nullcontext() if is_right else pytest.raises(BindError, match=f"all {workers} workers say .* got one of which {count} do"):
+        _require_count(SimpleNamespace(get_finished_count=lambda: count), workers)
+
+
 def test_all_of_the_interface_is_passed_on() -> None:
     """Also what newer versions have: nothing of vLLM's base class answers in place of the guarded connector."""
     own = {name for name in dir(KVConnectorBase_V1) if not name.startswith("_")} - {"role"}
@@ -363,6 +423,55 @@ def test_all_of_the_interface_is_passed_on() -> None:
     made: Any = KvbmGuard.__new__(KvbmGuard)
     made._inner = SimpleNamespace(has_pending_push_work=lambda: "passed", requires_kv_delivery="so", else_where=3)
     assert (made.has_pending_push_work(), made.requires_kv_delivery, made.else_where) == ("passed", "so", 3)
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------------
+
+
+INNER = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
+
+
+def counting(loaded: int) -> Any:
+    """Another connector with counts of its own."""
+    return SimpleNamespace(get_kv_connector_stats=lambda: ConnectorStats({"loaded": loaded}) if loaded else None)
+
+
+def stats_of(inner: Any, worker: Any = None, scheduler: Any = None) -> Any:
+    made: Any = KvbmGuard.__new__(KvbmGuard)
+    made._inner, made._worker, made._scheduler, made._named = inner, worker, scheduler, list(INNER.values())
+    return made.get_kv_connector_stats()
+
+
+def test_counts_of_both_come_to_prometheus(both: Both) -> None:
+    """As vLLM passes them on: of each worker and of the scheduler, added up, as texts to another process, to counters an engine."""
+    _, decode, origin = both
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (PromCounter, Gauge, Histogram)}
+    transfer = KVTransferConfig(
+        kv_connector="KvbmGuard", kv_connector_module_path="kvbm.integrations.vllm", kv_role="kv_both",
+        kv_connector_extra_config={"guarded": INNER},
+    )  # fmt: skip
+    made = KvbmGuard.build_prom_metrics(SimpleNamespace(kv_transfer_config=transfer), types, ["engine"], {0: ["0"], 1: ["1"]})
+    decode.put()
+    decode.loads(origin)
+    assert not decode.came()
+    scheduler = scheduler_of(Matching())
+    scheduler.matched(request({}), 0)
+    stats = stats_of(counting(1), decode.worker).aggregate(stats_of(counting(2), SimpleNamespace(counts={"compared": 2.0})))
+    stats = stats.aggregate(stats_of(counting(0), None, scheduler))
+    assert stats_of(counting(0), decode.worker) is stats_of(counting(0), None, scheduler) is None
+    sent = json.loads(json.dumps(stats.to_dict()))
+    more = KvbmGuard.build_kv_connector_stats()
+    assert more.is_empty() and not stats.is_empty()
+    again = more.aggregate(KvbmGuard.build_kv_connector_stats(sent))
+    said = again.reduce()
+    assert said["guard_compared_loads"] == 3 and said["guard_unguarded_requests"] == 1 and said["loaded_requests"] == 3
+    made.observe(again.to_dict(), 1)
+    made.observe({}, 0)
+    text = generate_latest(registry).decode()
+    assert 'vllm:kvbm_guard_compared_loads_total{engine="1"} 3.0' in text
+    assert 'vllm:kvbm_loaded_requests_total{engine="1"} 3.0' in text
+    assert all(f"{title}_total{{" in text for title, _ in GUARD_COUNTERS.values())
 
 
 # ---- two engines ---------------------------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ def sender() -> Iterator[Sender]:
         keeper.close()
 
 
-def compared(own: Any, origin: Origin, secret: Any = None, settle: float = 0.0) -> str:
-    return compare(own, origin, 5.0, secret, settle)
+def compared(own: Any, origin: Origin, secret: Any = None, settle: float = 0.0, whole: Any = ()) -> str:
+    return compare(own, origin, 5.0, secret, settle, whole)
 
 
 @pytest.mark.parametrize(("tp", "to"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4)])
@@ -146,6 +146,15 @@ def test_more_than_a_block_that_is_not_digested_is_refused(sender: Sender) -> No
     """It would be loaded without a comparison."""
     with pytest.raises(BindError, match=r"group 0\.0: expected tokens 0 to 30, got digests of 12 to 30"):
         compared(Rank(1, 0, 8, "hnd").own(), sender(first=12))
+
+
+@pytest.mark.parametrize(("first", "whole"), [(1, True), (7, True), (8, False)])
+def test_tokens_that_nobody_has_digested_are_refused(sender: Sender, first: int, whole: bool) -> None:
+    """Without a window each loaded token is compared; behind one, less than a block of it is not."""
+    here = Rank(1, 0, 8, "hnd")
+    here.flip(0)  # nobody would see it
+    with pytest.raises(BindError, match=rf"group 0\.0: expected tokens 0 to 30, got digests of {first} to 30"):
+        compared(here.own(), sender(first=first), whole={"0.0"} if whole else ())
 
 
 def test_what_comes_late_is_given_time(sender: Sender) -> None:
@@ -208,7 +217,8 @@ def test_a_secret(sender: Sender, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [
-    {"group": "1.0"}, {"heads": [9]}, {"heads": 3}, {"first": -1}, {"last": 31}, {"step": 0}, {"step": 1.5}, {"first": True},
+    {"group": "1.0"}, {"heads": [9]}, {"heads": 3}, {"heads": [0] * 5}, {"heads": [[0]]}, {"heads": [True]},
+    {"first": -1}, {"last": 31}, {"step": 0}, {"step": 1.5}, {"first": True},
 ])  # fmt: skip
 def test_questions_that_are_none_are_refused(sender: Sender, asked: dict[str, Any]) -> None:
     origin = sender()
@@ -233,12 +243,27 @@ def test_parameters_that_are_nonsense(given: Any) -> None:
 
 
 def test_the_oldest_digests_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbm.integrations.vllm.guarding._MOST_KEPT", 3000)
+    monkeypatch.setattr("kvbm.integrations.vllm.guarding._MOST_KEPT", 3000 + 3 * 1024)
     keeper = Keeper("127.0.0.1", 0, 0.1, None, is_insecure=False)
     try:
         for name in "abcd":
             keeper.put(name, {"0.0": Rank(1, 0, 4, "nhd").kept()})  # 4 * 30 * 8 bytes
-        assert list(keeper._kept) == ["b", "c", "d"] and keeper._nbytes == 3 * 960
+        assert list(keeper._kept) == ["b", "c", "d"] and keeper._nbytes == 3 * (960 + 1024)
+        keeper.put("d", {"0.0": Rank(1, 0, 4, "nhd").kept()})
+        assert list(keeper._kept) == ["b", "c", "d"] and keeper._nbytes == 3 * (960 + 1024)
+    finally:
+        keeper.close()
+
+
+@pytest.mark.parametrize("what", ["one token each", "reasons"])
+def test_many_small_requests_are_bounded(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Each takes memory beside its digests, if it has any."""
+    monkeypatch.setattr("kvbm.integrations.vllm.guarding._MOST_KEPT", 1 << 20)
+    keeper, small = Keeper("127.0.0.1", 0, 0.1, None, is_insecure=False), Kept((0,), (0,), 0, np.zeros((1, 1), np.uint64))
+    try:
+        for number in range(100_000):
+            keeper.put(str(number), {"0.0": small} if what.startswith("one") else "it has no digests")
+        assert 900 < len(keeper._kept) <= 1024 and next(reversed(keeper._kept)) == "99999"
     finally:
         keeper.close()
 

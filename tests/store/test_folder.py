@@ -263,6 +263,47 @@ def test_files_that_are_not_what_was_stored(tmp_path: Path, damage: str) -> None
     assert loaded(tier)[0].good.all()
 
 
+STRANGERS: dict[str, Callable[[Path], object]] = {
+    "a folder": lambda file: (file.unlink(), file.mkdir()), "a FIFO": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a link to nothing": lambda file: (file.unlink(), file.symlink_to("nothing")),
+    "a link to itself": lambda file: (file.unlink(), file.symlink_to(file)),
+    "a link to a unit": lambda file: (file.rename(file.parents[4] / "out"), file.symlink_to(file.parents[4] / "out")),
+    "zeros before heads": lambda file: file.rename(file.with_name("heads-00-03.safetensors")),
+    "heads that are none": lambda file: file.rename(file.with_name("heads-0-4.safetensors")),
+    "heads in reverse": lambda file: file.rename(file.with_name("heads-3-0.safetensors")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_what_cannot_be_a_file_of_a_unit_is_no_hit(tmp_path: Path, what: str) -> None:
+    """Else the unit is found for ever, never read, and never written again.  Nothing outside the folder is written."""
+    tier = stored(tmp_path / "kv")
+    file = tier.home(NAMES[3]) / "heads-0-3.safetensors"
+    STRANGERS[what](file)
+    outside = (tmp_path / "out").read_bytes() if "to a unit" in what else b""
+    assert [tier.holds(name) for name in NAMES[2:5]] == [True, False, True]
+    pool = blocks()
+    done = moved(shelf(pool), pool, tier, "write")
+    is_stuck = what in ("a folder", "a FIFO")
+    assert done.good[3] == tier.holds(NAMES[3]) == (not is_stuck) and ("it is not replaced" in done.why) == is_stuck
+    assert loaded(tier)[0].good.tolist() == [unit != 3 or not is_stuck for unit in range(16)]
+    assert not outside or (tmp_path / "out").read_bytes() == outside
+
+
+def test_links_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    """Who may write to the folder must not make an engine write elsewhere, nor beyond the limit of bytes."""
+    tier, mine = Folder(tmp_path / "kv", CONTENT, 1 << 30), tmp_path / "mine"
+    mine.write_text("mine")
+    tier.root.mkdir(parents=True)
+    (tier.root / "content.json").symlink_to(mine)
+    tier.make({})
+    assert mine.read_text() == "mine" and json.loads((tier.root / "content.json").read_text())["title"] == CONTENT.title
+    tier.root.rename(tmp_path / "elsewhere")
+    tier.root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BindError, match="expected a folder, got a link: the limit of bytes would not count its files"):
+        tier.make({})
+
+
 def test_digits_of_other_scripts_are_no_digests(tmp_path: Path) -> None:
     """`int` takes them, and signs and underscores."""
     tier = stored(tmp_path, 1)

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from kvbm import BindError, BlockShape, Pool, load
 from kvbm.cli.app import main
+from kvbm.integrations.host_values import FORMATS, HostValues
 from kvbm.store.folder import Folder, Part
 from kvbm.store.keys import Chain, Content, key_of_json
 from kvbm.store.shelf import Shelf
@@ -47,7 +49,7 @@ def call(*words: object) -> Result:
 
 
 def snapshot(root: Path) -> dict[Path, tuple[int, int]]:
-    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(root.rglob("*"))}
+    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in sorted(root.rglob("*"))}
 
 
 def old(root: Path) -> tuple[Path, Path]:
@@ -97,6 +99,9 @@ DAMAGES: dict[str, tuple[Any, int]] = {
     "another unit": (lambda path: path.write_bytes(next(path.parents[2].rglob(f"{NAMES[5]}/*")).read_bytes()), 14),
     "strange heads": (lambda path: path.rename(path.with_name("heads-3-9.safetensors")), 14),
     "no heads": (lambda path: path.rename(path.with_name("heads-3-2.safetensors")), 14),
+    "zeros before heads": (lambda path: path.rename(path.with_name("heads-00-03.safetensors")), 14),
+    "a link": (lambda path: (path.unlink(), path.symlink_to("nothing")), 14),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), 14),
 }  # fmt: skip
 
 
@@ -113,6 +118,31 @@ def test_every_byte_is_verified(tmp_path: Path, damage: str) -> None:
     done = call("verify", tmp_path, "--json")
     [wrong] = json.loads(done.stdout)["wrong"]
     assert done.exit_code == wrong["exit_code"] == code and NAMES[3] in wrong["path"] and snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rope", [0, 16])
+def test_quantised_values_are_verified(tmp_path: Path, name: str, rope: int) -> None:
+    """Those of K and V, and of a latent, whose layout is not shipped; and each byte of a unit counts."""
+    values, shape = HostValues(name, rope), BlockShape(2, 1, 1, 4, 128 + rope, "bfloat16") if rope else replace(UNIT, hd=32)
+    shape = replace(shape, dtype="bfloat16")
+    content = Content(key_of_json({}), "org/a", (0, 1), shape, values.layout, values.text(shape.dtype))
+    folder, pool = Folder(tmp_path, content), Pool.allocate(values.layout, shape, 2)
+    folder.make({})
+    for array in pool.arrays:
+        array.reshape(-1).view(np.uint8)[...] = np.random.default_rng(4).integers(0, 256, array.nbytes, np.uint8)
+    shelf = Shelf(content, pool, range(shape.nh), threads=1)
+    assert shelf.write(folder, np.arange(2), pool.digest(), NAMES[:2], [0, 4]).good.all()
+    assert list(verify(held(tmp_path))) == [] and held(tmp_path)[0].incomplete() == []
+    done = call("verify", tmp_path)
+    assert done.exit_code == 0 and "2 units" in done.output and json.loads(call("du", tmp_path, "--json").stdout)["incomplete"] == 0
+    [path] = folder.home(NAMES[1]).iterdir()
+    start = path.stat().st_size - values.layout.resolve(shape, 1).nbytes
+    for byte in (start, start + (path.stat().st_size - start) // 2, -1):
+        change(byte)(path)
+        assert call("verify", tmp_path).exit_code == 21
+        change(byte)(path)
+    assert call("verify", tmp_path).exit_code == 0
 
 
 def test_a_content_that_says_what_it_is_not(tmp_path: Path) -> None:
@@ -153,6 +183,22 @@ def test_room_by_age_and_size(tmp_path: Path) -> None:
     assert all(path.exists() for path in (folder.root / "content.json", other.root / "content.json"))
     assert call("gc", tmp_path, "--to-size", "0").exit_code == 0 and not list(tmp_path.rglob("*.safetensors"))
     assert call("gc", tmp_path).exit_code == call("gc", tmp_path, "--older-than", "soon").exit_code == 2
+
+
+def test_a_clock_that_was_wrong(tmp_path: Path) -> None:
+    """Times of the future do not keep units for ever: they go first by size; by age they stay, as this clock may be wrong."""
+    folder = stored(tmp_path)
+    [path] = folder.home(NAMES[9]).iterdir()
+    os.utime(path, (time.time() + 10 * 365 * 86400,) * 2)
+    [path] = folder.home(NAMES[0]).iterdir()
+    os.utime(path, (time.time() + 60,) * 2)  # another machine's clock
+    assert gc(tmp_path, older_than=3600 * 12.5).units == 3 and all(map(folder.holds, NAMES[:13]))
+    each = held(tmp_path)[0].nbytes // 13
+    assert gc(tmp_path, to_bytes=12 * each).units == 1
+    assert [name for name in NAMES[:13] if not folder.holds(name)] == [NAMES[9]]
+    os.utime(next(folder.home(NAMES[5]).iterdir()), (time.time() + 86400,) * 2)
+    folder.most_bytes = 12 * each - 1
+    assert folder.trim() == each and not folder.holds(NAMES[5]) and folder.holds(NAMES[12])
 
 
 def test_contents_of_other_rules(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape
 from ..planner.cast import PLAIN
+from ..store.latents import LATENTS, layout_of_latent
 
 __all__ = ["FORMATS", "HostValues", "latent_and_rope"]
 
@@ -24,31 +25,24 @@ class _Format(NamedTuple):
 
     Attributes
     ----------
-    dtype, scale : str
-        Dtypes of the elements and of their scales.
-    group, latent_group : int
-        Elements that share a scale, of K and V and of a latent; 0: all of a token and head.
+    group : int
+        Elements of K and V that share a scale; 0: all of a token and head.
     layout : str
         The layout for K and V.
     text : str
         Name of the elements and scales.
     """
 
-    dtype: str
-    scale: str
     group: int
-    latent_group: int
     layout: str
     text: str
 
 
-_E4M3, _E2M1 = "float8_e4m3fn", "float4_e2m1fn"
-
-#: Value of the setting → format.  With float32 scales, a latent has as many as in `vllm/fp8_ds_mla`.
+#: Value of the setting → format.  Those of latents are `kvbm.store.latents.LATENTS`.
 FORMATS = {
-    "fp8": _Format(_E4M3, "float32", 0, 128, "record/per_token_head_fp8_planes", "fp8 e4m3, one float32"),
-    "mxfp8": _Format(_E4M3, "float8_e8m0fnu", 32, 32, "record/mxfp8_universal", "fp8 e4m3, one e8m0"),
-    "nvfp4": _Format(_E2M1, _E4M3, 16, 16, "record/nvfp4_universal", "fp4 e2m1, one e4m3"),
+    "fp8": _Format(0, "record/per_token_head_fp8_planes", "fp8 e4m3, one float32"),
+    "mxfp8": _Format(32, "record/mxfp8_universal", "fp8 e4m3, one e8m0"),
+    "nvfp4": _Format(16, "record/nvfp4_universal", "fp4 e2m1, one e4m3"),
 }
 
 
@@ -94,13 +88,12 @@ class HostValues:
     @property
     def layout(self) -> Layout:
         """The layout of a block in host memory and in files: one buffer, heads outermost."""
-        return _layout(self.name, self.rope)
+        return layout_of_latent(self.name, self.rope) if self.rope else _layout_of_heads(self.name)
 
     @property
     def group(self) -> int:
         """Elements that share a scale; 0: all of a token and head."""
-        form = FORMATS[self.name]
-        return form.latent_group if self.rope else form.group
+        return LATENTS[self.name].group if self.rope else FORMATS[self.name].group
 
     def text(self, dtype: str) -> str:
         """What the values are: for the log, and for the names of what is stored."""
@@ -146,19 +139,8 @@ class HostValues:
 
 
 @functools.cache
-def _layout(name: str, rope: int) -> Layout:
-    form = FORMATS[name]
-    if not rope:
-        return spec.load(form.layout)
-    return spec.parse(
-        'order: "[b] h l o <latent scale rope>"\n'
-        f"axes: {{c: hd - {rope}, s: (hd - {rope})//{form.latent_group}, r: {rope}}}\n"
-        "planes:\n"
-        f"  latent: {{order: t c, dtype: {form.dtype}}}\n"
-        f"  scale: {{order: t s, dtype: {form.scale}, scales: latent}}\n"
-        "  rope: {order: t r}\n",
-        name=f"latent in {name}",
-    )
+def _layout_of_heads(name: str) -> Layout:
+    return spec.load(FORMATS[name].layout)
 
 
 @functools.cache

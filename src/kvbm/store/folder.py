@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from .keys import RULE, Content, key_of_json
 from .open_file import Opened
 
 __all__ = [
-    "Described", "Folder", "Part", "Unit", "alone", "cover", "described", "folders_of", "forget",
+    "Described", "Folder", "Part", "Unit", "alone", "by_use", "cover", "described", "folders_of", "forget",
     "old_units_of", "remove", "touch", "units_of",
 ]  # fmt: skip
 
@@ -93,7 +93,7 @@ class Folder:
         self.folder, self.content, self.most_bytes = folder, content, most_bytes
         self._key = key or content.key
         self.root = folder / self._key
-        self._root, self._layout = str(self.root), content.layout
+        self._root, self._layout, self._heads = str(self.root), content.layout, content.shape.nh
         self._written = most_bytes or 0  # others may have written before: check on the first write
         self._guard = threading.Lock()
 
@@ -108,11 +108,13 @@ class Folder:
         Raises
         ------
         BindError
-            The folder cannot be created or written.
+            The folder cannot be created or written, or is a link: its files would not count.
         """
+        if self.root.is_symlink():
+            raise BindError(f"folder: {self.root}: expected a folder, got a link: the limit of bytes would not count its files")
         description = {"title": self.content.title, "content": self.content.fields, "model": model}
         try:
-            with replacing(self.root / _DESCRIPTION) as part:
+            with replacing(self.root / _DESCRIPTION, follow=False) as part:
                 part.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise BindError(f"folder: expected a writable folder, got {self.folder} ({error})") from None
@@ -124,15 +126,27 @@ class Folder:
         return self.root / name[:2] / name
 
     def parts(self, name: str) -> list[Part]:
-        """The files of a unit."""
+        """The files of a unit.  What cannot be one of them is left out, or its unit would count as stored for ever."""
         if not _KEY.fullmatch(name):
             return []
         try:
-            found = os.listdir(f"{self._root}/{name[:2]}/{name}")  # noqa: PTH208  (the scheduler waits for it)
+            with os.scandir(f"{self._root}/{name[:2]}/{name}") as found:  # the scheduler waits for it
+                return [part for part in map(self._part, found) if part is not None]
         except OSError:
             return []
-        matches = [_PART.fullmatch(one) for one in found]
-        return [Part(int(match[1]), int(match[2]) + 1) for match in matches if match]
+
+    def _part(self, file: os.DirEntry[str]) -> Part | None:
+        """The part of a regular file with the name of one; None for anything else, links included."""
+        match = _PART.fullmatch(file.name)
+        if match is None:
+            return None
+        part = Part(int(match[1]), int(match[2]) + 1)
+        is_name = part.name == file.name and part.first < part.last <= self._heads
+        return part if is_name and file.is_file(follow_symlinks=False) else None
+
+    def strangers(self, name: str) -> list[Path]:
+        """What looks like a file of a unit by its name, and is none of `parts`."""
+        return [Path(file.path) for file in _files(self.home(name)) if _PART.fullmatch(file.name) and self._part(file) is None]
 
     def holds(self, name: str, part: Part | None = None) -> bool:
         """True if files hold some heads of a unit; all of them if not given.  Their contents are checked when they are read."""
@@ -186,7 +200,7 @@ class Folder:
         start = framed(self._layout, shape, 1, Digests(np.array([block], np.uint64)), metadata)
         data = row.reshape(-1).view(np.uint8)
         path = self.home(name) / part.name
-        with replacing(path) as temporary, temporary.open("wb", buffering=0) as file:
+        with replacing(path, follow=False) as temporary, temporary.open("wb", buffering=0) as file:
             for piece in (memoryview(start), data.data):
                 while len(piece):
                     piece = piece[file.write(piece) :]
@@ -263,7 +277,7 @@ class Folder:
         with alone(self.folder) as is_alone:
             if not is_alone:
                 return 0
-            units = sorted(unit for one in folders_of(self.folder) for unit in units_of(one, clear=True))
+            units = by_use(unit for one in folders_of(self.folder) for unit in units_of(one, clear=True))
             total = sum(unit.nbytes for unit in units)
             if total <= self.most_bytes:
                 return 0
@@ -306,6 +320,16 @@ class Unit(NamedTuple):
     used: float
     nbytes: int
     path: str
+
+
+def by_use(units: Iterable[Unit]) -> list[Unit]:
+    """Units in the order in which they are removed: the least recently used first.
+
+    A time in the future is that of a clock that was wrong, and says nothing.  Such units come first: else they would stay for
+    years, and all others would go in their place.
+    """
+    latest = time.time() + _LOST_SECONDS  # clocks of machines differ a little
+    return sorted(units, key=lambda unit: (unit.used <= latest, unit))
 
 
 def folders_of(folder: Path) -> list[str]:

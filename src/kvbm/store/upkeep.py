@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +22,7 @@ from .folder import (
     Part,
     Unit,
     alone,
+    by_use,
     cover,
     described,
     folders_of,
@@ -29,6 +32,7 @@ from .folder import (
     units_of,
 )
 from .keys import Content
+from .latents import layouts_of_latents
 
 __all__ = ["Held", "Removed", "Wrong", "gc", "held", "verify"]
 
@@ -68,7 +72,7 @@ class Held:
         Raises
         ------
         BindError
-            Its units are not found under this version's rule, or are in a layout that is not shipped.
+            Its units are not found under this version's rule, or are in a layout that is neither shipped nor that of a latent.
         """
         if self.described.problem:
             raise BindError(f"{self.path}: {self.described.problem}")
@@ -78,7 +82,8 @@ class Held:
             values = "" if fields["values"] == shape.dtype else str(fields["values"])
         except (KeyError, TypeError, ValueError, SpecError) as error:
             raise BindError(f"{self.path}: content.json: expected the fields of a content, got {error!r:.200}") from None
-        return Content("", self.described.title, layers, shape, _layout(self.path, str(fields.get("fingerprint"))), values)
+        layout = _layout(self.path, str(fields.get("fingerprint")), shape, values)
+        return Content("", self.described.title, layers, shape, layout, values)
 
     def folder(self) -> Folder:
         """The units as engines see them; raises as `content`."""
@@ -91,13 +96,17 @@ class Held:
         return [unit for unit in self.units if cover(folder.parts(Path(unit.path).name), 0, heads) is None]
 
 
-def _layout(path: Path, fingerprint: str) -> Layout:
-    for one in layouts.load_dir(layouts.layouts_dir()):
+def _layout(path: Path, fingerprint: str, shape: BlockShape, values: str) -> Layout:
+    """A shipped layout, or that of a latent with such values."""
+    rope = re.search(r"\bthe last ([0-9]{1,6}) elements of the latent\b", values)
+    for one in itertools.chain(
+        layouts.load_dir(layouts.layouts_dir()), layouts_of_latents(shape.hd, int(rope[1])) if rope else ()
+    ):
         if one.fingerprint == fingerprint:
             return one
     raise BindError(
-        f"{path}: content.json: fingerprint: expected that of a shipped layout, got {fingerprint:.40}: its units cannot be read "
-        "here"
+        f"{path}: content.json: fingerprint: expected that of a shipped layout or of a quantised latent, got {fingerprint:.40}: "
+        "its units cannot be read here"
     )
 
 
@@ -137,6 +146,8 @@ def verify(contents: Sequence[Held], progress: Progress | None = None) -> Iterat
         pools: dict[int, Pool] = {}
         for unit in one.units:
             name = Path(unit.path).name
+            for path in folder.strangers(name):
+                yield Wrong(path, BindError(f"{path}: expected a regular file of heads from 0 to {folder.content.shape.nh - 1}"))
             for part in folder.parts(name):
                 try:
                     _verify(folder, name, part, pools)
@@ -152,8 +163,6 @@ def verify(contents: Sequence[Held], progress: Progress | None = None) -> Iterat
 def _verify(folder: Folder, name: str, part: Part, pools: dict[int, Pool]) -> None:
     """Raise an error for a file that is wrong."""
     shape, count = folder.content.shape, part.last - part.first
-    if not 0 <= part.first < part.last <= shape.nh:
-        raise BindError(f"{folder.home(name) / part.name}: expected heads from 0 to {shape.nh - 1}")
     stored, heads = folder.inspect(name, part)
     with stored:
         if count not in pools:
@@ -221,13 +230,14 @@ def gc(
         if not is_alone:
             raise BindError(f"{folder}: another process removes files there at the moment; try again")
         contents = held(folder)
-        units = sorted((unit, bool(one.described.problem)) for one in contents for unit in one.units)
-        left, now = sum(unit.nbytes for unit, _ in units), time.time()
+        others = {unit.path for one in contents for unit in one.units if one.described.problem}
+        units = by_use(unit for one in contents for unit in one.units)
+        left, now = sum(unit.nbytes for unit in units), time.time()
         count, nbytes = 0, 0
-        for unit, is_other in units:
+        for unit in units:
             is_old = older_than is not None and now - unit.used > older_than
             is_over = to_bytes is not None and left > to_bytes
-            if not (is_old or is_over or (is_other and other_rules)):
+            if not (is_old or is_over or (other_rules and unit.path in others)):
                 continue
             gone = unit.nbytes if dry_run else remove(unit)
             count, nbytes, left = count + (gone == unit.nbytes), nbytes + gone, left - gone

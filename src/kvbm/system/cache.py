@@ -32,13 +32,13 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def replacing(
-    path: str | os.PathLike[str], *, new: bool = False, durable: bool = False, mode: int = 0o666
+    path: str | os.PathLike[str], *, new: bool = False, durable: bool = False, mode: int = 0o666, follow: bool = True
 ) -> Iterator[Path]:
     """Yield an empty file beside `path`.  At the end it is renamed to `path`; after an exception it is removed.
 
     Its name is unique, also among machines and containers that share the folder.  Of several concurrent writers the last one
-    wins.  If `path` is a symlink, its target is replaced.  A durable file has no name until the end, if the system supports
-    that (O_TMPFILE): a process that is killed while it writes leaves no file behind.
+    wins.  If `path` is a symlink, its target is replaced, or the link itself without `follow`.  A durable file has no name until
+    the end, if the system supports that (O_TMPFILE): a process that is killed while it writes leaves no file behind.
 
     Parameters
     ----------
@@ -50,6 +50,8 @@ def replacing(
         The contents and the name are on the disk when the context ends.
     mode : int
         Permissions of the file, before the umask.
+    follow : bool
+        False in folders that others write to: a link there could name any file of this user.
 
     Yields
     ------
@@ -72,8 +74,8 @@ def replacing(
     >>> path.read_text()
     'whole'
     """
-    result = Path(os.path.realpath(path))
-    if result.exists() and (new or not result.is_file()):
+    result = Path(os.path.realpath(path) if follow else path)
+    if (follow or not result.is_symlink()) and result.exists() and (new or not result.is_file()):
         what = "already there" if result.is_file() else "already there, and no regular file: it is not replaced"
         raise FileExistsError(errno.EEXIST, what, str(path))
     result.parent.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections import Counter
+import time
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.config.kv_transfer import KVTransferConfig
@@ -30,6 +31,7 @@ from .failures import FailedLoads
 from .guarding import Keeper, Kept, Origin, compare, digests_of, failed, new_start
 from .identity import differing, inputs_of
 from .log import logger
+from .metrics import GuardPromMetrics, GuardStats
 from .scheduling import count_of, host_of, seconds_of
 from .setting_names import require_settings
 
@@ -38,11 +40,30 @@ __all__ = ["KvbmGuard"]
 #: The parameter of a request in which the engine that prefills says where its digests are.
 PARAMETER = "kvbm_guard"
 
-#: Threads that compare loads.  Digests of one load are computed by one thread.
-_THREADS = 2
+#: Threads that compute digests, those of one request on one of them; and threads that wait for the answers of other engines.
+#: Engines ask each other, so whoever waits for an answer must not keep others from computing theirs.
+_DIGESTING, _WAITING = 2, 32
 
 #: Seconds after which differing digests are computed again: the connector may have said too early that it has loaded.
 _SETTLE = 0.25
+
+
+class Compared(NamedTuple):
+    """The result of a comparison.
+
+    Attributes
+    ----------
+    what : {"compared", "differing", "unanswered"}
+        Name of a counter.
+    why : str
+        What is wrong; empty if nothing is.
+    seconds : float
+        Time that it took.
+    """
+
+    what: str
+    why: str
+    seconds: float
 
 
 @dataclass
@@ -80,9 +101,9 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     ``kv_connector_extra_config``: ``guarded``, the other connector's ``--kv-transfer-config`` (without ``engine_id``);
     ``host`` (``127.0.0.1``), address of this machine for the other engine; ``port`` (14700), where a worker listens, plus its rank;
-    ``check_seconds`` (10), time limit of a comparison; ``secret_file``, a file with a secret that all engines share; ``insecure``
-    (false), listen at a public address without a secret; ``unguarded`` (``"compute"``), what is done with a load whose digests
-    nobody has: ``"compute"`` it here, or ``"load"`` it all the same.
+    ``check_seconds`` (10), time limit of the other engine's digests; ``secret_file``, a file with a secret that all engines share;
+    ``insecure`` (false), listen at a public address without a secret; ``unguarded`` (``"compute"``), what is done with a load whose
+    digests nobody has: ``"compute"`` it here, or ``"load"`` it all the same.
 
     Both engines need the guard.  ``kv_load_failure_policy`` says what is done with a load that is wrong.
 
@@ -96,7 +117,10 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, "KvbmGuard")
-        self._inner = KVConnectorFactory.create_connector(_inner_config(vllm_config), role, kv_cache_config)
+        inner = _inner_config(vllm_config)
+        self._inner = KVConnectorFactory.create_connector(inner, role, kv_cache_config)
+        _require_count(self._inner, int(vllm_config.parallel_config.world_size))
+        self._named = [inner.kv_transfer_config.kv_connector, inner.kv_transfer_config.kv_connector_module_path]
         self._scheduler = _Scheduler(vllm_config, self._inner, kv_cache_config) if role == KVConnectorRole.SCHEDULER else None
         self._worker = _Worker(vllm_config, self._inner, kv_cache_config) if role == KVConnectorRole.WORKER else None
 
@@ -125,17 +149,32 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(KVConnectorFactory.get_connector_class(transfer).supports_sleep_mode(transfer))
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:  # noqa: ARG003
-        """None: counts of the guarded connector have no class here."""
-        return None
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GuardStats:
+        """Also in a process that has only what `GuardStats.to_dict` said: the class of the guarded connector makes its part."""
+        found = GuardStats({**(data or {}), "guard": dict((data or {}).get("guard", {}))})
+        if isinstance(said := found.data.get("guarded"), dict):
+            name, module = found.data["connector"]
+            transfer = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
+            found.data["guarded"] = KVConnectorFactory.get_connector_class(transfer).build_kv_connector_stats(said)
+        return found
 
     @classmethod
-    def build_prom_metrics(cls, *_: Any, **__: Any) -> Any:
-        return None
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> GuardPromMetrics:
+        inner, given = _inner_config(vllm_config), (metric_types, labelnames, per_engine_labelvalues)
+        found = KVConnectorFactory.get_connector_class(inner.kv_transfer_config).build_prom_metrics(inner, *given)
+        return GuardPromMetrics(found, vllm_config, *given)
 
-    def get_kv_connector_stats(self) -> Any:
-        self._inner.get_kv_connector_stats()  # else it would keep them for ever
-        return None
+    def get_kv_connector_stats(self) -> GuardStats | None:
+        """Counts since the last call, of this side of the guard and of the guarded connector; None if nothing was counted."""
+        side = self._scheduler or self._worker
+        assert side is not None
+        counts, side.counts = side.counts, defaultdict(float)
+        data: dict[str, Any] = {"guard": dict(counts)} if counts else {}
+        if (said := self._inner.get_kv_connector_stats()) is not None:
+            data |= {"guarded": said, "connector": self._named}
+        return GuardStats(data) if data else None
 
     # ---- the scheduler ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +305,15 @@ def _inner_config(vllm_config: Any) -> Any:
     return made
 
 
+def _require_count(inner: Any, workers: int) -> None:
+    """Each worker must say that a request has ended: blocks are given back when all have said it, and digested until then."""
+    if (count := inner.get_finished_count()) not in (None, workers):
+        raise BindError(
+            f"kv_connector_extra_config: guarded: {type(inner).__name__}: expected one of whose requests all {workers} workers say "
+            f"that they have ended, got one of which {count} do: blocks would be reused while others digest them"
+        )
+
+
 def _port_of(config: Any) -> int:
     """The port of this engine's first worker.  Engines of one data-parallel group use consecutive ports."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
@@ -292,6 +340,7 @@ class _Scheduler:
         self._ours: set[str] = set()  # requests whose blocks the guard alone holds
         self._failed = FailedLoads()
         self._refused: set[str] = set()
+        self.counts: defaultdict[str, float] = defaultdict(float)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """What the connector would load, unless nothing can be compared with it."""
@@ -318,6 +367,7 @@ class _Scheduler:
         except BindError as error:
             if request.request_id not in self._refused:
                 self._refused.add(request.request_id)
+                self.counts["unguarded"] += 1
                 done = "it is computed here" if self._must else "it is loaded, and not compared"
                 logger.warning("request %s: %s: %s", printable(str(request.request_id)), done, str(error))
             return (0, False) if self._must else self._failed.defer(found)
@@ -390,14 +440,16 @@ class _Worker:
         self._secret = None if file is None else Secret.read(file)
         self._caches: Caches | None = None
         self._keeper: Keeper | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, "kvbm guard")
+        self._threads = ThreadPoolExecutor(_DIGESTING, "kvbm guard")
+        self._waiting = ThreadPoolExecutor(_WAITING, "kvbm guard compares")
         self._local = threading.local()
         self._takes: dict[str, tuple[Take, Future[None]]] = {}
         self._sent: set[str] = set()  # the connector has sent them
         self._checks: dict[str, Check] = {}
-        self._comparing: dict[str, Future[str]] = {}
+        self._comparing: dict[str, Future[Compared]] = {}
         self._wrong_blocks: set[int] = set()
-        self.counts: Counter[str] = Counter()
+        self._undigested: list[str] = []  # appended by threads
+        self.counts: defaultdict[str, float] = defaultdict(float)
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Bind the caches, and listen."""
@@ -435,6 +487,7 @@ class _Worker:
             }
         except Exception as error:  # whatever it is, others must not wait for it
             logger.warning("kvbm guard: a request that was computed here has no digests: %s", failed(error))
+            self._undigested.append(take.key)
             found = f"it has no digests: {failed(error)}"
         self._keeper.put(take.key, found)
 
@@ -451,22 +504,27 @@ class _Worker:
             self._local.stream = sys.modules["torch"].cuda.Stream(device, priority=0)
         return self._local.stream
 
-    def _compare(self, check: Check, queued: Any) -> str:
-        """What is wrong with a load; empty if nothing is."""
+    def _compare(self, check: Check, queued: Any) -> Compared:
+        """Compare a load with the digests of the engine that computed it."""
         assert self._caches is not None
+        caches, begin = self._caches, time.monotonic()
         try:
-            spans = self._caches.spans(check.blocks, check.last, check.first)
+            spans = caches.spans(check.blocks, check.last, check.first)
 
-            def own() -> dict[str, tuple[Kept, int]]:
-                assert self._caches is not None
+            def digested() -> dict[str, tuple[Kept, int]]:
                 return {
-                    name: (self._digests(name, span, queued), self._caches.groups[name][1].shape.nt)
+                    name: (self._digests(name, span, queued), caches.groups[name][1].shape.nt)
                     for name, span in spans.items()
                 }
 
-            return compare(own, check.origin, self._seconds, self._secret, _SETTLE)
+            def own() -> dict[str, tuple[Kept, int]]:
+                return self._threads.submit(digested).result()
+
+            why = compare(own, check.origin, self._seconds, self._secret, _SETTLE, caches.whole)
+            what = "differing" if why else "compared"
         except Exception as error:  # no answer is as bad as a wrong one
-            return f"it cannot be compared: {failed(error)}"
+            what, why = "unanswered", f"it cannot be compared: {failed(error)}"
+        return Compared(what, why, time.monotonic() - begin)
 
     def results(self, found: KVConnectorTransferResults) -> KVConnectorTransferResults:
         """The connector's results, without those that are not digested or not compared yet."""
@@ -477,30 +535,35 @@ class _Worker:
                 del self._takes[name]
                 self._sent.discard(name)
                 found.finished_sending.add(name)
-        for name in [name for name, check in self._checks.items() if not check.is_async]:
-            check = self._checks.pop(name)
-            if why := self._compare(check, self._queued()):  # the step has used it: vLLM must know at its end
+        during = [(name, self._checks.pop(name)) for name in [*self._checks] if not self._checks[name].is_async]
+        waited = [self._waiting.submit(self._compare, check, self._queued()) for _, check in during]
+        for (name, check), compared in zip(during, waited, strict=True):  # the step has used it: vLLM must know at its end
+            if self._is_wrong(name, compared.result()):
                 self._wrong_blocks |= self._blocks_of(check)
-                self._tell(name, why)
-            self.counts["failed" if why else "compared"] += 1
         for name in list(found.finished_recving):
             check_of = self._checks.pop(name, None)
             if check_of is not None and name not in found.failed_recving:
                 found.finished_recving.discard(name)
-                self._comparing[name] = self._threads.submit(self._compare, check_of, self._queued())
+                self._comparing[name] = self._waiting.submit(self._compare, check_of, self._queued())
         for name, comparing in list(self._comparing.items()):
             if comparing.done():
                 del self._comparing[name]
                 found.finished_recving.add(name)
-                if why := comparing.result():
+                if self._is_wrong(name, comparing.result()):
                     found.failed_recving.add(name)
-                    self._tell(name, why)
-                self.counts["failed" if why else "compared"] += 1
+        while self._undigested:
+            self._undigested.pop()
+            self.counts["undigested"] += 1
         return found
 
-    def _tell(self, name: str, why: str) -> None:
-        kind = self._config.kv_transfer_config.kv_connector_extra_config["guarded"]["kv_connector"]
-        logger.warning("request %s: what %s has loaded is not used: %s", printable(name), printable(str(kind)), why)
+    def _is_wrong(self, name: str, compared: Compared) -> bool:
+        """Count a comparison, and say in the log what is wrong."""
+        self.counts[compared.what] += 1
+        self.counts["seconds"] += compared.seconds
+        if compared.why:
+            kind = self._config.kv_transfer_config.kv_connector_extra_config["guarded"]["kv_connector"]
+            logger.warning("request %s: what %s has loaded is not used: %s", printable(name), printable(str(kind)), compared.why)
+        return bool(compared.why)
 
     def _blocks_of(self, check: Check) -> set[int]:
         assert self._caches is not None
@@ -520,6 +583,7 @@ class _Worker:
         """End threads and the port."""
         if self._keeper is not None:
             self._keeper.close()
+        self._waiting.shutdown(wait=True, cancel_futures=True)
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 

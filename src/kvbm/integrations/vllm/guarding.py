@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ __all__ = ["Keeper", "Kept", "Origin", "compare", "cuts", "digests_of", "failed"
 #: Most digests per message: each has 16 characters.
 _MOST_IN_MESSAGE = 4096
 
-#: Most bytes of digests that a worker keeps; the oldest are dropped.
-_MOST_KEPT = 256 << 20
+#: Most bytes of digests that a worker keeps, the oldest are dropped; and about the bytes of a request beside its digests.
+_MOST_KEPT, _EACH = 256 << 20, 1024
 
 #: Most ranks of another engine, and most characters of a name or host.
 _MOST_RANKS, _MOST_NAME = 4096, 1000
@@ -120,6 +120,8 @@ class Keeper:
     def put(self, key: str, found: dict[str, Kept] | str) -> None:
         """Keep the digests of a request by group, or the reason why there are none."""
         with self._changed:
+            if key in self._kept:
+                self._nbytes -= _nbytes(self._kept.pop(key))
             self._kept[key] = found
             self._nbytes += _nbytes(found)
             while self._nbytes > _MOST_KEPT and len(self._kept) > 1:
@@ -150,8 +152,8 @@ class Keeper:
             one = kept.get(str(asked["group"]))
             heads, (first, last, step) = asked["heads"], (asked[name] for name in ("first", "last", "step"))
             if (
-                one is None or not isinstance(heads, list) or not set(heads) <= set(one.heads)
-                or any(type(number) is not int for number in (first, last, step))
+                one is None or not isinstance(heads, list) or any(type(number) is not int for number in (*heads, first, last, step))
+                or not set(heads) <= set(one.heads) or len(heads) > len(one.heads)  # each once, or it takes much memory
                 or not (one.first <= first <= last <= one.last and step > 0) or (last - first) // step > _MOST_IN_MESSAGE
             ):  # fmt: skip
                 raise BindError(f"{talk.peer}: expected a group, heads and tokens that are here, got {asked!r:.200}")
@@ -163,7 +165,8 @@ class Keeper:
 
 
 def _nbytes(found: dict[str, Kept] | str) -> int:
-    return 0 if isinstance(found, str) else sum(int(one.digests.nbytes) for one in found.values())
+    """Bytes to count: many requests of few tokens, and reasons, take memory, too."""
+    return _EACH + (len(found) if isinstance(found, str) else sum(int(one.digests.nbytes) for one in found.values()))
 
 
 # ---- those of another engine -------------------------------------------------------------------------------------------
@@ -208,7 +211,12 @@ class Origin:
 
 
 def compare(
-    own: Callable[[], Mapping[str, tuple[Kept, int]]], origin: Origin, seconds: float, secret: Secret | None, settle: float
+    own: Callable[[], Mapping[str, tuple[Kept, int]]],
+    origin: Origin,
+    seconds: float,
+    secret: Secret | None,
+    settle: float,
+    whole: Collection[str] = (),
 ) -> str:
     """Compare own digests with those of the engine that computed the tokens.
 
@@ -219,8 +227,11 @@ def compare(
         early that it has loaded is given `settle` seconds.
     origin : Origin
     seconds : float
-        Time limit in all.
+        Time limit of all answers.
     secret : Secret or None
+    settle : float
+    whole : collection of str
+        Groups without a window: all of their tokens must have digests there.
 
     Returns
     -------
@@ -232,13 +243,13 @@ def compare(
     KvbmError
         There is no answer that all tokens can be compared with.
     """
-    end = time.monotonic() + seconds
     mine = dict(own())
+    end = time.monotonic() + seconds
     theirs: list[tuple[str, tuple[int, ...], int, Digests]] = []
     left = {name: set(kept.heads) for name, (kept, _) in mine.items() if kept.digests.shape[1]}
     for rank in range(origin.workers):
         if any(left.values()):
-            theirs += _ask(origin, rank, mine, left, end, secret)
+            theirs += _ask(origin, rank, mine, left, end, secret, whole)
     if any(left.values()):
         raise BindError(f"{origin.key}: heads {sorted(set().union(*left.values()))} of it are on no rank of the other engine")
     if not (wrong := _wrong(mine, theirs)):
@@ -261,7 +272,13 @@ def _wrong(mine: Mapping[str, tuple[Kept, int]], theirs: Sequence[tuple[str, tup
 
 
 def _ask(
-    origin: Origin, rank: int, mine: Mapping[str, tuple[Kept, int]], left: dict[str, set[int]], end: float, secret: Secret | None
+    origin: Origin,
+    rank: int,
+    mine: Mapping[str, tuple[Kept, int]],
+    left: dict[str, set[int]],
+    end: float,
+    secret: Secret | None,
+    whole: Collection[str],
 ) -> list[tuple[str, tuple[int, ...], int, Digests]]:
     """Sums of a rank's heads that are in `left`, which loses them: group, heads, first token, one sum per block."""
     found = []
@@ -277,7 +294,7 @@ def _ask(
                 raise BindError(f"{talk.peer}: group {name}: expected layers {kept.layers}, got {layers!r:.200}")
             heads = tuple(sorted(wanted & set(held)))
             first = max(kept.first, begin)  # a window begins there in a later block, by less than one of this side's
-            if stop < kept.last or first >= kept.last or begin > kept.first + step:
+            if stop < kept.last or first >= kept.last or first - kept.first >= (1 if name in whole else step):
                 raise BindError(
                     f"{talk.peer}: group {name}: expected tokens {kept.first} to {kept.last}, got digests of {begin} to {stop}"
                 )

@@ -1,4 +1,4 @@
-"""Counters of `KvbmConnector` for vLLM's log and its Prometheus endpoint."""
+"""Counters of `KvbmConnector` and of `KvbmGuard` for vLLM's log and its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-__all__ = ["COUNTERS", "ConnectorStats", "PromMetrics"]
+__all__ = ["COUNTERS", "GUARD_COUNTERS", "ConnectorStats", "GuardPromMetrics", "GuardStats", "PromMetrics"]
 
 #: Counter → the metric's name, without the suffix ``_total``, and its help text.  The counts of an engine's workers are added up: a
 #: request that two workers load counts twice.
@@ -24,6 +24,24 @@ COUNTERS = {
     "chunks_wrong": ("vllm:kvbm_wrong_chunks", "Chunks that failed their check, and were refused."),
     "stalls": ("vllm:kvbm_stalls", "Rounds in which a chunk waited for a slot of the ring."),
     "seconds": ("vllm:kvbm_transfer_seconds", "Seconds of all sendings and arrivals that have ended."),
+}  # fmt: skip
+
+
+#: The same for the guard.
+GUARD_COUNTERS = {
+    "compared": ("vllm:kvbm_guard_compared_loads", "Loads with the digests of the engine that prefilled, counted by worker."),
+    "differing": ("vllm:kvbm_guard_differing_loads", "Loads with other digests, which are not used, counted by worker."),
+    "unanswered": (
+        "vllm:kvbm_guard_unanswered_loads", "Loads that could not be compared, and are not used, counted by worker."
+    ),
+    "unguarded": (
+        "vllm:kvbm_guard_unguarded_requests",
+        "Requests with a load of which nobody has digests: they are computed, or loaded if the settings say so.",
+    ),
+    "undigested": (
+        "vllm:kvbm_guard_undigested_requests", "Requests that were prefilled here and have no digests, counted by worker."
+    ),
+    "seconds": ("vllm:kvbm_guard_seconds", "Seconds of all comparisons, from the end of the load on."),
 }  # fmt: skip
 
 
@@ -45,13 +63,52 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typ
         return not self.data
 
 
+class GuardStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts of the guard since the last call, by the names of `GUARD_COUNTERS`, and what the guarded connector says.
+
+    ``data`` has ``guard``, and for a connector that says something ``guarded``, its object, and ``connector``, its name and module.
+    """
+
+    @property
+    def _counts(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.data.setdefault("guard", {})
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        guarded = self.data.get("guarded")
+        return self.data if guarded is None else {**self.data, "guarded": guarded.to_dict()}
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: Any) -> Any:
+        for name, value in other.data.get("guard", {}).items():
+            self._counts[name] = self._counts.get(name, 0) + value
+        if (theirs := other.data.get("guarded")) is not None:
+            own = self.data.get("guarded")
+            self.data["guarded"] = theirs if own is None else own.aggregate(theirs)
+            self.data["connector"] = other.data["connector"]
+        return self
+
+    def reduce(self) -> dict[str, Any]:
+        guarded = self.data.get("guarded")
+        found = {GUARD_COUNTERS[name][0].removeprefix("vllm:kvbm_"): value for name, value in self._counts.items()}
+        return found if guarded is None or guarded.is_empty() else {**found, **guarded.reduce()}
+
+    def is_empty(self) -> bool:
+        guarded = self.data.get("guarded")
+        return not self._counts and (guarded is None or bool(guarded.is_empty()))
+
+
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One counter per engine and item of `COUNTERS`."""
+    """One counter per engine and item of a table."""
+
+    table = COUNTERS
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters: dict[str, dict[int, Counter]] = {}
-        for name, (title, what) in COUNTERS.items():
+        for name, (title, what) in self.table.items():
             counter = self._counter_cls(name=title, documentation=what, labelnames=labelnames)
             self._counters[name] = {
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
@@ -60,3 +117,18 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
             self._counters[name][engine_idx].inc(value)
+
+
+class GuardPromMetrics(PromMetrics):
+    """The counters of the guard; and those of the guarded connector, if it has any."""
+
+    table = GUARD_COUNTERS
+
+    def __init__(self, guarded: Any, *given: Any) -> None:
+        super().__init__(*given)
+        self._guarded = guarded
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe(transfer_stats_data.get("guard", {}), engine_idx)
+        if self._guarded is not None and transfer_stats_data.get("guarded"):
+            self._guarded.observe(transfer_stats_data["guarded"], engine_idx)
