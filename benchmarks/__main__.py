@@ -4,8 +4,8 @@ from kvbm.cli.commands import Group
 
 #: Commands.  Each is a click command in the module of the same name.
 STUDIES = (
-    "auto", "cast", "digest", "growth", "guard", "interference", "link", "offload", "operator-overhead", "overhead", "plot",
-    "reshard", "scale", "timing-loop",
+    "auto", "cast", "digest", "duplex", "growth", "guard", "interference", "link", "offload", "operator-overhead", "overhead",
+    "plot", "reshard", "scale", "tier", "timing-loop",
 )  # fmt: skip
 
 main = Group(

@@ -160,7 +160,7 @@ def _rate(begin: Any, end: Any, copies: Sequence[Any], nbytes: int) -> float:
 def _ends(
     pair: tuple[str, str], direction: str, shape: BlockShape, held: int, device: int
 ) -> Iterator[tuple[Pool, Pool]]:
-    places = ["pinned" if side == "h" else f"cuda:{device}" for side in (direction[0], direction[2])]
+    places = [f"pinned:{device}" if side == "h" else f"cuda:{device}" for side in (direction[0], direction[2])]
     with (
         random_pool(spec.load(pair[0]), shape, held, places[0]) as src,
         random_pool(spec.load(pair[1]), shape, held, places[1], seed=2) as dst,
@@ -174,7 +174,7 @@ def memcpy(direction: str, nbytes: int, device: int) -> Iterator[Callable[[Any],
     with contextlib.ExitStack() as stack:
         sides = []
         for turn, side in enumerate((direction[0], direction[2])):
-            memory = Memory(nbytes, "pinned" if side == "h" else f"cuda:{device}")
+            memory = Memory(nbytes, f"pinned:{device}" if side == "h" else f"cuda:{device}")
             stack.callback(memory.close)
             memory.fill(turn)
             sides.append(np.array([memory.address], np.uint64))

@@ -31,6 +31,7 @@ from kvbm.layout.shapes import BlockShape, load_shape
 from kvbm.planner.plan import size_text
 from kvbm.pool.pool import Pool
 from kvbm.system.clock import CpuClock, GpuClock, Timed
+from kvbm.system.machine import host_beside
 
 from .descriptors import Batch, Pages, Swap
 from .interference import Model, memcpy
@@ -111,12 +112,12 @@ class Run(NamedTuple):
     @property
     def host(self) -> str:
         """The place of host memory."""
-        return "pinned" if device_of(self.place) >= 0 else "cpu"
+        return host_beside(self.place)
 
     @property
     def asks(self) -> bool:
         """True if there is a required ratio: between a GPU and pinned memory."""
-        return self.host == "pinned"
+        return self.host != "cpu"
 
     @property
     def cases(self) -> Iterator[Case]:
@@ -214,8 +215,7 @@ class Worker:
         self.copiers = {}
         for by, (is_declared, verify) in OURS.items():
             groups = [[EnginePages(self.pool)]] if is_declared else pages
-            device = "pinned" if on_gpu else "cpu"
-            memory = HostMemory(spec.load(HOST_LAYOUT), groups, blocks, device, verify=verify)
+            memory = HostMemory(spec.load(HOST_LAYOUT), groups, blocks, host_beside(place), verify=verify)
             self.copiers[by] = Copier(memory, 1)
             stack.callback(self.copiers[by].close)
         self._jobs = itertools.count()

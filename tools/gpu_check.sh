@@ -174,6 +174,7 @@ transfers() {
     --pair nhd:universal,vllm/LBHNC:universal,nhd:vllm/flash_attn_nhd
   measure h2d --direction h2d --num-blocks $many --no-peers --pair universal:nhd,universal:vllm/paged_attn_v0
   measure cpu --direction h2h --num-blocks 64 --device cpu
+  tell='figures|error' run duplex "$PYTHON" -m benchmarks duplex --out "$OUT/duplex.csv"
   tell='figures|error' run interference "$PYTHON" -m benchmarks interference --out "$OUT/interference.csv"
   tell='figures|error' run offload "$PYTHON" -m benchmarks offload --out "$OUT/offload.csv"
   tell='figures|error' run overhead "$PYTHON" -m benchmarks overhead --out "$OUT/overhead.csv"

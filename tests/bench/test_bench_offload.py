@@ -88,7 +88,7 @@ def test_models() -> None:
     } and sections == offload.SECTIONS
     assert {name: shape.nl for name, shape in gpu.models.items()} == {"llama-3.1-8b": 32, "llama-3.1-70b": 80}
     assert len(list(gpu.cases)) == 24 and {case.shape.nh for case in gpu.cases} == {2, 8}
-    assert (cpu.host, gpu.host) == ("cpu", "pinned")
+    assert (cpu.host, gpu.host) == ("cpu", "pinned:0")
 
 
 # ---- vLLM's lists --------------------------------------------------------------------------------------------------

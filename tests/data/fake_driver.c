@@ -563,6 +563,9 @@ int cuDeviceGetCount(int *count) { return *count = knob("FAKE_DEVICES", 1), 0; }
 int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetName(char *name, int bytes, int device) { return snprintf(name, bytes, "Fake GPU"), 0; }
 int cuDeviceGetAttribute(int *value, int what, int device) { return *value = what == 16 ? 132 : 9, 0; }
+int cuDeviceGetPCIBusId(char *name, int bytes, int device) {
+  return device < knob("FAKE_DEVICES", 1) ? (snprintf(name, bytes, "0000:%02X:00.0", 0x3B + device), 0) : 101;
+}
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { return *bytes = 1ull << 37, 0; }
 int cuDevicePrimaryCtxRetain(Handle *made, int device) { return *made = (Handle)(uintptr_t)(device + 1), 0; }
 int cuCtxGetCurrent(Handle *current) { return ++driver_calls, *current = depth ? context[depth - 1] : NULL, 0; }
@@ -809,8 +812,8 @@ int cuEventQuery(Handle event) {
 }
 int cuEventDestroy_v2(Handle event) { return --live[EVENTS], free(event), 0; }
 int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *how) {
-  /* Everything else is found under its plain name. */
-  *found = NULL;
+  /* Everything else is found under its plain name; these two are what cuda.bindings is asked for. */
+  *found = !strcmp(name, "cuInit") ? (void *)cuInit : !strcmp(name, "cuDeviceGetPCIBusId") ? (void *)cuDeviceGetPCIBusId : NULL;
   if (!strcmp(name, "cuMemcpyBatchAsync") && version >= 12080 && version <= knob("FAKE_VERSION", 13000))
     *found = version >= 13000 ? (void *)memcpy_batch : (void *)memcpy_batch_v1;
   return 0;

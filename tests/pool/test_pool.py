@@ -76,9 +76,11 @@ def test_allocate(name: str, device: str) -> None:
     assert [a.shape for a in pool.arrays] == [a.shape for a in kvbm.load(name).resolve(SHAPE, 3).allocations]
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:1", "", "cuda:-1", "cuda:", "pinned:0", "CPU", "cuda:0 "])
+@pytest.mark.parametrize(
+    "device", ["tpu", "cuda:x", "cpu:1", "", "cuda:-1", "cuda:", "pinned:", "pinned:x", "shared:0", "CPU", "cuda:0 "]
+)
 def test_allocate_nowhere(device: str) -> None:
-    with pytest.raises(kvbm.BindError, match=r"device: expected 'cpu', 'shared', 'pinned', 'cuda' or 'cuda:N', got"):
+    with pytest.raises(kvbm.BindError, match=r"device: expected 'cpu', 'shared', 'pinned', 'pinned:N', 'cuda' or 'cuda:N', got"):
         kvbm.Pool.allocate(kvbm.load("nhd"), SHAPE, 3, device)
 
 

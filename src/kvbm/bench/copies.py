@@ -232,8 +232,8 @@ class Sweep:
             raise NotApplicable("there is one GPU")
         return {
             "d2d": (self.place, self.place),
-            "d2h": (self.place, "pinned"),
-            "h2d": ("pinned", self.place),
+            "d2h": (self.place, f"pinned:{device}"),
+            "h2d": (f"pinned:{device}", self.place),
             "p2p": (self.place, other),
         }[direction]
 

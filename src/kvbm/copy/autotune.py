@@ -259,7 +259,7 @@ def _measured(
     names: tuple[str, ...] = ("direct", "engine") if direction == "d2d" else STRATEGIES
     if direction == "p2p" and not _core.enable_peer(device, peer):
         names = names[1:]
-    place = {"d2d": f"cuda:{device}", "p2p": f"cuda:{peer}"}.get(direction, "pinned")
+    place = {"d2d": f"cuda:{device}", "p2p": f"cuda:{peer}"}.get(direction, f"pinned:{device}")
     left = sum(len(totals) for _, _, totals in grid())
     random = np.random.default_rng(0)
     is_awake = False

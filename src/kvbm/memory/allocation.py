@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ..errors import CudaError, CudaUnavailableError, NotEnoughMemoryError
 from ..layout.resolved import Allocation, Resolved
 from ..layout.shapes import PACKED, round_up
+from . import numa
 from .array_info import array_on, bits_dtype, numpy_dtype
 
 #: Type of `progress`: a function of the bytes done and of all bytes.
@@ -365,9 +366,20 @@ class Slab:
 
     Arrays refer to it through ``__array_interface__`` and keep it alive.  So after `Pool.close`, an array that is still in use has
     unpinned memory instead of an invalid address.
+
+    Parameters
+    ----------
+    nbytes : int
+    device : int, optional
+        The GPU on whose NUMA node the pages shall be, as for `numa.place`.
+
+    Attributes
+    ----------
+    node : int or None
+        The NUMA node that was set for the pages.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: int | None = None) -> None:
         # Map more than needed, so that it can start at a huge page.  Pages that are not touched cost nothing.
         self._memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # DONTFORK: otherwise a fork would copy every byte of page-locked memory.
@@ -375,6 +387,7 @@ class Slab:
             with contextlib.suppress(OSError):  # a kernel without this option
                 self._memory.madvise(advice)
         self.address = round_up(np.frombuffer(self._memory, np.uint8).ctypes.data, _HUGE_PAGE)
+        self.node = numa.place(self.address, round_up(nbytes, mmap.PAGESIZE), device)
         self.pins = Pins(self)
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -392,19 +405,19 @@ class Slab:
         self._memory.close()
 
 
-def pinned_slab(resolved: Resolved, progress: Progress | None) -> Slab:
-    """A slab for every allocation of a pool, touched and registered."""
+def pinned_slab(resolved: Resolved, progress: Progress | None, device: int | None = None) -> Slab:
+    """A slab for every allocation of a pool, touched and registered; on the NUMA node of `device` (see `Slab`)."""
     from .. import _core
 
     what = f"pinned memory for {resolved.layout.name}"
     try:
-        _core.device_count()  # raises an error before memory is touched
+        _core.device_count() if device is None else _core.device_info(device)  # raises an error before memory is touched
     except CudaUnavailableError as error:
         raise explained(error, what, " For memory that only the CPU uses, pass device='cpu'.") from None
     nbytes = round_up(total_bytes(resolved), mmap.PAGESIZE)
     require_memory(nbytes, what, "allocate fewer blocks")
     try:
-        slab = Slab(nbytes)
+        slab = Slab(nbytes, device)
     except (OSError, OverflowError) as error:
         raise NotEnoughMemoryError(
             f"{what}: {nbytes} bytes: {error}. Raise the limits of the process (`ulimit -v`), or allocate fewer blocks"

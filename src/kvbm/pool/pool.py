@@ -207,7 +207,8 @@ class Pool(FromEngines, Shown):
         device : str
             ``"cpu"``: NumPy arrays.  ``"shared"``: NumPy arrays in memory that other processes of this host can open, for direct
             links.  ``"pinned"``: NumPy arrays in pinned host memory, which every GPU can access and the copy
-            engines read at full speed.  ``"cuda"`` or ``"cuda:N"``: objects with ``__cuda_array_interface__``.
+            engines read at full speed.  ``"pinned:N"``: the same, on the NUMA node of GPU N, for which it is fastest; see
+            below.  ``"cuda"`` or ``"cuda:N"``: objects with ``__cuda_array_interface__``.
         progress : callable, optional
             Called on this thread as ``progress(done_bytes, total_bytes)``, because pinning takes about one second per 30 GB.
             It is called for every GiB that is touched and every piece that is registered; each counts half.  The last call has
@@ -239,13 +240,20 @@ class Pool(FromEngines, Shown):
         size at one step (see `steps`).  The piece is freed with the last array on it.  For an allocation the pool keeps nine bytes
         and no Python object: `arrays` makes an array when you ask for it.
 
+        On a machine of several NUMA nodes, pages of pinned memory come from the node of the GPU, as long as it has free ones,
+        whichever threads touch them.  ``"pinned"`` is for all GPUs of the process: if they are on different nodes, the pages are
+        where they are touched first.  Where the process has a memory policy (``numactl``), that stands.  The log says what was
+        done (`docs/howto/offload.md`).
+
         A forked child does not get pinned memory, as with cudaHostAlloc: a child that accesses it crashes.
         """
         layout, shape = as_layout(layout), as_shape(shape)
         num_blocks = _whole(layout, num_blocks)
         found = re.fullmatch(r"(cpu|shared|pinned|cuda)(?::([0-9]+))?", str(device))
-        if not found or (found[2] and found[1] != "cuda"):
-            raise BindError(f"device: expected 'cpu', 'shared', 'pinned', 'cuda' or 'cuda:N', got {quoted(device)}")
+        if not found or (found[2] and found[1] not in ("cuda", "pinned")):
+            raise BindError(
+                f"device: expected 'cpu', 'shared', 'pinned', 'pinned:N', 'cuda' or 'cuda:N', got {quoted(device)}"
+            )
         resolved = layout.resolve(shape, num_blocks)
         if progress is not None and not callable(progress):
             raise BindError(f"progress: expected a function of the bytes done and of all bytes, got {quoted(progress)}")
@@ -254,7 +262,7 @@ class Pool(FromEngines, Shown):
         owned: tuple[Slab | DeviceMemory, ...] = ()
         nbytes, place = total_bytes(resolved), "cpu"
         if found[1] == "pinned":
-            slab = pinned_slab(resolved, progress)
+            slab = pinned_slab(resolved, progress, int(found[2]) if found[2] else None)
             owned, begin, arrays = (slab,), slab.address, host_arrays(resolved, np.asarray(slab))
         elif found[1] in ("cpu", "shared"):
             memory = (new_slab if found[1] == "cpu" else shared_slab)(nbytes, what)

@@ -22,7 +22,7 @@ from ..layout.scales import QUANTISED
 from ..memory.streams import framework_of, framework_stream
 from ..planner.cast import Cast, Scale, as_cast
 from ..pool.pool import Pool
-from ..system.machine import device_of
+from ..system.machine import device_of, host_beside
 from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
 from .arguments import layout_of as given_layout
 from .casting import CAST, Casting, require_planes, require_told, text_of
@@ -253,7 +253,7 @@ def _mover(src: Pool, dst: Pool, step: int, stream: Any = None, cast: Scale | No
         return lambda ids, into: convert_blocks(src, dst, ids, into, cast=cast)
     far, file = (src, dst) if dst.device == "cpu" else (dst, src)
     device = device_of(far.device)
-    near = Pool.allocate(file.layout, file.shape, step, "pinned")
+    near = Pool.allocate(file.layout, file.shape, step, host_beside(far.device))
     near.formats = file.formats
     here = list(range(step))
 

@@ -49,9 +49,15 @@ def sleep_exactly() -> None:
 
 
 def device_of(place: str) -> int:
-    """Ordinal of ``"cuda:N"``; -1 for ``"cpu"`` and ``"pinned"``."""
+    """Ordinal of ``"cuda:N"``; -1 for ``"cpu"``, ``"pinned"`` and ``"pinned:N"``."""
     kind, _, index = place.partition(":")
     return int(index or 0) if kind == "cuda" else -1
+
+
+def host_beside(place: str) -> str:
+    """Where host memory for ``"cpu"`` or a GPU is allocated: ``"cpu"``; ``"pinned:N"`` for ``"cuda:N"``."""
+    device = device_of(place)
+    return f"pinned:{device}" if device >= 0 else "cpu"
 
 
 def gpu_and_driver(device: int) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...layout.layout import Layout
 from ...planner.cast import Cast
 from ...pool.pool import Pool
+from ...system.machine import host_beside
 from ..host_store import Copying, HostStore
 
 __all__ = ["HostPages", "PagesCopying"]
@@ -37,14 +38,14 @@ class HostPages:
     Attributes
     ----------
     engine, host : Pool
-        The two pools.  Host memory is pinned if the engine is on a GPU.
+        The two pools.  Host memory is pinned if the engine is on a GPU, on its NUMA node.
     wrong : int
         Number of pages whose contents differed from what was stored.
     """
 
     def __init__(self, engine: Pool, layout: Layout, num_pages: int, cast: Cast = None) -> None:
         self.engine = engine
-        self.host = Pool.allocate(layout, engine.shape, num_pages, "cpu" if engine.device == "cpu" else "pinned")
+        self.host = Pool.allocate(layout, engine.shape, num_pages, host_beside(engine.device))
         self._copies = HostStore(engine, self.host, cast=cast)
         self._pages: OrderedDict[str, int] = OrderedDict()  # key → block of the host
         self._arriving: set[str] = set()

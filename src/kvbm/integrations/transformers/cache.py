@@ -17,6 +17,7 @@ from ...layout.shapes import BlockShape
 from ...pool.pool import Pool
 from ...reshard.placement import Placement
 from ...reshard.sequence import Span
+from ...system.machine import host_beside
 from ..host_store import HostStore
 from ..versions import require_version
 
@@ -195,7 +196,7 @@ class Host:
     ) -> None:
         chosen = spec.load(layout) if isinstance(layout, str) else layout
         self.pools = {
-            name: Pool.allocate(chosen, group.pool.shape, num_blocks, "cpu" if group.pool.device == "cpu" else "pinned")
+            name: Pool.allocate(chosen, group.pool.shape, num_blocks, host_beside(group.pool.device))
             for name, group in groups.items()
         }
         self.check = check

@@ -87,7 +87,8 @@ class HostMemory:
         The pages of a block, per group.
     units : int
         Number of blocks.
-    device : {"cpu", "pinned"}
+    device : str
+        ``"cpu"``, or ``"pinned"`` or ``"pinned:N"``, as for `Pool.allocate`.
     shared : numpy.ndarray, optional
         Bytes of memory that the ranks of this machine share; `shared_bytes` gives their number.
     verify, cast
@@ -151,7 +152,7 @@ class HostMemory:
         if shared is None:
             return list(self._own(Pool.allocate(plain, shape, units, device)).arrays)
         rows = list(shared[: units * row].reshape(units, row))
-        if device == "pinned":
+        if device != "cpu":
             self._own(Pool(plain, shape, rows)).pin()
         return rows
 

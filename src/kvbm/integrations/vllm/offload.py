@@ -31,6 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from ...errors import BindError, DigestError
 from ...layout import spec as layouts
 from ...planner.cast import Cast
+from ...system.machine import host_beside
 from ..host_values import HostValues
 from ..settings import flag_of
 from .block_shapes import host_bytes
@@ -395,7 +396,7 @@ class KvbmOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         if self.replicated_layout:
             nbytes = HostMemory.shared_bytes(self.host_layout, groups, units)
             shared = shared_memory(self.config.engine_id, nbytes, _all_workers_barrier)
-        device = "cpu" if kv_caches.tensors[0].tensor.device.type == "cpu" else "pinned"
+        device = host_beside(str(kv_caches.tensors[0].tensor.device))
         cast: Cast = None
         if self.values is not None:
             cast = "amax"
