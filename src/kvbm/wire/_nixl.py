@@ -177,7 +177,7 @@ class Transfers(Ends[R]):
             far.fenced = far.fenced or isinstance(error, PeerLostError)
             why = str(error) + self._why(far.card.name)
             far.lost = far.lost or why
-            raise PeerLostError(why, peer=far.card.name) from None
+            raise PeerLostError(f"{far.card.name} is lost: {why}", peer=far.card.name) from None
 
     def _why(self, peer: str) -> str:  # noqa: ARG002
         """What NIXL's error about a peer does not say."""

@@ -1,0 +1,130 @@
+"""Direct copies whose other side is killed or stopped in the middle: stated errors, right data or none, and one that goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbm.errors import TransferError
+from processes import context
+from programs.mortal import Engine, peer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory files are of Linux"),
+]
+
+ROUNDS = 4
+
+
+def places(where: str) -> tuple[str, str, str, int]:
+    """Places of the survivor and of its peer; a model; tokens of the sequence."""
+    if where == "cpu":
+        return "shared", "shared", "nl=4,no=2,nh=4,nt=16,hd=64,dtype=uint16", 2048
+    torch = pytest.importorskip("torch")
+    return "cuda:0", f"cuda:{torch.cuda.device_count() - 1}", "nl=8,no=2,nh=8,nt=16,hd=128,dtype=uint16", 4096
+
+
+class Peer:
+    """A process that can be killed, and the survivor's link to it."""
+
+    def __init__(self, engine: Engine, place: str, model: str, name: str, seed: int) -> None:
+        self.pipe, theirs = context().Pipe()
+        role = "decode" if engine.role == "prefill" else "prefill"
+        arguments = theirs, role, place, model, engine.tokens, name, seed
+        self.process = context().Process(target=peer, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        card = self.hear()
+        self.pipe.send(engine.end.card())
+        self.link = engine.end.meet([card])
+        for paths in (self.hear(), self.link.paths):
+            assert set(paths.values()) <= {"direct"}, paths
+
+    def hear(self) -> Any:
+        assert self.pipe.poll(120), "the peer does not answer"
+        return self.pipe.recv()
+
+    def signal(self, what: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, what)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("survivor", ["prefill", "decode"])
+def test_the_other_side_ends_in_the_middle(survivor: str, how: str, where: str) -> None:
+    """After each death the survivor's endpoint meets the next process, and its blocks are its own.
+
+    A stopped reader that goes on later must not take what its owner has written meanwhile for what it was sent.
+    """
+    pytest.importorskip("nixl")
+    near, far, model, tokens = places(where)
+    rng, free, ends = random.Random(f"{survivor} {how} {where}"), [], Counter()
+    engine = Engine(survivor, near, model, tokens, "survivor")
+    for number in range(ROUNDS):
+        engine.fill(number) if survivor == "prefill" else engine.clear()
+        with contextlib.closing(Peer(engine, far, model, f"{number}", number)) as other:
+            for key in ("a", "b"):
+                other.pipe.send((key, 60.0))
+                engine.begin(other.link, key, 60.0).synchronize(90)
+                assert other.hear() == ("right", "")
+                if survivor == "decode":
+                    assert np.array_equal(engine.held(), engine.contents(number))
+                    engine.clear()
+            other.pipe.send(("c", 5.0))
+            handle = engine.begin(other.link, "c", 1.0 if how == "stopped" else 60.0)
+            time.sleep(rng.random() * 0.004)
+            other.signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            if how == "stopped":
+                time.sleep(1.5)
+                if handle.has_ended and survivor == "prefill":  # its blocks may be used for others: nobody reads them any more
+                    engine.fill(1000 + number)
+                other.signal(signal.SIGCONT)
+            try:
+                handle.synchronize(90)
+            except TransferError as error:
+                gone = f"{'decode' if survivor == 'prefill' else 'prefill'}-{number}#"
+                assert handle.has_ended and (gone in str(error) or "'c'" in str(error)), error
+                assert survivor == "prefill" or not engine.held().any(), "a part of a message that failed is left"
+                ends["failed"] += 1
+            else:
+                assert survivor == "prefill" or np.array_equal(engine.held(), engine.contents(number))
+                ends["right"] += 1
+            if survivor == "prefill":
+                engine.fill(2000 + number)
+            if how == "stopped":
+                assert other.hear()[0] != "wrong"
+            other.link.leave()
+        free.append(left(engine))
+    print(survivor, how, where, ends)
+    engine.fill(77)
+    assert np.array_equal(engine.held(), engine.contents(77)), "its device works"
+    assert min(free[2:]) > free[1] - (64 << 20), f"memory of peers that are gone is kept: {free}"
+    engine.end.close()
+    engine.pool.close()
+
+
+def left(engine: Engine) -> int:
+    """Free bytes of the survivor's GPU; 0 on the CPU."""
+    if not engine.on_gpu:
+        return 0
+    import torch
+
+    deadline = time.monotonic() + 20
+    while engine.end.dropping and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return int(torch.cuda.mem_get_info(0)[0])
