@@ -79,9 +79,10 @@ def test_twice_the_blocks_come_back_nearly_the_same(models: Models, tmp_path: Pa
     assert cached(first[1]) == [WHOLE] * 4  # without the setting there is no room for all of them
     assert sum(cached(plain[1])) < 3 * WHOLE
     alike = [at for at, tokens in enumerate(cached(plain[1])) if tokens in (0, WHOLE)]  # vLLM 0.33 evicts the end of a prompt first
-    assert len(alike) >= 3 and error([plain[1][at] for at in alike], [plain[0][at] for at in alike]) == 0
     lost = error(first[1], plain[0])
-    assert lost > 0
+    # What vLLM computes again is the same bits with AVX-512 only: without it, a product depends on what else is in the step.
+    noise = error([plain[1][at] for at in alike], [plain[0][at] for at in alike])
+    assert len(alike) >= 3 and (noise == 0 or not has_avx512()) and 0 <= noise < lost / 10
     if has_avx512():
         own, _ = generated(model, {}, [LENGTHS], kv_cache_dtype="fp8")
         print("errors", lost, error(own[0], plain[0]))
