@@ -87,7 +87,16 @@ def of_vllm(
     SpecError
         The rank has other layers or heads than the preset gives it, or the config does not contain what is needed.
     """
-    whole = as_shape(model, "model") if model is not None else replace(group.shape, nl=group.model_layers, nh=group.heads)
+    if model is not None:
+        whole = as_shape(model, "model")
+    elif group.heads is not None:
+        whole = replace(group.shape, nl=group.model_layers, nh=group.heads)
+    else:
+        raise SpecError(
+            f"{group}: expected one number of KV heads in the config that gives each rank of tp{group.tp} one head, got several or "
+            "none; use less tensor parallelism, so that a rank holds several heads, or pass model=, a shape with the heads of "
+            "these layers on all ranks"
+        )
     if layers is None and len(group.layers) != vllm(whole, tp=group.tp, pp=group.pp).strips(group.rank).l.size:
         if group.pp > 1:
             raise SpecError(f"{group}: {group.pp} stages: a rank knows only its own layers; expected layers=, those of all ranks")
