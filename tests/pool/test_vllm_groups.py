@@ -291,6 +291,19 @@ def test_the_placement_of_a_hybrid_model() -> None:
         presets.of_vllm(other)
 
 
+def test_layers_of_a_draft_in_the_group_of_its_target() -> None:
+    """The layer that DeepSeek V3 predicts a second token with is number 61; one that has the number of another is refused."""
+    (one,) = engine(layers=([0, 1, 2, 3],), model_layers=3).groups()
+    placement, rank = presets.of_vllm(one)
+    assert placement.model.nl == 4 and tuple(placement.strips(rank).l) == (0, 1, 2, 3)
+    twice = dataclasses.replace(one, layers=(0, 1, 2, 0))
+    with pytest.raises(SpecError, match=r"each layer once, got 0, 1, 2, 0: .*without speculative decoding, or offload only"):
+        presets.of_vllm(twice)
+    (staged,) = engine(layers=([3, 4, 5, 6],), pp=2, tp=1, rank=1, model_layers=6).groups()
+    with pytest.raises(SpecError, match=r"2 stages: a rank knows only its own layers"):
+        presets.of_vllm(staged)
+
+
 @pytest.mark.parametrize(
     ("nh", "tp", "total"),
     [(4, 1, 4), (2, 4, 8), (1, 4, 4), (1, 8, None)],
@@ -519,6 +532,13 @@ def test_tables_that_hold_no_positions_are_refused(kind: str) -> None:
     """Encoder states and rings: a prefix of their blocks would be sent as the tokens of a prompt."""
     with pytest.raises(BindError, match=f"{kind}: where its block table has a token is not known"):
         connected(kind)
+
+
+@pytest.mark.parametrize("said", [{"num_kv_heads": None}, {"tokens_per_state": 4}], ids=["a state a sequence", "compressed"])
+def test_states_are_not_sent(said: dict[str, Any]) -> None:
+    """The way out is tested with the engine: tests/engines/test_vllm_models.py, qwen3-next."""
+    with pytest.raises(BindError, match=r"MambaSpec: .* state.*in one engine, where KvbmOffloadingConnector copies"):
+        connected("MambaSpec", **said)
 
 
 def test_block_tables_as_spans() -> None:

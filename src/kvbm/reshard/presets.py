@@ -87,10 +87,17 @@ def of_vllm(
     SpecError
         The rank has other layers or heads than the preset gives it, or the config does not contain what is needed.
     """
+    if len(set(group.layers)) < len(group.layers):
+        raise SpecError(
+            f"{group}: expected each layer once, got {', '.join(map(str, group.layers))}: some are those of a draft model, which "
+            "counts its own; run without speculative decoding, or offload only (KvbmOffloadingConnector needs no numbers of layers)"
+        )
     if model is not None:
         whole = as_shape(model, "model")
     elif group.heads is not None:
-        whole = replace(group.shape, nl=group.model_layers, nh=group.heads)
+        # Layers of a draft model in the target's group follow those of the target.  Without stages every rank holds them.
+        behind = group.pp == 1 and max(group.layers) >= group.model_layers
+        whole = replace(group.shape, nl=max(group.layers) + 1 if behind else group.model_layers, nh=group.heads)
     else:
         raise SpecError(
             f"{group}: expected one number of KV heads in the config that gives each rank of tp{group.tp} one head, got several or "
