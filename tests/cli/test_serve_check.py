@@ -257,6 +257,20 @@ def test_groups_of_nearly_equal_kinds(tmp_path: Path) -> None:
         assert sorted((len(one.layers) for one in held.groups), reverse=True) == sizes
 
 
+def test_layers_that_read_the_caches_of_others(tmp_path: Path) -> None:
+    """Gemma 3n E4B: of 35 layers 20 have caches, each fifth of which sees all tokens; vLLM makes groups of 4."""
+    path = str(MODELS / "gemma-3n-e4b.json")
+    found = told(path)["model"]
+    assert (found["layers"], found["readers"], found["heads"], found["head_size"]) == (20, 15, 2, 256)
+    assert [one["sliding_window"] for one in found["groups"]] == [512] * 4 + [None]
+    assert found["groups"][4]["layers"] == [4, 9, 14, 19] and found["token_bytes"] == 20 * 2 * 2 * 256 * 2
+    assert "15 more layers keep no cache" in " ".join(run(path).output.split())
+    done = run(path, "--pp", "2")
+    assert done.exit_code == SpecError.exit_code and "pp: expected 1, as 15 layers read the caches" in done.stderr
+    short = config(tmp_path, model_type="gemma3n_text", num_hidden_layers=35, num_kv_shared_layers=...)
+    assert [len(one.layers) for one in models.read(short).groups] == [4] * 5
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -272,8 +286,10 @@ def config(tmp_path: Path, **more: Any) -> str:
     [
         ({"model_type": "mamba2"}, "model_type: expected one whose cache is known here .* got 'mamba2'"),
         ({"model_type": ...}, "model_type: .* got None"),
-        ({"index_topk": 2048}, "index_topk: the keys of an indexer"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder: states of an encoder"),
+        ({"index_topk": 2048}, "index_topk: the keys of an indexer.* KvbmOffloadingConnector reads it when the engine starts"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers: layers that share a cache.* when the engine starts"),
+        ({"model_type": "gemma3n_text", "num_kv_shared_layers": 32}, "num_kv_shared_layers: expected a number from 1 on"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder: expected .* states of an encoder are not copied"),
         ({"num_hidden_layers": ...}, "num_hidden_layers: expected a number from 1 on, got None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: expected a number"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers: expected a number"),
@@ -295,6 +311,13 @@ def config(tmp_path: Path, **more: Any) -> str:
 def test_configs_that_do_not_say_it(tmp_path: Path, more: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         models.read(config(tmp_path, **more))
+
+
+@pytest.mark.parametrize("kind", sorted(models._SIZED_BY_VLLM))
+def test_models_that_vllm_sizes(tmp_path: Path, kind: str) -> None:
+    """The way out is tested with the engine: tests/engines/test_vllm_models.py."""
+    with pytest.raises(SpecError, match=rf"model_type: {kind}: .*KvbmOffloadingConnector reads it .*docs/engines/models\.md"):
+        models.read(config(tmp_path, model_type=kind))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

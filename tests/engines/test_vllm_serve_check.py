@@ -68,7 +68,7 @@ def test_configs_that_transformers_writes(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("name", "tp"), [("llama-3.1-8b", 2), ("deepseek-v3", 4), ("gemma-3-4b", 1), ("gemma-3-4b", 8)]
+    ("name", "tp"), [("llama-3.1-8b", 2), ("deepseek-v3", 4), ("gemma-3-4b", 1), ("gemma-3-4b", 8), ("gemma-3n-e4b", 2)]
 )
 def test_groups_and_strides(name: str, tp: int, order: str) -> None:
     engine = serving.Engine(config_json.read(str(MODELS / f"{name}.json")), tp=tp, nt=32, order=order)

@@ -197,6 +197,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "draft": ({"vllm_config": config(speculative_config=1)}, r"speculative_config: expected none"),
     "state": ({"kv_cache_config": caches(FullAttentionSpec(**FULL), MAMBA)}, r"layers\.2.*got MambaSpec; it is not stored"),
     "V": ({"kv_cache_config": caches(FullAttentionSpec(**FULL, head_size_v=32))}, r"K and V of one size"),
+    "heads": (
+        {"vllm_config": config(
+            parallel={"tensor_parallel_size": 8},
+            model={"hf_text_config": SimpleNamespace(num_key_value_heads=4, swa_num_key_value_heads=8)},
+        ), "kv_cache_config": caches(FullAttentionSpec(**{**FULL, "num_kv_heads": 1}))},
+        r"layers\.0.*gives each rank of tp8 one head, got several.*less tensor parallelism",
+    ),
     "units": ({"unit_tokens": 24}, r"unit_tokens: expected a number that divides the blocks of 32 tokens, got 24"),
     "dummy": (
         {"model_key": "", "vllm_config": config(load_config=SimpleNamespace(load_format="dummy"))},

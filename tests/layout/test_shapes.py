@@ -26,7 +26,17 @@ MODELS = {
     "phi-4": (40, 2, 10, 128), "qwen2.5-72b": (80, 2, 8, 128), "qwen2.5-7b": (28, 2, 4, 128),
     "qwen3-235b-a22b": (94, 2, 4, 128), "qwen3-30b-a3b": (48, 2, 4, 128), "qwen3-32b": (64, 2, 8, 128),
     "qwen3-8b": (36, 2, 8, 128),
+    # Layers that keep a state per sequence are not counted, nor those that read the cache of another.
+    "deepseek-v3.2": (61, 1, 1, 576), "deepseek-v3.2-indexer": (61, 1, 1, 128), "deepseek-v4-flash": (43, 1, 1, 512),
+    "gemma-3n-e4b": (20, 2, 2, 256), "gemma-4-31b": (50, 2, 16, 256), "gemma-4-31b-full": (10, 2, 4, 512),
+    "glm-5": (78, 1, 1, 576), "glm-5-indexer": (78, 1, 1, 128), "kimi-linear-48b": (7, 1, 1, 576),
+    "mimo-v2-flash": (9, 1, 4, 192), "mimo-v2-flash-swa": (39, 1, 8, 192), "minimax-m2": (62, 2, 8, 128),
+    "minimax-m3": (60, 2, 4, 128), "nemotron-3-nano": (6, 2, 2, 128), "qwen3-next-80b": (12, 2, 2, 256),
+    "qwen3.5-35b-a3b": (10, 2, 2, 256), "qwen3.5-397b-a17b": (15, 2, 2, 256),
 }  # fmt: skip
+
+#: Of which `hd` is the size of K, and V of a token and head lies behind it.
+SIDE_BY_SIDE = ("mimo-v2-flash", "mimo-v2-flash-swa")
 
 #: Bytes a token of all layers in 16-bit elements, as published (DeepSeek, "Insights into DeepSeek-V3", table 1).
 PUBLISHED = {"deepseek-v3": 70_272, "qwen2.5-72b": 327_680, "llama-3.1-405b": 516_096}
@@ -42,8 +52,8 @@ def test_every_file_is_here() -> None:
 def test_model(name: str) -> None:
     shape = kvbm.load_shape(name)
     assert (shape.nl, shape.no, shape.nh, shape.hd) == MODELS[name]
-    assert shape.dtype == "bfloat16"
-    assert shape.nt == (64 if shape.no == 1 else 16)
+    assert shape.dtype == ("uint8" if name.endswith("-indexer") else "bfloat16")
+    assert shape.nt == (64 if shape.no == 1 and name not in SIDE_BY_SIDE else 16)
     said = yaml.load((data_dir() / "shapes" / f"{name}.yaml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     assert said["title"] and said["read_from"].startswith("config.json of ")
     assert said["tp"][0] == "1"

@@ -286,14 +286,61 @@ def test_the_placement_of_a_hybrid_model() -> None:
         presets.of_vllm(one)
     placement, _ = presets.of_vllm(one, layers=[0, 2, 4, 6])
     assert tuple(placement.strips(0).l) == (0, 2)
-    (one,) = engine(nh=2, tp=4, model_heads=16).groups()
-    with pytest.raises(SpecError, match=r"expected layers 0–2 and nl=3,no=2,nh=4.*pass model="):
-        presets.of_vllm(one)
     (other,) = engine(layers=([1, 2, 3],), pp=2, model_layers=6).groups()  # a share that is not vLLM's own
     with pytest.raises(SpecError, match=r"expected layers 0–2 and .*, got layers 1, 2, 3"):
         presets.of_vllm(other)
-    model = dataclasses.replace(one.shape, nh=8)
-    assert presets.of_vllm(one, model=model)[0].shape(0).nh == 2
+
+
+def test_layers_of_a_draft_in_the_group_of_its_target() -> None:
+    """The layer that DeepSeek V3 predicts a second token with is number 61; one that has the number of another is refused."""
+    (one,) = engine(layers=([0, 1, 2, 3],), model_layers=3).groups()
+    placement, rank = presets.of_vllm(one)
+    assert placement.model.nl == 4 and tuple(placement.strips(rank).l) == (0, 1, 2, 3)
+    twice = dataclasses.replace(one, layers=(0, 1, 2, 0))
+    with pytest.raises(SpecError, match=r"each layer once, got 0, 1, 2, 0: .*without speculative decoding, or offload only"):
+        presets.of_vllm(twice)
+    (staged,) = engine(layers=([3, 4, 5, 6],), pp=2, tp=1, rank=1, model_layers=6).groups()
+    with pytest.raises(SpecError, match=r"2 stages: a rank knows only its own layers"):
+        presets.of_vllm(staged)
+
+
+@pytest.mark.parametrize(
+    ("nh", "tp", "total"),
+    [(4, 1, 4), (2, 4, 8), (1, 4, 4), (1, 8, None)],
+)
+def test_layers_with_other_heads(nh: int, tp: int, total: int | None) -> None:
+    """MiMo V2 has 4 KV heads in some layers and 8 in others.  Which of 8 ranks with one head each hold the same is not known."""
+    held = engine(nh=nh, tp=tp, rank=tp - 1, model_heads=4)
+    held.vllm_config.model_config.hf_text_config = SimpleNamespace(num_key_value_heads=4, swa_num_key_value_heads=8)
+    (one,) = held.groups()
+    assert one.heads == total
+    if total is None:  # red: heads 0, 0, 1, 1, … of 4, where the engine may hold 0, 1, 2, 3, … of 8
+        with pytest.raises(SpecError, match=r"gives each rank of tp8 one head, got several.*less tensor parallelism.*pass model="):
+            presets.of_vllm(one)
+        total = 8
+    model = dataclasses.replace(one.shape, nh=total)
+    placement, rank = presets.of_vllm(one, **({} if one.heads else {"model": model}))
+    assert placement.model.nh == total and tuple(placement.strips(rank).h)[-1] == total - 1
+
+
+@pytest.mark.parametrize(("per_layer", "total"), [([{}] * 2 + [{"heads": 2}], None), ([{}] * 3, 8), ([{"heads": 2}] * 3, 2)])
+def test_heads_that_the_engine_says_for_each_layer(per_layer: list[dict[str, int]], total: int | None) -> None:
+    """Gemma 4: `per_layer_config`, of which vLLM has what is different."""
+
+    class Arch(list):  # type: ignore[type-arg]
+        per_layer_overrides = per_layer
+
+    held = engine(nh=1, tp=8, model_heads=8)
+    said = [SimpleNamespace(total_num_kv_heads=one.get("heads", 8)) for one in per_layer]
+    held.vllm_config.model_config.model_arch_config = Arch(said)
+    (one,) = held.groups()
+    assert one.heads == total
+
+
+def test_layers_of_a_search_have_heads_that_are_not_known() -> None:
+    held = engine(nh=1, tp=8, model_heads=8)
+    held.vllm_config.model_config.hf_text_config = SimpleNamespace(block_configs=[{}])
+    assert held.groups()[0].heads is None
 
 
 def changed(held: Engine, what: str, **values: Any) -> Engine:
@@ -485,6 +532,13 @@ def test_tables_that_hold_no_positions_are_refused(kind: str) -> None:
     """Encoder states and rings: a prefix of their blocks would be sent as the tokens of a prompt."""
     with pytest.raises(BindError, match=f"{kind}: where its block table has a token is not known"):
         connected(kind)
+
+
+@pytest.mark.parametrize("said", [{"num_kv_heads": None}, {"tokens_per_state": 4}], ids=["a state a sequence", "compressed"])
+def test_states_are_not_sent(said: dict[str, Any]) -> None:
+    """The way out is tested with the engine: tests/engines/test_vllm_models.py, qwen3-next."""
+    with pytest.raises(BindError, match=r"MambaSpec: .* state.*in one engine, where KvbmOffloadingConnector copies"):
+        connected("MambaSpec", **said)
 
 
 def test_block_tables_as_spans() -> None:

@@ -94,7 +94,7 @@ def legality(layout: Layout, wanted: Sequence[tuple[str, BlockShape]]) -> Iterat
     fitting = [(name, shape) for name, shape in shipped if all(shape.sizes.get(axis) == 1 for axis in absent)]
     example = spec.example_shape(layout)
     if example is not None and not any(_is_legal(layout, shape) for _, shape in fitting):
-        # Shipped shapes are of models; an indexer's keys and some latents have other sizes.
+        # Shipped shapes are of models; scales by themselves have other sizes.
         yield f"one-to-one at {load_shape(example)}, which is no shipped shape"
         return
     if not fitting:

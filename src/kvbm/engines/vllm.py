@@ -23,7 +23,7 @@ from ..layout.resolved import Resolved
 from ..layout.shapes import BlockShape
 from ..layout.terms import Expression, Pitch
 
-__all__ = ["Group", "fp8_format", "groups", "number_of_layer"]
+__all__ = ["Group", "fp8_format", "groups", "number_of_layer", "total_heads"]
 
 #: The orders to which vLLM resolves a layout.
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -91,8 +91,10 @@ class Group:
         Tokens of the sliding window; None for full attention.
     tp, pp, dcp, interleave, rank : int
         The parallel configuration.  The rank counts within the ranks of one replica (``pp tp``).
-    heads, model_layers : int
-        KV heads and layers of the whole model.
+    heads : int or None
+        KV heads of these layers on all ranks together; None if the config allows several numbers (`total_heads`).
+    model_layers : int
+        Layers of the whole model.
     """
 
     index: int
@@ -112,7 +114,7 @@ class Group:
     dcp: int
     interleave: int
     rank: int
-    heads: int
+    heads: int | None
     model_layers: int
 
     def __str__(self) -> str:
@@ -259,15 +261,15 @@ def _group(
             f"{what}: prefill_context_parallel_size: expected 1, got {pcp}: a placement cannot describe its ranks"
         )
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
-    model = vllm_config.model_config
+    model, layers = vllm_config.model_config, tuple(number_of_layer(name) for name in names)
     return Group(
-        index=index, names=names, layers=tuple(number_of_layer(name) for name in names),
+        index=index, names=names, layers=layers,
         layout=_pitched(chosen, shape, view, strides, what), shape=shape, num_blocks=blocks, order=order, backend=known.backend,
         view=view, strides=strides, offset=int(tensor.offset),
         sliding_window=getattr(cache_spec, "sliding_window", None), tp=tp, pp=pp,
         dcp=int(parallel.decode_context_parallel_size) if getattr(cache_spec, "dcp_sharded", True) else 1,
         interleave=int(getattr(parallel, "cp_kv_cache_interleave_size", 1)), rank=int(parallel.rank) % (tp * pp),
-        heads=1 if hasattr(cache_spec, "cache_dtype_str") else int(model.get_total_num_kv_heads()),
+        heads=1 if hasattr(cache_spec, "cache_dtype_str") else total_heads(model, layers, int(cache_spec.num_kv_heads), tp),
         model_layers=int(model.get_total_num_hidden_layers()),
     )  # fmt: skip
 
@@ -470,6 +472,41 @@ def _backend(vllm_config: Any, names: Sequence[str], what: str) -> str:
     raise BindError(
         f"{what}: expected one attention backend for all layers of a tensor, got {', '.join(sorted(map(str, found)))}"
     )
+
+
+def total_heads(model_config: Any, layers: Sequence[int], held: int, tp: int) -> int | None:
+    """KV heads of some layers on all ranks together.  In some models layers differ: in Gemma 4 and MiMo V2 by their windows.
+
+    With one head per rank the ranks may hold different heads or copies, and only the model's config can tell.
+
+    Parameters
+    ----------
+    model_config : vllm.config.ModelConfig
+    layers : sequence of int
+        Numbers of the layers.
+    held : int
+        KV heads that a rank holds.
+    tp : int
+        Number of ranks.
+
+    Returns
+    -------
+    int or None
+        None if the config names several numbers that give a rank one head, or none.
+    """
+    if held > 1 or tp == 1:
+        return held * tp
+    arch: Any = getattr(model_config, "model_arch_config", None)
+    text = getattr(model_config, "hf_text_config", None)
+    if overrides := getattr(arch, "per_layer_overrides", None):
+        said = {int(arch[layer].total_num_kv_heads) for layer in layers if layer < len(overrides)}
+    elif getattr(text, "block_configs", None):  # Nemotron of NAS: each layer has its own
+        return None
+    else:
+        named = [value for name, value in getattr(text, "__dict__", {}).items() if re.search("num_(key_value|kv)_heads$", name)]
+        said = {int(model_config.get_total_num_kv_heads()), *(value for value in named if type(value) is int)}
+    fits = [heads for heads in said if 0 < heads <= tp and tp % heads == 0]
+    return fits[0] if len(fits) == 1 else None
 
 
 def number_of_layer(name: str) -> int:

@@ -187,7 +187,7 @@ def heads_of_rank(heads: int, degree: int, rank: int) -> range:
 def shape_names() -> list[str]:
     """Names of the shipped block shapes, also with the usual tensor-parallel degrees as ``name/tpN``."""
     names: list[str] = []
-    for path in sorted((data_dir() / "shapes").glob("*.yaml")):
+    for path in sorted((data_dir() / "shapes").glob("*.yaml"), key=lambda path: path.stem):
         names.append(path.stem)
         names.extend(f"{path.stem}/tp{n}" for n in _preset(path)["tp"] if n > 1)
     return names

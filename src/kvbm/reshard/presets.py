@@ -87,7 +87,23 @@ def of_vllm(
     SpecError
         The rank has other layers or heads than the preset gives it, or the config does not contain what is needed.
     """
-    whole = as_shape(model, "model") if model is not None else replace(group.shape, nl=group.model_layers, nh=group.heads)
+    if len(set(group.layers)) < len(group.layers):
+        raise SpecError(
+            f"{group}: expected each layer once, got {', '.join(map(str, group.layers))}: some are those of a draft model, which "
+            "counts its own; run without speculative decoding, or offload only (KvbmOffloadingConnector needs no numbers of layers)"
+        )
+    if model is not None:
+        whole = as_shape(model, "model")
+    elif group.heads is not None:
+        # Layers of a draft model in the target's group follow those of the target.  Without stages every rank holds them.
+        behind = group.pp == 1 and max(group.layers) >= group.model_layers
+        whole = replace(group.shape, nl=max(group.layers) + 1 if behind else group.model_layers, nh=group.heads)
+    else:
+        raise SpecError(
+            f"{group}: expected one number of KV heads in the config that gives each rank of tp{group.tp} one head, got several or "
+            "none; use less tensor parallelism, so that a rank holds several heads, or pass model=, a shape with the heads of "
+            "these layers on all ranks"
+        )
     if layers is None and len(group.layers) != vllm(whole, tp=group.tp, pp=group.pp).strips(group.rank).l.size:
         if group.pp > 1:
             raise SpecError(f"{group}: {group.pp} stages: a rank knows only its own layers; expected layers=, those of all ranks")

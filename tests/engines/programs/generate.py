@@ -32,6 +32,10 @@ class Settings(TypedDict):
 
 def arguments(usual: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     """Of `vllm.LLM`: the usual ones, those of the JSON in ``KVBM_ENGINE_LLM`` (of this machine), and those of the test."""
+    if wanted.get("load_format") == "kvbm_random":
+        from structures import register
+
+        register()
     return {**usual, **json.loads(os.environ.get("KVBM_ENGINE_LLM", "{}")), **wanted}
 
 

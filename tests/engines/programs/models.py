@@ -1,10 +1,15 @@
-"""Models of a few layers with random weights: ``models.py llama|mla|sliding|deep FOLDER [SEED]``."""
+"""Models of a few layers with random weights: ``models.py llama|mla|sliding|deep FOLDER [SEED]``.
+
+Or the config.json of one of `structures.STRUCTURES`, whose weights are made when an engine loads it.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import standins  # noqa: F401  (before transformers, which loads torchvision in SGLang's environment)
+import structures
 import torch
 import transformers
 
@@ -53,6 +58,9 @@ def deep() -> transformers.PreTrainedModel:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] in structures.STRUCTURES:
+        structures.write(sys.argv[1], Path(sys.argv[2]))
+        sys.exit()
     torch.manual_seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     made = {"llama": llama, "mla": mla, "sliding": sliding, "deep": deep}[sys.argv[1]]()
     made.to(torch.float32).save_pretrained(sys.argv[2])

@@ -35,10 +35,14 @@ class Form(NamedTuple):
         Axes of the list of tensors, slowest first; empty for one tensor.
     dims : str
         Dimensions of a tensor.  ``s`` is the slots of all blocks; ``1`` is a dimension of one element.
+    scale : int
+        Bytes of a token's scale, if a block has all values first and then all scales; else 0.  In an object the scale of a token
+        is behind its values, as LMCache's compiled kernels write it.
     """
 
     table: str
     dims: str
+    scale: int = 0
 
 
 #: Name of an ``EngineKVFormat`` → form.  If K and V of a head are adjacent, they are one plane: ``d`` has the elements of both.
@@ -58,7 +62,11 @@ FORMATS = {
     "NL_X_NB_NH_BS_CS": Form("l", "b h t d"),
     "NL_X_NB_BS_NH_CS": Form("l", "b t h d"),
     "NL_X_NB_BS_NH_HS": Form("l", "b t h d"),
+    "NL_X_NB_BSV_BSS": Form("l", "b t d", scale=4),
 }
+
+#: Bytes of a token where blocks have scales: LMCache itself tells this format from others by them.
+_SCALED = 132
 
 
 class _Memory(NamedTuple):
@@ -71,6 +79,7 @@ class _Memory(NamedTuple):
     strides: tuple[int, ...]
     itemsize: int
     device: int  # CUDA device, or -1 for the host
+    scale: int  # as `Form.scale`
 
 
 class Copies:
@@ -196,7 +205,7 @@ def _of_pointers(addresses: tuple[int, ...], form: Form, desc: Any, name: str, d
     expected = math.prod(int(sizes[axis]) for axis in form.table.split())
     if len(addresses) != expected:
         raise BindError(f"LMCache: engine format {name}: expected {expected} pointers, got {len(addresses)}")
-    return _Memory(addresses, form.table, " ".join(dims), tuple(shape), tuple(strides), int(desc.element_size), device)
+    return _Memory(addresses, form.table, " ".join(dims), tuple(shape), tuple(strides), int(desc.element_size), device, form.scale)
 
 
 def _of_tensors(paged: Any, form: Form, tokens: int, name: str, device: int) -> _Memory:
@@ -223,7 +232,7 @@ def _of_tensors(paged: Any, form: Form, tokens: int, name: str, device: int) -> 
             raise BindError(f"{what}: expected slots of whole blocks of {tokens} tokens, got {shape[0]}")
         dims[:1], shape[:1], strides[:1] = ["b", "t"], [shape[0] // tokens, tokens], [strides[0] * tokens, strides[0]]
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
-    return _Memory(addresses, form.table, " ".join(dims), tuple(shape), tuple(strides), first.element_size(), device)
+    return _Memory(addresses, form.table, " ".join(dims), tuple(shape), tuple(strides), first.element_size(), device, form.scale)
 
 
 class _Object(NamedTuple):
@@ -262,6 +271,8 @@ def _transfer(memory: _Memory, tokens: int, obj: _Object, each: int, to_objects:
     sizes = _sizes(memory)
     if sizes["t"] != tokens:
         raise BindError(f"LMCache: expected blocks of {tokens} tokens, got {sizes['t']}")
+    if memory.scale:
+        return _scaled(memory, sizes, obj, each, to_objects)
     dtype = {1: "uint8", 2: "uint16", 4: "uint32"}.get(memory.itemsize)
     if dtype is None:
         raise BindError(f"LMCache: expected elements of 1, 2 or 4 bytes, got {memory.itemsize}")
@@ -281,6 +292,31 @@ def _transfer(memory: _Memory, tokens: int, obj: _Object, each: int, to_objects:
     steps = tuple(math.prod(inner[at + 1 :]) for at in range(len(inner)))
     chunk = Pool(_order(" ".join(axes)), shape, [_array(obj.address, inner, steps, dtype, obj.device)])
     return Transfer(paged, chunk) if to_objects else Transfer(chunk, paged)
+
+
+def _scaled(memory: _Memory, sizes: dict[str, int], obj: _Object, each: int, to_objects: bool) -> Transfer:
+    """As `_transfer`, for blocks with all values first and then all scales, and objects with both side by side per token."""
+    width, tokens = sizes["d"], sizes["t"]
+    if (width, memory.itemsize) != (_SCALED, 1) or memory.strides[1:] != (width, 1):
+        raise BindError(
+            f"LMCache: values and scales apart: expected contiguous blocks of {_SCALED} bytes a token, got {width} elements of "
+            f"{memory.itemsize} bytes and strides {memory.strides}"
+        )
+    shape = BlockShape(sizes["l"], 1, 1, tokens, width - memory.scale, "uint8")
+    extents, strides = (sizes["b"], tokens * width), (memory.strides[0], 1)
+    apart = [_array(at, extents, strides, "uint8", memory.device) for at in memory.addresses]
+    paged = Pool(_planes("[l] b <value scale>", "t d", "t", f"{{b: {strides[0]} B}}"), shape, apart)
+    inner = (sizes["l"], each, tokens, width)
+    steps = tuple(math.prod(inner[at + 1 :]) for at in range(len(inner)))
+    chunk = Pool(_planes("l b t <value scale>", "d"), shape, [_array(obj.address, inner, steps, "uint8", obj.device)])
+    return Transfer(paged, chunk) if to_objects else Transfer(chunk, paged)
+
+
+@functools.lru_cache(256)
+def _planes(order: str, value: str, scale: str = "", pitch: str = "{}") -> Layout:
+    """A layout of values of a byte, and of a word per token."""
+    planes = f"value: {{order: {value}, dtype: uint8}}, scale: {{{f'order: {scale}, ' if scale else ''}dtype: uint32}}"
+    return layouts.parse(f'order: "{order}"\nplanes: {{{planes}}}\npitch: {pitch}', name="LMCache blocks")
 
 
 @functools.lru_cache(256)

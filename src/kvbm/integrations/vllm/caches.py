@@ -51,6 +51,7 @@ class Caches:
         self.layers: dict[str, int] = {}
         whole = []
         parts: Counter[int] = Counter()
+        _require_no_states(kv_cache_config)
         for group in groups(vllm_config, kv_cache_config):
             if group.index not in kv_cache_config.transfer_group_ids:
                 continue
@@ -119,6 +120,21 @@ class Caches:
                 )
             found[name] = Span(table, range(min(max(start, first), last), last))
         return found
+
+
+def _require_no_states(kv_cache_config: Any) -> None:
+    """Raise `BindError` if layers keep states instead of something per token: no placement describes them."""
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        whole = group.kv_cache_spec
+        for one in (getattr(whole, "kv_cache_specs", None) or {"": whole}).values():
+            states = getattr(one, "num_kv_heads", None) is None
+            if states or getattr(one, "tokens_per_state", 1) != 1:
+                raise BindError(
+                    f"vLLM: group {index}, layer {group.layer_names[0]!r}: {type(one).__name__}: "
+                    f"{'a state per sequence' if states else 'several tokens share a state'}: KvbmConnector sends K and V, or "
+                    "latents, of each token; prefill and decode this model in one engine, where KvbmOffloadingConnector copies "
+                    "such blocks as bytes"
+                )
 
 
 def window_of(cache_spec: Any) -> tuple[int, int]:

@@ -23,25 +23,48 @@ CACHE_DTYPES = {
 
 #: ``model_type`` of models whose layers all keep K and V, or a latent, per token.  Others are refused: Mamba, encoders, …
 _PLAIN = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss", "phi3",
-    "olmo2", "granite", "deepseek_v2", "deepseek_v3", "kimi_k2",
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "gpt_oss", "phi3", "olmo2", "granite", "minimax_m2", "deepseek_v2", "deepseek_v3", "kimi_k2",
 )  # fmt: skip
 
-#: ``model_type`` of models that contain a text model, in ``text_config``.
-_MULTIMODAL = ("gemma3", "mistral3", "llava")
+_STATES = "states of linear attention"
+_INDEXER = "the keys of an indexer beside the latent"
 
-#: Defaults for keys that the config.json of a ``gemma3_text`` may omit.
-_GEMMA3 = {
-    "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
-    "sliding_window_pattern": 6,
+#: ``model_type`` of models whose caches vLLM alone sizes, and what is in them.
+_SIZED_BY_VLLM = {
+    "qwen3_next": _STATES, "qwen3_5": _STATES, "qwen3_5_text": _STATES, "qwen3_5_moe": _STATES, "qwen3_5_moe_text": _STATES,
+    "kimi_linear": f"{_STATES} beside latents", "minimax": _STATES, "nemotron_h": "Mamba states",
+    "deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER, "deepseek_v4": "compressed states, and the keys of an indexer",
+    "minimax_m3_vl": "the keys of an indexer beside K and V", "minimax_m3_text": "the keys of an indexer beside K and V",
+    "gemma4": "heads that differ by layer", "gemma4_text": "heads that differ by layer",
+    "mimo_v2_flash": "K and V of different sizes", "mimo_v2": "K and V of different sizes",
 }  # fmt: skip
 
-#: Keys of caches that are not supported here, and their meaning.
-_REFUSED = {
-    "is_encoder_decoder": "states of an encoder",
-    "index_topk": "the keys of an indexer beside the latent (DeepSeek V3.2)",
+#: What to do where vLLM sizes a cache.
+_START_IT = (
+    "vLLM decides how much of them a block holds, so nothing can be shown before it runs. KvbmOffloadingConnector reads it when "
+    "the engine starts, and the log has the number of blocks; the page on models says what has run (docs/engines/models.md)"
+)
+
+#: ``model_type`` of models that contain a text model, in ``text_config``.
+_MULTIMODAL = ("gemma3", "gemma3n", "mistral3", "llava")
+
+#: ``model_type`` → defaults for keys that its config.json may omit.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    "gemma3n_text": {
+        "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512,
+        "sliding_window_pattern": 5, "num_kv_shared_layers": 15,
+    },
+}  # fmt: skip
+
+#: Keys of caches that vLLM alone sizes, and what is in them.
+_KEYS_SIZED_BY_VLLM = {
+    "index_topk": f"{_INDEXER} (DeepSeek V3.2)",
     "compress_ratios": "compressed states",
-    "num_kv_shared_layers": "layers that share a cache",
     "global_head_dim": "heads that differ by layer",
     "num_global_key_value_heads": "heads that differ by layer",
     "attention_chunk_size": "chunks of local attention",
@@ -88,6 +111,8 @@ class Model:
         The groups that vLLM makes.
     rope : int
         Elements of a latent that hold positions; 0 for K and V.
+    readers : int
+        Number of layers behind those of `shape` that keep nothing: they read the cache of a layer before them.
     """
 
     name: str
@@ -96,6 +121,7 @@ class Model:
     attention_heads: int
     groups: tuple[Layers, ...]
     rope: int = 0
+    readers: int = 0
 
     @property
     def served(self) -> str:
@@ -168,17 +194,21 @@ class _Reader:
         config = whole
         if self.kind in _MULTIMODAL and isinstance(whole.get("text_config"), dict):
             config = {"torch_dtype": whole.get("torch_dtype"), "dtype": whole.get("dtype"), **whole["text_config"]}
-            usual = "gemma3_text" if self.kind == "gemma3" else None
+            usual = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text"}.get(self.kind)
             self.kind = config.get("model_type", usual)
+        if self.kind in _SIZED_BY_VLLM:
+            raise SpecError(f"{path}: model_type: {self.kind}: {_SIZED_BY_VLLM[self.kind]}: {_START_IT}")
         if self.kind not in _PLAIN:
             raise SpecError(
                 f"{path}: model_type: expected one whose cache is known here ({', '.join(_PLAIN)}; text_config of "
                 f"{', '.join(_MULTIMODAL)}), got {self.kind!r:.100}"
             )
-        self.config: Mapping[str, Any] = {**(_GEMMA3 if self.kind == "gemma3_text" else {}), **config}
-        for key, what in _REFUSED.items():
+        self.config: Mapping[str, Any] = {**_DEFAULTS.get(self.kind, {}), **config}
+        for key, what in _KEYS_SIZED_BY_VLLM.items():
             if self.config.get(key):
-                raise SpecError(f"{path}: {key}: {what}: how much of them a cache holds is not read here")
+                raise SpecError(f"{path}: {key}: {what}: {_START_IT}")
+        if self.config.get("is_encoder_decoder"):
+            raise SpecError(f"{path}: is_encoder_decoder: expected a model that decodes alone; states of an encoder are not copied")
 
     def number(self, key: str, usual: int | None = None, most: int = 1 << 24) -> int:
         value = self.config.get(key)
@@ -189,7 +219,10 @@ class _Reader:
 
     def model(self, name: str, cache_dtype: str, dtype: str | None) -> Model:
         heads, layers = self.number("num_attention_heads"), self.number("num_hidden_layers", most=_MOST_LAYERS)
-        nl, no, nh, rope = layers, 2, self.number("num_key_value_heads", heads), 0
+        readers = self.number("num_kv_shared_layers", most=layers - 1) if self.config.get("num_kv_shared_layers") else 0
+        if readers and self.kind != "gemma3n_text":
+            raise SpecError(f"{self.path}: num_kv_shared_layers: layers that share a cache: {_START_IT}")
+        nl, no, nh, rope = layers - readers, 2, self.number("num_key_value_heads", heads), 0
         if self.config.get("kv_lora_rank") is not None:
             rope = self.number("qk_rope_head_dim")
             no, nh, hd = 1, 1, self.number("kv_lora_rank") + rope
@@ -204,7 +237,7 @@ class _Reader:
         else:
             hd = self.number("hidden_size") // heads
         shape = BlockShape(nl, no, nh, 1, hd, self._dtype(cache_dtype, dtype))
-        return Model(name, str(self.kind), shape, heads, self._groups(layers), rope)
+        return Model(name, str(self.kind), shape, heads, self._groups(self._slides(layers)[:nl]), rope, readers)
 
     def _dtype(self, cache_dtype: str, dtype: str | None) -> str:
         if cache_dtype not in CACHE_DTYPES:
@@ -225,9 +258,9 @@ class _Reader:
             )
         return found
 
-    def _groups(self, nl: int) -> tuple[Layers, ...]:
+    def _groups(self, slides: list[bool]) -> tuple[Layers, ...]:
         """The groups of vLLM's ``get_kv_cache_groups``, for layers whose pages have the same size."""
-        slides, window = self._slides(nl), None
+        window = None
         if any(slides):
             window = self.number("sliding_window")
         buckets: dict[bool, list[int]] = {}
@@ -254,7 +287,7 @@ class _Reader:
             return [False] * nl
         if self.kind == "gemma2":
             return [layer % 2 == 0 for layer in range(nl)]
-        if self.kind == "gemma3_text":
+        if self.kind in _DEFAULTS:
             pattern = self.number("sliding_window_pattern")
             return [(layer + 1) % pattern != 0 for layer in range(nl)]
         if self.kind in ("mistral", "mixtral", "phi3"):

@@ -97,6 +97,10 @@ class Engine:
             raise SpecError(
                 f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}"
             )
+        if self.model.readers and self.pp > 1:
+            raise SpecError(
+                f"pp: expected 1, as {self.model.readers} layers read the caches of layers before them, got {self.pp} stages"
+            )
         if self.tp % self.dcp:
             raise SpecError(f"dcp: expected a divisor of tp {self.tp}, got {self.dcp}")
         presets.vllm(self.whole, tp=self.tp, pp=self.pp, dcp=self.dcp)  # raises an error if heads or layers cannot be split
@@ -481,13 +485,16 @@ def as_json(
 
 def notes(model: dict[str, Any]) -> list[str]:
     """What depends on the machine that serves a model, as in `as_json`."""
-    if model["kv"] != 1:
-        return []
-    return [
-        "on a platform without CUDA or ROCm, such as CPUs, vLLM switches prefix caching off for a latent (MLA), as it computes a "
-        'prompt there in another way than it decodes: kvbm then refuses to start without "without_prefix_caching": true '
-        "in kv_connector_extra_config, and tokens may differ"
-    ]
+    found = []
+    if model["readers"]:
+        found.append(f"{model['readers']} more layers keep no cache: they read those of layers before them")
+    if model["kv"] == 1:
+        found.append(
+            "on a platform without CUDA or ROCm, such as CPUs, vLLM switches prefix caching off for a latent (MLA), as it computes "
+            'a prompt there in another way than it decodes: kvbm then refuses to start without "without_prefix_caching": true '
+            "in kv_connector_extra_config, and tokens may differ"
+        )
+    return found
 
 
 def _tried(refused: list[dict[str, str]], what: str, make: Callable[[], _Made]) -> _Made | None:
@@ -505,7 +512,8 @@ def _token_bytes(shape: BlockShape) -> int:
 def _model(model: Model) -> dict[str, Any]:
     shape = model.shape
     return {
-        "name": model.name, "type": model.kind, "layers": shape.nl, "kv": shape.no, "heads": shape.nh, "head_size": shape.hd,
+        "name": model.name, "type": model.kind, "layers": shape.nl, "readers": model.readers, "kv": shape.no,
+        "heads": shape.nh, "head_size": shape.hd,
         "dtype": shape.dtype, "token_bytes": shape.nbytes,
         "groups": [
             {"layers": list(one.layers), "sliding_window": one.sliding_window,

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.base import Medium, get_offload_group_idx
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from ...engines.vllm import groups, number_of_layer
+from ...engines.vllm import groups, number_of_layer, total_heads
 from ...errors import BindError
 from ...layout import spec as layouts
 from ...reshard.presets import of_vllm
@@ -103,8 +103,15 @@ def contents_of(
     for group in cached_groups(kv_cache_config):
         block = block_of(group, "folder", "stored in files", vllm_config)
         settings.require_blocks(block.nt, f"layer {group.layer_names[0]!r}: ")
-        heads = 1 if block.no == 1 else int(model.get_total_num_kv_heads())
         layers = tuple(sorted(number_of_layer(name) for name in group.layer_names))
+        tp = int(getattr(parallel, "tensor_parallel_size", 1))
+        heads = 1 if block.no == 1 else total_heads(model, layers, block.nh, tp)
+        if heads is None:
+            raise BindError(
+                f"folder: layer {group.layer_names[0]!r}: expected one number of KV heads in the config that gives each rank of tp"
+                f"{tp} one head, got several or none; use less tensor parallelism, so that a rank holds "
+                "several heads, or leave folder out"
+            )
         shape = replace(block, nh=heads, nt=settings.unit_tokens)
         layout, text = (layouts.load(LAYOUT), "") if values is None else (values.layout, values.text(shape.dtype))
         found.append(Content(key, str(model.model), layers, shape, layout, text))
