@@ -131,7 +131,7 @@ def exported_by_links() -> set[str]:
 
 def test_the_dashboard_shows_what_is_exported() -> None:
     links = exported_by_links()
-    assert len(exported()) == 5 + 3 + 12
+    assert len(exported()) == 5 + 3 + 12 + 6
     unknown = shown() - exported() - links - OF_VLLM
     assert not unknown, f"exported by nobody: {unknown}"
     assert exported() <= shown(), f"not shown: {exported() - shown()}"
@@ -164,7 +164,7 @@ def test_the_dashboard_has_grafanas_form() -> None:
 
 
 def test_docs_name_what_is_exported() -> None:
-    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in PAIRS.values())
+    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in (*PAIRS.values(), "engines/guard.md"))
     assert {name.removesuffix("_total") for name in exported()} == set(re.findall(r"`(vllm:kvbm_\w*[a-z])`", text))
 
 

@@ -135,7 +135,7 @@ def refused(**changes: Any) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "NL_X_NB_BSV_BSS"}, f"NL_X_NB_BSV_BSS: expected one of {next(iter(FORMATS))}"),
+        ({"name": "NL_X_NB_UNKNOWN"}, f"NL_X_NB_UNKNOWN: expected one of {next(iter(FORMATS))}"),
         ({"chunk": BS + 1}, "objects of whole blocks"),
         ({"paged": [torch.zeros(NB, NH, BS)]}, "expected the dimensions b h t d"),
         ({"paged": [torch.zeros(NB, NH, BS, 2 * HS)[..., ::2]]}, "behind each other"),
