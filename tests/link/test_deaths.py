@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvbm.errors import TransferError
-from processes import context
+from processes import LIMIT, context
 from programs.mortal import Engine, peer
 
 pytestmark = [
@@ -30,7 +31,8 @@ def places(where: str) -> tuple[str, str, str, int]:
     """Places of the survivor and of its peer; a model; tokens of the sequence."""
     if where == "cpu":
         return "shared", "shared", "nl=4,no=2,nh=4,nt=16,hd=64,dtype=uint16", 2048
-    torch = pytest.importorskip("torch")
+    import torch
+
     return "cuda:0", f"cuda:{torch.cuda.device_count() - 1}", "nl=8,no=2,nh=8,nt=16,hd=128,dtype=uint16", 4096
 
 
@@ -70,8 +72,28 @@ def test_the_other_side_ends_in_the_middle(survivor: str, how: str, where: str) 
     """After each death the survivor's endpoint meets the next process, and its blocks are its own.
 
     A stopped reader that goes on later must not take what its owner has written meanwhile for what it was sent.
+
+    The survivor is a process of its own: once, after a peer had been killed, a descriptor that was not NIXL's was closed in it.
     """
     pytest.importorskip("nixl")
+    if where == "gpu":
+        pytest.importorskip("torch")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, survivor, how, where]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=LIMIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a peer that is stopped, too
+    assert process.returncode == 0, printed[-8000:]
+    assert f"{survivor} {how} {where}: " in printed
+
+
+def survive(survivor: str, how: str, where: str) -> None:
+    """Run by the test above, in a process of its own."""
     near, far, model, tokens = places(where)
     rng, free, ends = random.Random(f"{survivor} {how} {where}"), [], Counter()
     engine = Engine(survivor, near, model, tokens, "survivor")
@@ -110,12 +132,12 @@ def test_the_other_side_ends_in_the_middle(survivor: str, how: str, where: str) 
                 assert other.hear()[0] != "wrong"
             other.link.leave()
         free.append(left(engine))
-    print(survivor, how, where, ends)
     engine.fill(77)
     assert np.array_equal(engine.held(), engine.contents(77)), "its device works"
     assert min(free[2:]) > free[1] - (64 << 20), f"memory of peers that are gone is kept: {free}"
     engine.end.close()
     engine.pool.close()
+    print(f"{survivor} {how} {where}: {dict(ends)}")
 
 
 def left(engine: Engine) -> int:
@@ -128,3 +150,7 @@ def left(engine: Engine) -> int:
     while engine.end.dropping and time.monotonic() < deadline:
         time.sleep(0.01)
     return int(torch.cuda.mem_get_info(0)[0])
+
+
+if __name__ == "__main__":
+    survive(*sys.argv[1:])
