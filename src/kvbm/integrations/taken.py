@@ -76,7 +76,7 @@ TAKEN: MappingProxyType[str, dict[str, dict[str, str]]] = MappingProxyType({
                 def observe(transfer_stats_data, engine_idx)
                 _counter_cls
             """,
-            "KVConnectorStats": "data\ndef reset()\ndef aggregate(other)\ndef reduce()\ndef is_empty()",
+            "KVConnectorStats": "data\ndef to_dict()\ndef reset()\ndef aggregate(other)\ndef reduce()\ndef is_empty()",
         },
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": {
             "OffloadingWorkerMetadata": "completed_jobs\ntransfer_stats\ndef aggregate(other)",
