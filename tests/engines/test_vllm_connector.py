@@ -619,14 +619,15 @@ def test_the_dashboard_shows_what_vllm_exports() -> None:
     """Its names that are vLLM's own, and those of the offload worker, with vLLM's own definitions."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import get_connector_metric_definitions
 
-    from kvbm.integrations.vllm.metrics import COUNTERS
+    from kvbm.integrations.vllm.metrics import COUNTERS, GUARD_COUNTERS
     from kvbm.integrations.vllm.offload import KvbmOffloadingSpec
 
     board = Path(__file__).resolve().parents[2] / "examples" / "vllm" / "grafana.json"
     shown = set(re.findall(r"vllm:kv\w+(?=\{)", board.read_text(encoding="utf-8")))
     own = {*get_connector_metric_definitions(), *KvbmOffloadingSpec.build_metric_definitions({})}
-    assert len(shown) == 24
-    assert {name.removesuffix("_total") for name in shown} <= own | {title for title, _ in COUNTERS.values()}
+    assert len(shown) == 30
+    counted = {title for title, _ in (*COUNTERS.values(), *GUARD_COUNTERS.values())}
+    assert {name.removesuffix("_total") for name in shown} <= own | counted
 
 
 # ---- sent while it is computed -------------------------------------------------------------------------------------------
