@@ -100,6 +100,7 @@ def test_twice_the_blocks_come_back_nearly_the_same(models: Models, tmp_path: Pa
     assert len([one for one in tmp_path.iterdir() if one.is_dir()]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_avx512(), reason="no AVX-512")
 def test_files_of_a_cache_that_is_quantised_already(models: Models, tmp_path: Path) -> None:
     """VLLM's own fp8 cache: an engine with other blocks continues with the same bits; one with another cache shares nothing."""
