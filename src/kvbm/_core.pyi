@@ -26,6 +26,7 @@ MAX_INNER: int
 MAX_PARTS: int
 MAX_UNIT_DIGITS: int
 MAX_SCALES: int
+MAIL_BYTES: int
 
 class _DeviceInfo(TypedDict):
     name: str
@@ -116,6 +117,35 @@ class Ring:
     @property
     def slots(self) -> int: ...
     def close(self) -> None: ...
+
+@final
+class Expected:
+    def __init__(
+        self,
+        route: Route,
+        dst_ids: Any,
+        positions: Any,
+        entries: NDArray[np.int64],
+        rests: NDArray[np.int64],
+        each: int,
+        blocks: int,
+    ) -> None: ...
+    def copy(self, table: Buffer, out: int, far: bool, stream: object = None, keep: object = None) -> Done | None: ...
+
+@final
+class Mail:
+    def __init__(self, own: int, far: int, keep: object) -> None: ...
+    @property
+    def is_read(self) -> bool: ...
+    def post(self, note: bytes) -> bool: ...
+    def take(self) -> bytes | None: ...
+    def close(self) -> None: ...
+
+@final
+class Latch:
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def wait(self, microseconds: int, mails: Sequence[Mail] = (), dones: Sequence[Done] = ()) -> bool: ...
 
 @final
 class Done:

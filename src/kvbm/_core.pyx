@@ -25,14 +25,18 @@ from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKerne
 __all__ = [
     "Copy",
     "Done",
+    "Expected",
+    "Latch",
     "MAX_INNER",
     "MAX_OUTER",
     "MAX_PARTS",
+    "Mail",
     "Pairs",
     "Ring",
     "Route",
     "Table",
     "Watch",
+    "MAIL_BYTES",
     "add_kernel",
     "alloc_device",
     "check_pairs",
@@ -81,3 +85,4 @@ include "core/streams.pxi"
 include "core/watch.pxi"
 include "core/routes.pxi"
 include "core/memory.pxi"
+include "core/mail.pxi"

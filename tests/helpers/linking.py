@@ -18,6 +18,8 @@ import numpy as np
 import reshard_oracle
 from kvbm import BindError, KvbmError, Span, wire
 from kvbm.layout.shapes import ITEMSIZE
+from kvbm.link import link as links
+from kvbm.link import loans
 from kvbm.reshard import Endpoint
 from memory import aligned, views
 
@@ -39,6 +41,12 @@ def gpu_memory(device: str = "cuda:0") -> Memory:
         return views(arena, buffer, "uint8" if dtype in reshard_oracle.oracle.PAIRED else dtype, "torch")
 
     return (lambda data: torch.from_numpy(data).to(device)), arrays
+
+
+def digested_first(monkeypatch: Any) -> None:
+    """No block is known to be complete before it is digested: a direct copy begins after that."""
+    for module in (links, loans):
+        monkeypatch.setattr(module, "are_complete", lambda *_: False)
 
 
 class Linked:

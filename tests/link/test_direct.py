@@ -22,7 +22,7 @@ import reshard_oracle
 from kvbm import BindError, DigestError, Span, TransferError, wire
 from kvbm.errors import CudaError, NotEnoughMemoryError, PeerLostError
 from kvbm.layout.grammar import parse, write
-from kvbm.link import direct, flows, loans, notes, pulls
+from kvbm.link import direct, flows, notes, pulls
 from kvbm.link.link import Link
 from kvbm.memory.shared import file_of, shared_slab
 from kvbm.reshard import Endpoint, vllm
@@ -31,6 +31,7 @@ from linking import (
     Linked,
     Memory,
     Wires,
+    digested_first,
     ended,
     gpu_memory,
     memory_files,
@@ -148,7 +149,7 @@ def test_one_case_is_right() -> None:
 @pytest.mark.parametrize("verify", ["after", "before"])
 def test_memory_that_changes_under_the_reader_is_found(verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner has digested its blocks; then they change.  What was written is zero, and both sides get the error."""
-    monkeypatch.setattr(loans.Loan, "_is_complete", False)  # the copy begins after the digest
+    digested_first(monkeypatch)
     with OneEach("shared", "shared") as found:  # one reader: no digest is made while the blocks are turned for another
         found.meet()
         begin, turned = pulls.Pull._begin, []
@@ -181,7 +182,7 @@ def test_the_digest_is_of_what_was_written(monkeypatch: pytest.MonkeyPatch) -> N
     The memory changes as soon as anything was written.  What comes without an error is what the peer digested.
     """
     monkeypatch.setattr(direct, "_PIECE_BYTES", 1 << 30)  # all in one call
-    monkeypatch.setattr(loans.Loan, "_is_complete", False)  # the copy begins after the digest
+    digested_first(monkeypatch)
     layouts = "vllm/paged_attn_v0", "vllm/flash_attn_nhd"
     tokens = range(1, 16_000)
     spans = Span(range(1000), tokens), Span(range(500), tokens, 1)  # not whole blocks: tokens one by one
@@ -246,7 +247,7 @@ def test_a_copy_waits_for_complete_blocks_and_not_for_their_digest(is_complete: 
 
     monkeypatch.setattr(direct.Lender, "digest", slow)
     if not is_complete:
-        monkeypatch.setattr(loans.Loan, "_is_complete", False)
+        digested_first(monkeypatch)
     with OneEach("shared", "shared") as found:
         found.meet()
         arrival = found.links[1].receive("x", Span([2, 0], range(60)))

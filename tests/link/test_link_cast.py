@@ -33,11 +33,11 @@ from kvbm import (
 )
 from kvbm.layout import spec
 from kvbm.layout.grammar import write
-from kvbm.link import direct, loans, pulls
+from kvbm.link import direct, pulls
 from kvbm.link import endpoint as endpoints
 from kvbm.link.chunk import TRAILER
 from kvbm.reshard import Cut, Endpoint, Packer
-from linking import LIMIT, Linked, close_all, ended
+from linking import LIMIT, Linked, close_all, digested_first, ended
 
 NAMES = [kind.name for kind in KINDS]
 FP8, NVFP4, NHD, HND = "record/per_token_head_fp8_planes", "record/nvfp4_universal", "nhd", "universal"
@@ -319,7 +319,7 @@ def test_a_chunk_that_changes_on_its_way_leaves_zeros(
 def test_memory_that_changes_under_a_reader_that_casts_is_found(
     layouts: tuple[str, str], verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loans.Loan, "_is_complete", False)  # the copy begins after the digest
+    digested_first(monkeypatch)
     with Pair(layouts, direct=True) as found:
         found.meet()
         begin, go_on, before = pulls.Pull._begin, pulls.Pull._go_on, bits(found.pools[1][0])

@@ -21,12 +21,20 @@ for package in ("nixl._api", "torch.distributed"):  # here, so that processes th
 GUARD = 4096
 
 
+class Polled:
+    """A wire that tells nobody of news: `wire.mapped` then has boxes of notes."""
+
+    def __init__(self, wrapped: Any) -> None:
+        for name in ("register", "card", "connect", "put", "get", "note", "poll", "drop", "close"):
+            setattr(self, name, getattr(wrapped, name))
+
+
 def make(kind: str, name: str, place: Any = None, meet_seconds: float = 20, drop_seconds: float = 20) -> wire.Wire:
     """A wire; `place` is the port of the store where its peers find it, for those that need one."""
     if kind == "faulty":
         return wire.faulty(wire.memory(name))
     if kind == "mapped":
-        return wire.mapped(make("torch", name, place, meet_seconds, drop_seconds), drop_seconds=drop_seconds)
+        return wire.mapped(Polled(make("torch", name, place, meet_seconds, drop_seconds)), drop_seconds=drop_seconds)
     if kind == "nixl":
         return wire.nixl(name, drop_seconds=drop_seconds)
     if kind == "torch":

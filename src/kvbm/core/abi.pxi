@@ -1,4 +1,4 @@
-# abi.pxi: The declarations of `kvbm.h`, and `check`, which turns a status into an exception.
+# abi.pxi: The declarations of `kvbm.h` and `mail.h`, and `check`, which turns a status into an exception.
 
 cdef extern from "kvbm.h" nogil:
     enum:
@@ -224,6 +224,25 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_host_register(uint64_t address, uint64_t nbytes, int read_only) noexcept
     int kvbm_host_unregister(uint64_t address) noexcept
     int kvbm_memory_range(uint64_t address, int pinned, uint64_t *begin, uint64_t *end) noexcept
+
+
+cdef extern from "mail.h" nogil:
+    int KVBM_MAIL_NOTE, KVBM_MAIL_NONE
+    ctypedef struct kvbm_mail:
+        void *own
+        const void *far
+        uint64_t posted, taken
+    ctypedef struct kvbm_event:
+        int device
+        uint64_t event
+    uint64_t kvbm_mail_bytes() noexcept
+    void kvbm_mail_open(kvbm_mail *mail) noexcept
+    int kvbm_mail_is_read(const kvbm_mail *mail) noexcept
+    int kvbm_mail_post(kvbm_mail *mail, const void *note, uint32_t bytes) noexcept
+    int64_t kvbm_mail_take(kvbm_mail *mail, void *note) noexcept
+    void kvbm_flag_set(uint32_t *flag, uint32_t value) noexcept
+    int kvbm_mail_wait(kvbm_mail *const *mails, uint32_t num_mails, const uint32_t *flag, const kvbm_event *events,
+                       uint32_t num_events, uint32_t microseconds) noexcept
 
 
 cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # indices of kernels have 31 bits

@@ -528,6 +528,75 @@ cdef class Route:
         )
 
 
+@cython.final
+cdef class Expected:
+    """A copy with digests whose source ids come later: entries of a block table of the peer that lends the source.
+
+    Parameters
+    ----------
+    route : Route
+    dst_ids : array of int64
+        Blocks, or units, of the destination.
+    positions : array of int64
+        Positions of their first tokens.
+    entries, rests : contiguous int64 array
+        Of each pair: its entry in the table, and which of the ids of that block it is.
+    each : int
+        Ids of a block of the source.
+    blocks : int
+        Blocks of the source.
+    """
+
+    cdef Route route
+    cdef Pairs pairs
+    cdef Positions positions
+    cdef object keep
+    cdef const int64_t[::1] entries
+    cdef const int64_t[::1] rests
+    cdef int64_t each, blocks
+
+    def __init__(self, Route route not None, dst_ids, positions, const int64_t[::1] entries not None,
+                 const int64_t[::1] rests not None, int64_t each, int64_t blocks):
+        cdef Py_ssize_t count = entries.shape[0]
+        self.route, self.keep = route, (entries, rests)
+        self.entries, self.rests, self.each, self.blocks = entries, rests, each, blocks
+        self.pairs = Pairs(None, dst_ids, count, route.dst_blocks, False, route.route.device)
+        if self.pairs.count != count or rests.shape[0] != count or each < 1 or blocks * each > INDEX_LIMIT:
+            raise BindError(f"{count} entries, {rests.shape[0]} rests, {self.pairs.count} ids: expected as many of each")
+        self.positions = Positions(positions, <uint32_t> count, route.route.device)
+        self.pairs.src.blocks = <uint32_t> (blocks * each)
+
+    def copy(self, const unsigned char[::1] table not None, uint64_t out, bint far, stream=None, keep=None):
+        """Copy, and digest what is copied.
+
+        Parameters
+        ----------
+        table : bytes
+            The peer's block table: little-endian 32-bit integers at any address.
+        out, far, stream, keep
+            As for `Route.digest`.
+
+        Returns
+        -------
+        Done or None
+            None: the table is too short, or names a block that the source does not have.  Nothing was enqueued.
+        """
+        cdef int32_t *ids = self.pairs.more if self.pairs.more != NULL else self.pairs.few
+        cdef int64_t count = self.pairs.count, length = table.shape[0] // 4, i
+        cdef int32_t block = 0
+        if self.pairs.dst.ids == ids:  # of both sides, source ids are the first
+            return None
+        for i in range(count):
+            if not 0 <= self.entries[i] < length:
+                return None
+            memcpy(&block, &table[4 * self.entries[i]], 4)
+            if not 0 <= block < self.blocks or not 0 <= self.rests[i] < self.each:
+                return None
+            ids[i] = <int32_t> (block * self.each + self.rests[i])
+        self.pairs.src.ids = ids
+        return self.route.copy_digested(self.pairs, self.positions, out, far, (0, 0), stream, None, keep)
+
+
 cdef int _fill_digests(kvbm_batch *batch, Positions positions, uint64_t out, bint far) except -1:
     if out & 7:
         raise BindError(f"digests: expected an address that is a multiple of 8, got {out:#x}")

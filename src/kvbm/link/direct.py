@@ -34,7 +34,9 @@ from ..system.machine import device_of
 from ..wire import Slab
 from .sums import Sums
 
-__all__ = ["Lender", "Part", "Pass", "Piece", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told"]
+__all__ = [
+    "Lender", "Part", "Pass", "Piece", "Prepared", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told",
+]  # fmt: skip
 
 #: Most arrays of a pool that is lent: their places are part of a card.
 _MOST_ARRAYS = 1024
@@ -229,6 +231,11 @@ class Pass:
             digests.is_enqueued = True
         self._begun.append((done, digests, is_cast))
 
+    @property
+    def dones(self) -> list[_core.Done]:
+        """The end of the launch that is next to end, if it is not known yet."""
+        return [done for done, *_ in self._begun[:1] if done is not None]
+
     def query(self) -> bool:
         """True if all is done."""
         while self._begun and (self._begun[0][0] is None or self._begun[0][0].query()):
@@ -363,17 +370,17 @@ class Part(NamedTuple):
     rests: Ids
     each: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return self.is_copied * len(self.own) * self.launches.nbytes
+
 
 class Piece(NamedTuple):
     """Pairs that one launch copies, or only digests in the peer's pool."""
 
     part: Part
     far: Ids
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are copied."""
-        return self.part.is_copied * len(self.far) * self.part.launches.nbytes
 
 
 class Reader:
@@ -444,6 +451,32 @@ class Reader:
             The table is too short, has no block for some of the tokens, or names blocks that the peer's pool does not have.
         """
         return [Piece(part, self._blocks(part, table) * part.each + part.rests) for part in parts]
+
+    def prepared(self, parts: list[Part], tokens: range, origin: int) -> Prepared | None:
+        """Copies of some parts, complete but for the peer's table; None if more than copies with digests is to do.
+
+        Parameters
+        ----------
+        parts : list of Part
+            What `parts` returned for these tokens.
+        tokens : range
+        origin : int
+            The position at which the peer's block table begins.
+        """
+        packer = self._packer
+        if packer.made.casts or not parts or not all(part.is_copied for part in parts):
+            return None
+        if packer.device < 0 and sum(part.nbytes for part in parts) > _PIECE_BYTES:
+            return None
+        far = next(packer.ends(message)[1] for message in packer.fitting(0) if packer.peer(message) == self._peer)
+        entries = -(-far.extent(Span(NONE, tokens, origin))[1] // far.nt)
+        copies = [
+            _core.Expected(
+                part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self.far.num_blocks
+            )
+            for part in parts
+        ]
+        return Prepared(packer, self, parts, copies, entries)
 
     def _blocks(self, part: Part, table: Ids) -> Ids:
         name = f"{self._packer.made.src.name} rank {self._peer}"
@@ -518,3 +551,33 @@ class Reader:
         )  # fmt: skip
         written = _digesting(own, packer.table, packer, message, single, 1) if self.quantises else None
         return _Launches(route, digests, written, peer_section.num_ids, own.num_ids, peer_section.of.block_bytes, first)
+
+
+class Prepared:
+    """Copies out of a peer's pool that begin as soon as its table has come.
+
+    Attributes
+    ----------
+    parts : list of Part
+        What they copy.
+    entries : int
+        Entries of the table.
+    """
+
+    def __init__(
+        self, packer: Packer, reader: Reader, parts: list[Part], copies: list[_core.Expected], entries: int
+    ) -> None:
+        self._packer, self._reader, self._copies = packer, reader, copies
+        self.parts, self.entries = parts, entries
+
+    def begin(self, table: bytes | memoryview, into: Pass, order: Mapping[str, Any]) -> bool:
+        """Enqueue the copies.  False if the table names blocks that the peer does not have: some may be enqueued then."""
+        packer, on_gpu = self._packer, self._packer.device >= 0
+        packer.require_usable()
+        for part, copy in zip(self.parts, self._copies, strict=True):
+            found = Sums(len(part.own), on_gpu)
+            done = copy.copy(table, found.address, on_gpu, order.get("stream"), (packer, self._reader, found))
+            if done is None:
+                return False
+            into.add(done if on_gpu else None, found)
+        return True

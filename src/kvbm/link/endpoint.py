@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from .. import _core
 from .._arguments import flag, listed, quoted, require_a, seconds, whole
 from ..errors import (
     AuthenticationError,
@@ -67,6 +68,9 @@ _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
 
 #: Rounds without work before the thread sleeps at all: the next work mostly comes at once.
 _AT_ONCE = 20
+
+#: Microseconds of a round without work that keeps a processor busy, and the rounds of one wait if nothing else must be asked.
+_SPIN_ROUND, _ROUNDS_AT_ONCE = 20, 10
 
 #: Most seconds of sleep during transfers if the wire wakes the thread: repeats and deadlines may be late by this much.
 _WOKEN = 10e-3
@@ -215,6 +219,8 @@ class Endpoint:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = _Wake()
         self._is_woken = hasattr(wire, "on_news")  # polling would take Python's lock from threads that work
+        #: Threads that wait keep a processor busy for a short time: to be woken takes as long as to copy 20 MB between GPUs.
+        self.spins = device != "cpu" and hasattr(wire, "watch")
         if hasattr(wire, "on_news"):
             wire.on_news(self._wake.set)
         self._lock, self._is_over = threading.Lock(), False
@@ -469,14 +475,19 @@ class Endpoint:
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
-    def submit(self, call: Callable[[], None]) -> None:
-        """Make the endpoint's thread call a function."""
+    def submit(self, call: Callable[[], None], *, wakes: bool = True) -> None:
+        """Make the endpoint's thread call a function.  `wakes` false: call `wake` after it."""
         with self._lock:
             if self._is_closed or self._broken or self._is_over:
                 raise BindError(
                     f"{self.engine} rank {self.rank}: the endpoint is closed{self._broken and f': {self._broken}'}"
                 )
             self._commands.put(call)
+        if wakes:
+            self._wake.set()
+
+    def wake(self) -> None:
+        """Wake the thread."""
         self._wake.set()
 
     def call(
@@ -550,6 +561,8 @@ class Endpoint:
                     idle = min(2 * idle, _IDLE[1])
                 elif self._is_woken and self.ring.device == "cpu":
                     self._wake.wait(_WOKEN)
+                elif quiet < _ROUNDS and self.spins:
+                    quiet += self._spin()
                 elif quiet < _ROUNDS:
                     time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: only releases Python's lock
                 else:
@@ -573,6 +586,19 @@ class Endpoint:
                 with contextlib.suppress(Exception):
                     self.wire.close()
 
+    def _spin(self) -> int:
+        """Wait for notes, calls and the ends of copies, without Python's lock.  Returns for how many rounds that counts."""
+        dones: list[Any] = []
+        for link in self._links:
+            if (more := link.awaited()) is None:  # something of which the wire does not know: it must be asked
+                self.wire.watch(self._wake.latch, _SPIN_ROUND)  # type: ignore[attr-defined]
+                self._wake.latch.clear()
+                return 0
+            dones += more
+        is_news = self.wire.watch(self._wake.latch, _ROUNDS_AT_ONCE * _SPIN_ROUND, dones)  # type: ignore[attr-defined]
+        self._wake.latch.clear()
+        return 0 if is_news else _ROUNDS_AT_ONCE
+
     @property
     def is_over(self) -> bool:
         """True if the thread only ends the running transfers."""
@@ -589,12 +615,15 @@ class Endpoint:
             if link is None:
                 continue
             busy = True
+            ahead = link.early(peer, data) if self.secret is None else None
             try:
                 note = read(self._codes[peer][1].opened(data) if self.secret is not None else data)
             except (BindError, AuthenticationError):
                 link.count("notes_wrong")
             else:
-                link.heard(peer, note)
+                link.heard(peer, note, ahead)
+            if ahead is not None:
+                ahead.leave(link)
         now, is_closing = time.monotonic(), False
         for link in self._links:
             busy |= link.tick(now)
@@ -706,14 +735,17 @@ class _Wake:
     def __init__(self) -> None:
         self._asleep = threading.Lock()
         self._asleep.acquire()
+        self.latch = _core.Latch()  # the same, for a thread that waits without a lock
 
     def set(self) -> None:
+        self.latch.set()
         with contextlib.suppress(RuntimeError):  # it is awake, or was woken before
             self._asleep.release()
 
     def wait(self, seconds: float = -1) -> None:
         """Return when it was woken since the last `wait`, or after `seconds`."""
         self._asleep.acquire(timeout=seconds)
+        self.latch.clear()
 
 
 class _Card:

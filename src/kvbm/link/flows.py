@@ -12,9 +12,10 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import BindError, DigestError, KvbmError, PeerLostError, TransferError
+from ..reshard.sequence import Ids
 from ..wire import Op
 from .loans import Loan
 from .notes import MOST_GRANTS, Ask, Done, Grant, Offer, Put, Stop, Stopped, Want
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .handle import Arrival, Sending
     from .link import Link
 
-__all__ = ["TRIES", "Incoming", "Inflow", "Outflow", "Repeat"]
+__all__ = ["TRIES", "Incoming", "Inflow", "Outflow", "Repeat", "Start"]
 
 #: Seconds until a note is repeated: the first, doubled each time up to the last.
 REPEAT_SECONDS = (0.1, 1.0)
@@ -67,8 +68,35 @@ class _Packed:
         self.is_announced, self.announced_at = False, 0.0
 
 
+class Start(NamedTuple):
+    """What begins the sending to one peer.
+
+    Attributes
+    ----------
+    peer : str
+    rank : int
+        The peer's rank.
+    offer : Offer
+    table : array of int64, optional
+        The block table of what the offer lends.
+    """
+
+    peer: str
+    rank: int
+    offer: Offer
+    table: Ids | None = None
+
+
 class Outflow:
     """The part of a `send` for one peer.
+
+    Parameters
+    ----------
+    link : Link
+    sending : Sending
+    start : Start
+    is_said : bool
+        True if the offer was sent: the peer may read what it lends.
 
     Attributes
     ----------
@@ -80,9 +108,9 @@ class Outflow:
         True if nothing is in transit, and no more notes are sent except answers.
     """
 
-    def __init__(self, link: Link, sending: Sending, peer: str, rank: int, number: int, offer: Offer) -> None:
-        self.link, self.sending, self.peer, self.rank, self.number = link, sending, peer, rank, number
-        self.offer = offer
+    def __init__(self, link: Link, sending: Sending, start: Start, *, is_said: bool) -> None:
+        self.link, self.sending, self.peer, self.rank = link, sending, start.peer, start.rank
+        self.offer, self.number = start.offer, start.offer.sending
         self.arrival = 0
         self.is_over = False
         self._stop: Stop | None = None  # sent when nothing is in transit
@@ -96,10 +124,11 @@ class Outflow:
         self._stops = 0
         self._loan: Loan | None = None  # the peer copies out of the pool itself
         self._repeat = Repeat()
-        loan = self._lend() if offer.is_lent else None
-        self._say_offer()
-        if loan is not None:
-            self._begin_loan(loan)
+        if not is_said:
+            self._say_offer()
+        if self.offer.is_lent:  # mostly the peer asks for all of it: so this is done before it asks
+            all_of_it = Ask(self.number, 0, self.offer.plan, self.offer.tokens, self.offer.origin)
+            self._begin_loan(Loan(self, link.lender(self.offer.group), all_of_it, table=start.table))
 
     # ---- notes -----------------------------------------------------------------------------------------------------
 
@@ -158,17 +187,6 @@ class Outflow:
             else:
                 self.arrival = note.arrival
                 self._begin_loan(new)
-
-    def _lend(self) -> Loan | None:
-        """Lend the blocks to a peer that mostly asks for all of them, before it asks."""
-        offer, all_of_it = self.offer, Ask(self.number, 0, self.offer.plan, self.offer.tokens, self.offer.origin)
-        try:
-            loan = Loan(self, self.link.lender(offer.group), all_of_it)
-        except KvbmError:  # it is raised when the peer asks
-            self.offer = offer._replace(is_lent=False)
-            return None
-        self.offer = offer._replace(table=loan.small_table())
-        return loan
 
     def _begin_loan(self, loan: Loan) -> None:
         self._loan = loan  # from now on the peer may read the blocks
@@ -238,6 +256,12 @@ class Outflow:
     def lost(self) -> None:
         """The peer was dropped."""
         self._is_lost = True
+
+    def awaited(self) -> list[Any] | None:
+        """The ends of the copies that this flow waits for; None if it waits for something else, too."""
+        if self._packed or self._wanted:
+            return None
+        return [] if self._loan is None else [done for one in self._loan.passes for done in one.dones]
 
     @property
     def uses_no_pool(self) -> bool:
@@ -516,6 +540,10 @@ class Incoming(abc.ABC):
     @abc.abstractmethod
     def offered(self) -> None:
         """The offer was repeated: a note was lost."""
+
+    def awaited(self) -> list[Any] | None:
+        """The ends of the copies that this flow waits for; None if it waits for something else, too."""
+        return None
 
     @property
     @abc.abstractmethod

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from .. import _core
 from .._arguments import quoted, seconds
 from ..errors import BindError, KvbmError, TransferError, TransferTimeoutError
 from ..reshard.sequence import Span
@@ -19,8 +20,13 @@ if TYPE_CHECKING:
     from .direct import Part
     from .flows import Incoming
     from .link import Link
+    from .pulls import Ahead
 
 __all__ = ["Arrival", "Gathering", "Handle", "Sending", "require_call"]
+
+
+#: Seconds for which `synchronize` keeps a processor busy, where that is worth it: to be woken takes 50 µs.
+_SPIN = 2e-3
 
 
 class Handle:
@@ -38,6 +44,7 @@ class Handle:
         self.has_ended = False
         self._running = threading.Lock()  # held until the transfer has ended; an Event takes ten times as many calls
         self._running.acquire()
+        self._latch = _core.Latch()  # the same, for who waits without a lock
         self._error: KvbmError | None = None
         self.whole: Gathering | None = None  # the Gathering of which this is a part
 
@@ -59,6 +66,8 @@ class Handle:
         Raises the errors of `query`, and `TransferTimeoutError` after `timeout` seconds.  A wait that times out does not end the
         transfer: its deadline was given to `send` or `receive`.
         """
+        if self.link.endpoint.spins and not self.has_ended and (timeout is None or timeout > _SPIN):
+            self._latch.wait(round(_SPIN * 1e6))
         if not self._running.acquire(timeout=-1 if timeout is None else max(timeout, 0)):
             raise TransferTimeoutError(
                 f"{self.link.title}: {self.what} {self.key!r}: not done after {timeout} s; the transfer continues"
@@ -94,6 +103,7 @@ class Handle:
 
     def _end(self) -> None:
         self.has_ended = True
+        self._latch.set()
         self._running.release()
 
     @property
@@ -142,6 +152,8 @@ class Arrival(Handle):
         Writes zeros into the tokens of the arrival; set when the first chunk is written.
     parts : dict
         Rank, origin and layers of a probable offer → what is copied of it out of the peer's pool, prepared while it is on its way.
+    ahead : list of Ahead
+        Copies that begin with such offers.
     """
 
     what = "receiving"
@@ -166,6 +178,7 @@ class Arrival(Handle):
         self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that have not arrived
         self.zero: Callable[[], None] | None = None
         self.parts: dict[tuple[int, int, range], list[Part]] = {}
+        self.ahead: list[Ahead] = []
 
     def fail(self, error: KvbmError) -> None:
         if not self.has_failed:
@@ -176,6 +189,10 @@ class Arrival(Handle):
         if self.has_failed and self.whole is None:
             self.clear()
         super().settle()
+
+    def _end(self) -> None:
+        self.ahead, self.parts = [], {}  # they keep the peer's memory mapped
+        super()._end()
 
     def clear(self) -> None:
         """Write zeros over what was written.  No kernel may use the pool.  If it is not possible, the error says so."""

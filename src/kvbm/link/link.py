@@ -8,9 +8,10 @@ import hashlib
 import itertools
 import logging
 import secrets
+import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import quoted, seconds
@@ -22,10 +23,11 @@ from ..reshard.sequence import Span
 from ..wire import Op, Slice
 from .chunks import Cut
 from .direct import Lender, Reader, Shared, opened
-from .flows import Incoming, Inflow, Outflow
+from .flows import Incoming, Inflow, Outflow, Start
 from .handle import Arrival, Gathering, Handle, Sending, require_call
-from .notes import Ask, Done, Note, Offer, Put, Ready, Stop, Stopped, Table, Want, write
-from .pulls import Pull
+from .loans import are_complete, with_table
+from .notes import MOST_OFFERED, Ask, Done, Note, Offer, Put, Ready, Stop, Stopped, Table, Want, offered, write
+from .pulls import Ahead, Pull
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
@@ -93,6 +95,8 @@ class Link:
         self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
         self._numbers = itertools.count(secrets.randbits(32) + 1)
+        self._posting = threading.Lock()  # held while a caller submits a sending and posts its offers
+        self._ahead: dict[tuple[str, bytes], Ahead] = {}  # peer and what is offered → what begins with that offer
         self._probe_at = 0.0  # time of the next check of silent peers
         self.is_closed = False
 
@@ -137,14 +141,21 @@ class Link:
         CoverageError
             The other engine's ranks do not hold the same part of the model.
         """
-        sending, begin = self._sending(key, span, layers, group, wait, stream, timeout, pulls=False)
-        self.endpoint.submit(begin)
+        sending, starts = self._sending(key, span, layers, group, wait, stream, timeout, pulls=False)
+        said: set[int] = set()  # offers that are with the peers already
+        with self._posting:
+            self.endpoint.submit(lambda: self._begin_sending(sending, starts, said), wakes=False)
+            said.update(start.offer.sending for start in starts if start.offer.table is not None and self._post(start))
+        self.endpoint.wake()
+        if said:  # the thread needs it next
+            with contextlib.suppress(KvbmError):  # the thread finds the same error, and the sending fails
+                self._packer(group, sends=True).listed(span, span.origin)
         return sending
 
     def offer(self, key: str, span: Span, **options: Any) -> Sending:
         """As `send`, but the other side fetches: chunks are packed when the peer wants them, and the peer reads them from here."""
-        sending, begin = self._sending(key, span, pulls=True, **{**_SEND, **options})
-        self.endpoint.submit(begin)
+        sending, starts = self._sending(key, span, pulls=True, **{**_SEND, **options})
+        self.endpoint.submit(lambda: self._begin_sending(sending, starts))
         return sending
 
     def receive(
@@ -182,8 +193,8 @@ class Link:
             return arrival
         near, name = self._sibling_link(), f"{self.engine}: {key}"
         rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
-        passing, begin = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
-        gathering = Gathering(arrival, rest, passing, begin)
+        passing, starts = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
+        gathering = Gathering(arrival, rest, passing, lambda: near._begin_sending(passing, starts))
 
         def begin_both() -> None:
             near._begin_arrival(rest)
@@ -229,8 +240,20 @@ class Link:
             else:
                 for rank, reader in readers.items():
                     arrival.parts[rank, span.origin, some] = reader.parts(span, span.origin, some)
+                if verify == "after" and wait is None and group not in self._gathered and self.endpoint.secret is None:
+                    arrival.ahead = self._foreseen(arrival, readers)
         arrival.missing = {rank: set(layers) for rank, layers in packer.layers(some).items()}
         return arrival
+
+    def _foreseen(self, arrival: Arrival, readers: Mapping[int, Reader]) -> list[Ahead]:
+        """What begins with the offers of all that is received, if they are of complete blocks."""
+        found, (group, key), span, peers = [], arrival.identity, arrival.span, {rank: peer for peer, rank in self.peers.items()}
+        for rank, reader in readers.items():
+            prepared = reader.prepared(arrival.parts[rank, span.origin, arrival.layers], span.tokens, span.origin)
+            if prepared is not None and prepared.entries <= MOST_OFFERED:
+                offer = Offer(0, self.plans(group)[1], key, group, arrival.layers, span.tokens, span.origin, False)
+                found.append(Ahead(arrival, peers[rank], rank, offer, prepared))
+        return found
 
     fetch = receive
 
@@ -262,8 +285,8 @@ class Link:
 
     def _sending(
         self, key: str, span: Span, layers: Any, group: str, wait: Any, stream: Any, timeout: float, *, pulls: bool
-    ) -> tuple[Sending, Callable[[], None]]:
-        """A sending, and the function that begins it on the endpoint's thread."""
+    ) -> tuple[Sending, list[Start]]:
+        """A sending, and what it begins with at each peer."""
         require_call(key, span, timeout)
         packer = self._packer(group, sends=True)
         some = require_layers(layers, packer.made.src.model.nl)
@@ -273,9 +296,33 @@ class Link:
         identity = _identity(group, self.endpoint.groups, key)
         if self._direct(packer, identity[0], self._pool_readers) is None:
             self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)
-        elif (span.table < 0).any():  # else the thread lists it, after the offer was sent
+        elif (span.table < 0).any():  # else it is listed after the offer was sent
             packer.listed(span, span.origin)  # either way, an error is raised if this cannot be sent
-        return sending, lambda: self._begin_sending(sending, packer, identity, some, pulls)
+        return sending, self._starts(sending, packer, identity, some, pulls=pulls)
+
+    def _starts(
+        self, sending: Sending, packer: Packer, identity: tuple[int, bytes], layers: range, *, pulls: bool
+    ) -> list[Start]:
+        (group, key), span, found = identity, sending.span, list[Start]()
+        by_rank = {rank: peer for peer, rank in self.peers.items()}
+        for message in packer.made.messages:
+            if message.src != self.endpoint.rank or message.of_layers(layers) is None or not len(span.tokens):
+                continue
+            peer, table = by_rank[message.dst], None
+            offer = Offer(next(self._numbers), packer.fingerprint, key, group, layers, span.tokens, span.origin, pulls)
+            if not pulls and self._pool_readers.get((peer, group), False):
+                with contextlib.suppress(KvbmError):  # it is raised when the peer asks
+                    table = self.lender(group).table(span)
+                    offer = with_table(offer, table, is_complete=are_complete(sending.order, self.endpoint.stream))
+            found.append(Start(peer, message.dst, offer, table))
+        return found
+
+    def _post(self, start: Start) -> bool:
+        """Send an offer from the caller's thread, if the wire can: to wake the endpoint's takes 50 µs.  False: it was not sent."""
+        post = getattr(self.endpoint.wire, "post", None)
+        if post is None or self.endpoint.secret is not None or self.is_closed or start.peer in self.lost:
+            return False
+        return bool(post(start.peer, write(start.offer)))
 
     def _direct(self, packer: Packer, group: int, known: Mapping[tuple[str, int], T]) -> dict[int, T] | None:
         """Rank → its value in `known`, of all peers of a packer.  None if one is not there, so that chunks must be prepared."""
@@ -290,29 +337,26 @@ class Link:
             handle.settle()
         return self.is_closed
 
-    def _begin_sending(
-        self, sending: Sending, packer: Packer, identity: tuple[int, bytes], layers: range, pulls: bool
-    ) -> None:
-        if self._is_late(sending):
+    def _begin_sending(self, sending: Sending, starts: Iterable[Start], said: Container[int] = ()) -> None:
+        """Begin to send.  `said`: numbers of the offers that were sent already."""
+        with self._posting:  # all that a caller posts is posted now
+            pass
+        dropping = self.endpoint.dropping
+        if not any(start.offer.sending in said and start.peer in dropping for start in starts) and self._is_late(sending):
             return
         self._handles.append(sending)
         self.count("sendings")
-        by_rank = {rank: peer for peer, rank in self.peers.items()}
-        for message in packer.made.messages:
-            if message.src != self.endpoint.rank or message.of_layers(layers) is None or not len(sending.span.tokens):
-                continue
-            peer, number = by_rank[message.dst], next(self._numbers)
-            if peer in self.lost:
-                sending.fail(self.lost[peer])
-                break
-            plan = packer.fingerprint
-            is_lent = not pulls and not sending.has_failed and self._pool_readers.get((peer, identity[0]), False)
-            offer = Offer(
-                number, plan, identity[1], identity[0], layers, sending.span.tokens, sending.span.origin, pulls, is_lent=is_lent
-            )
-            flow = Outflow(self, sending, peer, message.dst, number, offer)
+        for start in starts:
+            is_said, lost = start.offer.sending in said, self.lost.get(start.peer)
+            if lost is not None:
+                sending.fail(lost)
+                if not is_said or start.peer not in dropping:
+                    continue  # it reads nothing
+            if sending.has_failed and not is_said:
+                start = start._replace(offer=start.offer._replace(is_lent=False, table=None))
+            flow = Outflow(self, sending, start, is_said=is_said)
             sending.flows.append(flow)
-            self._flows[peer, number] = flow
+            self._flows[start.peer, start.offer.sending] = flow
             if (error := sending.error) is not None:  # before, or at another peer: this peer gets the error, and no loan
                 flow.fail(error)
         if not sending.flows and not sending.has_failed:
@@ -323,6 +367,8 @@ class Link:
             return
         self._handles.append(arrival)
         self.count("arrivals")
+        for ahead in arrival.ahead:
+            self._ahead.setdefault((ahead.peer, ahead.offer.what), ahead)
         ranks = {rank for rank, missing in arrival.missing.items() if missing}
         for peer, rank in self.peers.items():
             if peer in self.lost and rank in ranks:
@@ -339,7 +385,21 @@ class Link:
                 else:
                     self._match(peer, offer, began, arrival)
 
-    def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival) -> None:
+    def early(self, peer: str, note: bytes) -> Ahead | None:
+        """Begin the copies of an expected offer before it is read.  None if a note is no such offer."""
+        number, what = offered(note)
+        ahead = self._ahead.get((peer, what))
+        blocks = None if ahead is None else ahead.offer.blocks(note)
+        if ahead is None or blocks is None or (peer, number) in self._inflows or (peer, number) in self._ended:
+            return None
+        del self._ahead[peer, what]
+        arrival = ahead.arrival
+        is_next = arrival.is_awaited and arrival.identity not in self._failed
+        if not is_next or any(flow.rank == ahead.rank for flow in arrival.flows) or not ahead.begin(self, blocks):
+            return None
+        return ahead
+
+    def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival, ahead: Ahead | None = None) -> None:
         """Match an offer with the arrival that waits for it."""
         rank = self.peers[peer]
         missing = arrival.missing.get(rank, set())
@@ -368,7 +428,7 @@ class Link:
                 )
             if self._may_be_late(arrival, began):  # who sends it again is asked
                 offer = offer._replace(is_lent=False, table=None)
-            flow = self._incoming(arrival, peer, rank, offer, began)
+            flow = self._incoming(arrival, peer, rank, offer, began, ahead)
         except KvbmError as error:
             arrival.fail(error)
             self._refuse(peer, offer, arrival.number, str(error))
@@ -376,10 +436,14 @@ class Link:
         arrival.flows.append(flow)
         self._inflows[peer, offer.sending] = flow
 
-    def _incoming(self, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float) -> Incoming:
+    def _incoming(
+        self, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, ahead: Ahead | None
+    ) -> Incoming:
         """The flow of an offer: a copy out of the peer's pool if this side has opened it, else chunks."""
         reader = self._readers.get((peer, offer.group))
-        if reader is not None and self._guarded(peer, lambda: self.endpoint.wire.hold(peer)):  # type: ignore[attr-defined]
+        if reader is not None and ahead is not None and ahead.arrival is arrival and offer.is_lent:
+            return Pull(self, arrival, peer, rank, offer, began, reader, ahead)
+        if reader is not None and self.hold(peer):
             try:
                 return Pull(self, arrival, peer, rank, offer, began, reader)
             except BaseException:
@@ -395,10 +459,10 @@ class Link:
 
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
-    def heard(self, peer: str, note: Note) -> None:
-        """Handle a note of a peer.  A wrong note ends only the transfer that it belongs to."""
+    def heard(self, peer: str, note: Note, ahead: Ahead | None = None) -> None:
+        """Handle a note of a peer; `ahead`: what was begun with it.  A wrong note ends only the transfer that it belongs to."""
         try:
-            self._heard(peer, note)
+            self._heard(peer, note, ahead)
         except KvbmError as error:
             self.count("notes_wrong")
             at = peer, note.sending
@@ -406,10 +470,10 @@ class Link:
                 if flow is not None:
                     _handle_of(flow).fail(error)
 
-    def _heard(self, peer: str, note: Note) -> None:
+    def _heard(self, peer: str, note: Note, ahead: Ahead | None) -> None:
         at = peer, note.sending
         if isinstance(note, Offer):
-            self._offered(peer, note)
+            self._offered(peer, note, ahead)
         elif isinstance(note, Want):
             flow = self._flows.get(at)
             self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.wanted(note)
@@ -448,7 +512,7 @@ class Link:
             flow = self._flows.get(at)
             self.say(peer, Stopped(note.sending, note.arrival, True)) if flow is None else flow.stopped(note)
 
-    def _offered(self, peer: str, offer: Offer) -> None:
+    def _offered(self, peer: str, offer: Offer, ahead: Ahead | None) -> None:
         at = peer, offer.sending
         if (known := self._inflows.get(at)) is not None:
             known.offered()
@@ -460,7 +524,7 @@ class Link:
         began = time.monotonic() - offer.age
         for arrival in self._handles:
             if isinstance(arrival, Arrival) and arrival.is_awaited and (offer.group, offer.key) == arrival.identity:
-                self._match(peer, offer, began, arrival)
+                self._match(peer, offer, began, arrival, ahead)
                 return
         failed_at, number, why = self._failed.get((offer.group, offer.key), (0.0, 0, ""))
         if began < failed_at:  # a later offer belongs to the next attempt
@@ -523,6 +587,7 @@ class Link:
             if handle.has_failed and all(flow.uses_no_pool for flow in handle.flows):
                 handle.settle()
         self._handles = [handle for handle in self._handles if not handle.has_ended]
+        self._ahead = {at: one for at, one in self._ahead.items() if one.arrival.is_awaited}
         for over in [at for at, flow in self._flows.items() if flow.is_over and flow.sending.has_ended]:
             self._flows.pop(over)
         for at in [at for at, inflow in self._inflows.items() if inflow.is_over]:
@@ -546,6 +611,16 @@ class Link:
     def handles(self) -> tuple[Handle, ...]:
         """The running transfers."""
         return tuple(self._handles)
+
+    def awaited(self) -> list[Any] | None:
+        """The ends of the copies that its transfers wait for; None if they wait for something else, too, that makes no note."""
+        found: list[Any] = []
+        for flow in self._all_flows():
+            dones = [] if flow.is_over else flow.awaited()
+            if dones is None:
+                return None
+            found += dones
+        return found
 
     @property
     def is_idle(self) -> bool:
@@ -640,6 +715,10 @@ class Link:
         return self._guarded(
             peer, lambda: wire.put(peer, local, self._remote(peer, slot, local), closed(peer, write(note)))
         )
+
+    def hold(self, peer: str) -> bool:
+        """Begin a loan of a peer's memory.  False if that is not possible, or the peer is lost."""
+        return bool(self._guarded(peer, lambda: self.endpoint.wire.hold(peer)))  # type: ignore[attr-defined]
 
     def borrow(self, peer: str, slot: int, nbytes: int) -> Array | None:
         """A slot that the peer has granted, mapped into this process until `give_back`.  None: use `put` instead."""

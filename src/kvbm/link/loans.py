@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from ..reshard.sequence import Span
-from .notes import MOST_BLOCKS, MOST_OFFERED, Ask, Ready, Table
+from ..reshard.sequence import Ids, Span
+from .notes import MOST_BLOCKS, MOST_OFFERED, Ask, Offer, Ready, Table
 
 if TYPE_CHECKING:
     from .direct import Lender, Pass
     from .flows import Outflow
 
-__all__ = ["Loan"]
+__all__ = ["Loan", "are_complete", "with_table"]
+
+
+def are_complete(order: Mapping[str, Any], stream: Any) -> bool:
+    """True if blocks are known to be complete: the peer may copy them while this side digests them.
+
+    Parameters
+    ----------
+    order : mapping
+        The `stream` and the `wait` of the call that sends them.
+    stream : object
+        The stream on which this side digests: no other work is before.
+    """
+    if order.get("stream") is not (stream if order else None):
+        return False
+    wait = order.get("wait")
+    with contextlib.suppress(Exception):  # an event of any kind
+        return wait is None or bool(wait.query())
+    return False
+
+
+def with_table(offer: Offer, table: Ids, *, is_complete: bool) -> Offer:
+    """An offer of blocks that are lent at once, with their table if it is small."""
+    if len(table) > MOST_OFFERED:
+        return offer._replace(is_lent=True)
+    told = Table(offer.sending, 0, 0, len(table), is_complete, table.astype("<i4").tobytes())
+    return offer._replace(is_lent=True, table=told)
 
 
 class Loan:
@@ -27,6 +53,8 @@ class Loan:
         What the peer reads.  `arrival` 0: what it will probably ask for.
     past : Loan, optional
         The loan that this one replaces.
+    table : array of int64, optional
+        The lender's table of the note's tokens, if it is known.
 
     Attributes
     ----------
@@ -40,18 +68,16 @@ class Loan:
         True if the peer does not read them any more.
     """
 
-    def __init__(self, flow: Outflow, lender: Lender, note: Ask, past: Loan | None = None) -> None:
+    def __init__(
+        self, flow: Outflow, lender: Lender, note: Ask, past: Loan | None = None, table: Ids | None = None
+    ) -> None:
         span, self._flow, self._lender = flow.sending.span, flow, lender
         self._span = span if note.tokens == span.tokens else Span(span.table, note.tokens, span.origin)
         self.arrival, self.tokens, self.origin = note.arrival, note.tokens, note.origin
-        self._table = lender.table(self._span).astype("<i4")
+        self._table = (lender.table(self._span) if table is None else table).astype("<i4")
         self.is_digest_sent = self.is_returned = False
-        self._past = [] if past is None else past._passes
+        self._past = [] if past is None else past.passes
         self._pass: Pass | None = None  # that digests the blocks, after `begin`
-
-    def small_table(self) -> Table | None:
-        """The table if it fits into an offer."""
-        return next(self._tables(), None) if len(self._table) <= MOST_OFFERED else None
 
     def begin(self) -> None:
         """Send the table, unless the offer has it, and digest the blocks.  Mostly the peer copies them meanwhile."""
@@ -68,13 +94,13 @@ class Loan:
         return self._pass.total
 
     @property
-    def _passes(self) -> list[Pass]:
+    def passes(self) -> list[Pass]:
         return self._past if self._pass is None else [*self._past, self._pass]
 
     @property
     def is_digested(self) -> bool:
         """True if no kernel of this side reads the blocks."""
-        return all(one.query() for one in self._passes)
+        return all(one.query() for one in self.passes)
 
     @property
     def is_over(self) -> bool:
@@ -91,21 +117,11 @@ class Loan:
             self._flow.link.say(self._flow.peer, part)
 
     def _tables(self) -> Iterator[Table]:
-        count, is_complete = len(self._table), self._is_complete
+        count, flow = len(self._table), self._flow
+        is_complete = self.is_digest_sent or are_complete(flow.sending.order, flow.link.endpoint.stream)
         for first in range(0, max(count, 1), MOST_BLOCKS):  # also of an empty table
             part = self._table[first : first + MOST_BLOCKS].tobytes()
-            yield Table(self._flow.number, self.arrival, first, count, is_complete, part)
-
-    @property
-    def _is_complete(self) -> bool:
-        """True if the blocks are known to be complete: the peer may copy them while this side digests them."""
-        order = self._flow.sending.order
-        if order.get("stream") is not (self._flow.link.endpoint.stream if order else None):
-            return self.is_digest_sent  # the work of another stream comes before
-        wait = order.get("wait")
-        with contextlib.suppress(Exception):  # an event of any kind
-            return wait is None or self.is_digest_sent or bool(wait.query())
-        return False
+            yield Table(flow.number, self.arrival, first, count, is_complete, part)
 
     def go_on(self) -> bool:
         """Send the digest when the blocks are digested.  True if it was sent now."""
@@ -117,6 +133,6 @@ class Loan:
 
     def release(self) -> None:
         """At the end: wait for running kernels."""
-        for one in self._passes:
+        for one in self.passes:
             with contextlib.suppress(Exception):
                 one.synchronize()

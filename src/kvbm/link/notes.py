@@ -12,7 +12,10 @@ from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
 from .secret import NOTE
 
-__all__ = ["Ask", "Done", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "read", "write"]
+__all__ = [
+    "Ask", "Done", "Foreseen", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "offered", "read",
+    "write",
+]  # fmt: skip
 
 _MAGIC, _VERSION = b"kn", 1
 
@@ -32,6 +35,18 @@ _FORMS: Final = {
     "Table": (8, struct.Struct("<QII?")),
     "Ready": (9, struct.Struct("<QQ")),
 }
+
+
+#: Places in an offer: the number of the sending, there and in its table; what says for which receive it is; its age.
+_NUMBER: Final = slice(4, _HEAD.size)
+_AGE: Final = slice(_HEAD.size + struct.calcsize("<Q16sHIIQQQ?"), _HEAD.size + struct.calcsize("<Q16sHIIQQQ?d"))
+_WHAT: Final = slice(_HEAD.size + 8, _HEAD.size + 26)
+_TABLE_NUMBER: Final = slice(_HEAD.size + _FORMS["Offer"][1].size + 4, 2 * _HEAD.size + _FORMS["Offer"][1].size)
+
+
+def offered(note: bytes) -> tuple[int, bytes]:
+    """Of a note that may be an offer, before it is read: the number of the sending, and what it is of."""
+    return int.from_bytes(note[_NUMBER], "little"), note[_WHAT]
 
 
 class Grant(NamedTuple):
@@ -109,6 +124,36 @@ class Offer(NamedTuple):
         _require(first < last < 1 << 24 and start < stop < 1 << 48 and origin <= start, "an offer")
         _require(0 <= age < 1e12, "an age of an offer")
         return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent, table)  # type: ignore[arg-type]
+
+
+class Foreseen:
+    """An offer that is expected, of complete blocks and with their table.  It is compared before it is read.
+
+    Parameters
+    ----------
+    offer : Offer
+        The expected offer; its number and its age may be any.
+    entries : int
+        Entries of the table.
+
+    Attributes
+    ----------
+    what : bytes
+        As `offered` returns it.
+    """
+
+    def __init__(self, offer: Offer, entries: int) -> None:
+        self.what = offered(write(offer))[1]
+        table = Table(0, 0, 0, entries, True, bytes(4 * entries))
+        whole = write(offer._replace(sending=0, age=0.0, is_lent=True, table=table))
+        self._nbytes, self._blocks = len(whole), slice(len(whole) - 4 * entries, len(whole))
+        same = slice(0, _NUMBER.start), slice(_NUMBER.stop, _AGE.start), slice(_AGE.stop, _TABLE_NUMBER.start)
+        self._same = [(part, whole[part]) for part in (*same, slice(_TABLE_NUMBER.stop, self._blocks.start))]
+
+    def blocks(self, note: bytes) -> bytes | None:
+        """The blocks of the table, as little-endian 32-bit integers, if a note is this offer."""
+        is_same = len(note) == self._nbytes and note[_NUMBER] == note[_TABLE_NUMBER]
+        return note[self._blocks] if is_same and all(note[part] == text for part, text in self._same) else None
 
 
 class Want(NamedTuple):

@@ -10,23 +10,84 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import BindError, DigestError, KvbmError
-from .direct import Part, Pass, Piece, Reader
+from .direct import Part, Pass, Piece, Prepared, Reader
 from .flows import TRIES, Incoming
-from .notes import Ask, Offer, Ready, Stop, Table
+from .notes import Ask, Foreseen, Offer, Ready, Stop, Table
 
 if TYPE_CHECKING:
     from .handle import Arrival
     from .link import Link
 
-__all__ = ["Pull"]
+__all__ = ["Ahead", "Pull"]
+
+
+class Ahead:
+    """Copies of a peer's blocks that begin with the expected offer, before anything else is done with it.
+
+    They are prepared when this side calls `receive`: mostly a peer offers all of that at once.
+
+    Parameters
+    ----------
+    arrival : Arrival
+    peer : str
+    rank : int
+        The peer's rank.
+    offer : Offer
+        The expected offer.
+    prepared : Prepared
+    """
+
+    def __init__(self, arrival: Arrival, peer: str, rank: int, offer: Offer, prepared: Prepared) -> None:
+        self.arrival, self.peer, self.rank = arrival, peer, rank
+        self.offer, self.prepared = Foreseen(offer, prepared.entries), prepared
+        self._group, self._origin = offer.group, offer.origin
+        self.copies: Pass | None = None  # what was begun; the peer's memory is on loan since
+
+    def begin(self, link: Link, blocks: bytes) -> bool:
+        """Begin a loan, and enqueue the copies.  False if nothing is under way."""
+        if not link.hold(self.peer):
+            return False
+        arrival, copies = self.arrival, Pass()
+        if arrival.zero is None:  # from now on something is written
+            arrival.zero = functools.partial(link.zero, arrival, self._group, self._origin)
+        try:
+            self.copies = copies if self.prepared.begin(blocks, copies, arrival.order) else None
+        except KvbmError:  # it is raised when the offer was read
+            pass
+        finally:
+            if self.copies is None:
+                _leave(link, self.peer, copies)
+        return self.copies is not None
+
+    def leave(self, link: Link) -> None:
+        """Wait for the copies, and end the loan, unless a `Pull` has taken them over."""
+        if self.copies is not None:
+            copies, self.copies = self.copies, None
+            _leave(link, self.peer, copies)
+
+
+def _leave(link: Link, peer: str, copies: Pass) -> None:
+    with contextlib.suppress(Exception):
+        copies.synchronize()
+    link.give_back(peer)
 
 
 class Pull(Incoming):
-    """Copies from a peer's pool.  The peer's memory is on loan from the beginning to the end of the flow."""
+    """Copies from a peer's pool.  The peer's memory is on loan from the beginning to the end of the flow.
+
+    Parameters
+    ----------
+    link, arrival, peer, rank, offer, began
+        As for `Incoming`.
+    reader : Reader
+    ahead : Ahead, optional
+        What was begun when the offer came.
+    """
 
     def __init__(
-        self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, reader: Reader
-    ) -> None:
+        self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, reader: Reader,
+        ahead: Ahead | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(link, arrival, peer, rank, offer, began)
         self._reader = reader
         self._offered_table = offer.table
@@ -36,7 +97,8 @@ class Pull(Incoming):
         self._peer_digest: int | None = None  # the peer's digest of them
         self._own_digest: int | None = None  # the digest of what was read, until the peer's has come
         self._cast_digest = 0  # the digest of what was written, if that was quantised
-        self._pieces: list[Piece] | None = None  # what is to copy, after the table is known
+        self._parts: list[Part] | None = None  # what is to copy
+        self._pieces: list[Piece] | None = None  # the same, after the table is known
         self._todo: deque[Piece] = deque()
         self._pass: Pass | None = None  # what is under way
         self._copies = arrival.verify != "before"  # False: the peer's blocks are only digested, before anything is written
@@ -45,6 +107,9 @@ class Pull(Incoming):
         self._unanswered: Stop | None = None
         #: Numbers of arrivals whose notes are for this flow; 0: for all that is offered, if it is lent.
         self._numbers = {arrival.number}
+        if ahead is not None:
+            self._pass, ahead.copies, self._parts = ahead.copies, None, ahead.prepared.parts
+            self._is_begun = self._is_complete = True
         if offer.is_lent and (arrival.span.tokens, arrival.span.origin) == (offer.tokens, offer.origin):
             self._numbers.add(0)
         else:
@@ -127,11 +192,7 @@ class Pull(Incoming):
         if self._own_digest is not None and self._peer_digest is not None:
             self._compare(self._own_digest, self._peer_digest)
             return True
-        if self._offered_table is not None:
-            self.table(self._offered_table)
-            self._offered_table = None
-        if self._pieces is None and self._table is not None and self._has_entry.all():
-            self._pieces = self._reader.pieces(self._parts(), self._table)
+        self._list()
         if self._is_complete and self._pieces is not None and self._own_digest is None:
             self._begin()
             return True
@@ -147,10 +208,20 @@ class Pull(Incoming):
                 self._pass.synchronize()
         self._give_back()
 
-    def _parts(self) -> list[Part]:
-        arrival, offer = self.arrival, self.offer
-        found = arrival.parts.get((self.rank, offer.origin, offer.layers))
-        return self._reader.parts(arrival.span, offer.origin, offer.layers) if found is None else found
+    def awaited(self) -> list[Any] | None:
+        return [] if self._pass is None else self._pass.dones
+
+    def _list(self) -> None:
+        """List what is to copy, if the table is known."""
+        if self._offered_table is not None:
+            self.table(self._offered_table)
+            self._offered_table = None
+        if self._pieces is None and self._table is not None and self._has_entry.all():
+            if self._parts is None:
+                arrival, offer = self.arrival, self.offer
+                found = arrival.parts.get((self.rank, offer.origin, offer.layers))
+                self._parts = self._reader.parts(arrival.span, offer.origin, offer.layers) if found is None else found
+            self._pieces = self._reader.pieces(self._parts, self._table)
 
     def _ask(self) -> None:
         arrival, plan = self.arrival, self.link.plans(self.offer.group)[1]
@@ -160,6 +231,7 @@ class Pull(Incoming):
         self._repeat.reset()
 
     def _begin(self) -> None:
+        self._list()
         assert self._pieces is not None
         self._is_begun = True
         self._todo, self._pass = deque(self._pieces), Pass()
@@ -200,7 +272,7 @@ class Pull(Incoming):
         else:
             self.digests[0] = found
             self.link.count("pulls")
-            self.link.count("bytes_received", sum(one.nbytes for one in self._pieces or ()))
+            self.link.count("bytes_received", sum(part.nbytes for part in self._parts or ()))
             self._give_back()
             self._finish()
 

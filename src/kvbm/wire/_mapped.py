@@ -12,7 +12,7 @@ import os
 import re
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,8 @@ from .._arguments import is_real, quoted, require_a
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
 from ..system.machine import device_of
 from ..system.memory_files import memory_file, open_memory_file
-from .protocol import CARD_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_wire
+from ._mail import Lane
+from .protocol import CARD_BYTES, NOTE_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_bytes, require_wire
 
 __all__ = ["Mapped", "mapped"]
 
@@ -32,10 +33,13 @@ _MAGIC: Final = b"kvbm loans 1\0"
 _NAME_BYTES: Final = 256
 _PAGE_BYTES: Final = 256 << 10
 
-#: Bytes of a line.  It has the peer's key, the number of slices of the peer's slab that the page's end has borrowed, and a flag
-#: that is set when this end has dropped the peer.
+#: Bytes of a line.  It has the peer's key, the number of slices of the peer's slab that the page's end has borrowed, a flag that is
+#: set when this end has dropped the peer, and one more than the number of the file with this end's box of notes, or 0.
 _LINE: Final = 64
-_LOANS, _DROPPED = 16, 24
+_LOANS, _DROPPED, _MAIL = 16, 24, 32
+
+#: Seconds between two looks whether a peer has made its box.
+_LOOKS: Final = 1e-3
 
 #: Fields of a card for peers on this host, with the range of a number or the pattern of a text.
 _NUMBER: Final = range(1 << 63)
@@ -69,6 +73,9 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
     and marks the peers that it has dropped.  The borrower first raises its count and then reads the lender's mark.  The lender
     first sets its mark and then waits for the borrower's count.  The loans of a process end with the process.
 
+    *Notes.*  If the wrapped wire must be polled, notes to mapped peers go through shared memory: each side writes a box that the
+    other reads, and `Mapped.watch` waits for them without a lock of Python's.
+
     Examples
     --------
     >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
@@ -96,8 +103,10 @@ class Mapped:
         self._page: _Page | None = None
         self._cards: dict[str, bytes] = {}
         self._peers: dict[str, _Peer] = {}
+        self._look_at = 0.0  # time of the next look for boxes that peers have made meanwhile
+        self._has_mail = True
         if hasattr(wire, "on_news"):
-            self.on_news = wire.on_news
+            self.on_news, self._has_mail = wire.on_news, False
 
     def register(self, slab: Slab) -> None:
         self._wire.register(slab)
@@ -170,9 +179,12 @@ class Mapped:
             failing.callback(slab.close)
             if process.is_over():
                 raise BindError("its process has ended")
-            self._page.add(peer)  # from now on the peer may borrow: this side can read its loans
+            lane = Lane(functools.partial(self._wire.note, peer)) if self._has_mail else None
+            if lane is not None:
+                failing.callback(lane.close)
+            self._page.add(peer, -1 if lane is None else lane.file)  # from now on the peer may borrow: this side can read its loans
             failing.pop_all()
-        return _Peer(process, page, slab, _key(self._name()), shared)
+        return _Peer(process, page, slab, _key(self._name()), shared, lane)
 
     # ---- loans -------------------------------------------------------------------------------------------------------
 
@@ -253,16 +265,29 @@ class Mapped:
         if not self._page.loans(peer, -1) and known.lost:
             known.close_memory()  # the drop did not close it, because a loan was open
 
-    def _require(self, peer: str) -> None:
+    def _require(self, peer: str) -> _Peer | None:
+        """A mapped peer, or None.  Raises `PeerLostError` if it is lost."""
         require_a(str, "peer", peer, "a peer's name, as connect() returned it")
         known = self._peers.get(peer)
         if known is not None and known.lost:
             raise PeerLostError(f"{peer} is lost: {known.lost}", peer=peer)
+        return known
+
+    def _require_running(self, peer: str, known: _Peer) -> None:
+        """Raise `PeerLostError` if a mapped peer has ended, or has dropped this side: a box of notes does not say so."""
+        at = known.page.find(known.key)
+        if known.process.is_over():
+            known.lost = "its process has ended"
+        elif at is not None and known.page.is_dropped(at):
+            known.lost = "it has ended the connection"
+        self._require(peer)
 
     # ---- calls of the wrapped wire -----------------------------------------------------------------------------------
 
     def put(self, peer: str, local: Slice, remote: Slice, note: bytes = b"") -> Op:
-        self._require(peer)
+        known = self._require(peer)
+        if note and known is not None and known.lane is not None:
+            known.lane.end()
         return self._wire.put(peer, local, remote, note)
 
     def get(self, peer: str, local: Slice, remote: Slice) -> Op:
@@ -270,11 +295,51 @@ class Mapped:
         return self._wire.get(peer, local, remote)
 
     def note(self, peer: str, note: bytes) -> None:
-        self._require(peer)
-        self._wire.note(peer, note)
+        known = self._require(peer)
+        if known is None or known.lane is None:
+            self._wire.note(peer, note)
+            return
+        require_bytes(note, NOTE_BYTES, f"{peer}: note")
+        self._require_running(peer, known)
+        known.open_mail()
+        known.lane.note(note)
+
+    def post(self, peer: str, note: bytes) -> bool:
+        """Send a note through shared memory.  False: it was not sent.  Any thread may call it."""
+        known = self._peers.get(peer)
+        return known is not None and known.lane is not None and not known.lost and known.lane.post(note)
 
     def poll(self) -> list[tuple[str, bytes]]:
-        return [note for note in self._wire.poll() if (known := self._peers.get(note[0])) is None or not known.lost]
+        found: list[tuple[str, bytes]] = []
+        for sender, note in self._wire.poll():
+            known = self._peers.get(sender)
+            if known is not None and known.lane is not None:
+                if known.lane.heard(note):
+                    continue
+                self._take(sender, known, found)  # what the peer has posted before
+            found.append((sender, note))
+        if self._has_mail:
+            for sender, known in self._peers.items():
+                self._take(sender, known, found)
+            if (now := time.monotonic()) >= self._look_at:
+                self._look_at = now + _LOOKS
+                for known in self._peers.values():
+                    known.open_mail()
+        return [note for note in found if (known := self._peers.get(note[0])) is None or not known.lost]
+
+    def watch(self, latch: _core.Latch, microseconds: int, dones: Sequence[Any] = ()) -> bool:
+        """Wait until there is a note in shared memory, the latch is set or a copy is done.  False after some microseconds."""
+        mails = [known.lane.mail for known in self._peers.values() if known.lane is not None and known.lane.mail is not None]
+        return latch.wait(microseconds, mails, dones)
+
+    def _take(self, peer: str, known: _Peer, found: list[tuple[str, bytes]]) -> None:
+        """Add the notes that a peer has posted."""
+        if known.lane is None or known.lost:
+            return
+        try:
+            found += [(peer, note) for note in known.lane.take()]
+        except BindError as error:
+            known.lost = str(error)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -324,12 +389,25 @@ class Mapped:
 class _Peer:
     """A peer on this host."""
 
-    def __init__(self, process: _Process, page: _Page, slab: _Lent, key: bytes, shared: dict[str, Any]) -> None:
-        self.process, self.page, self.slab, self.key, self.shared = process, page, slab, key, shared
+    def __init__(
+        self, process: _Process, page: _Page, slab: _Lent, key: bytes, shared: dict[str, Any], lane: Lane | None
+    ) -> None:
+        self.process, self.page, self.slab, self.key, self.shared, self.lane = process, page, slab, key, shared, lane
         self.opened: list[_Lent] = []  # further memory of the peer
         self.lost = ""
-
         self.is_closed = False
+
+    def open_mail(self) -> None:
+        """Open the peer's box of notes, if it has made one.  If that fails, notes go by the other wire."""
+        if self.lane is None or self.lane.mail is not None or self.is_closed or self.lost:
+            return
+        number = 0 if (at := self.page.find(self.key)) is None else self.page.mail(at)
+        if number:
+            try:
+                self.lane.open(self.shared["pid"], number - 1)
+            except (OSError, BindError, ValueError):
+                self.lane.close()
+                self.lane = None
 
     def has_loans(self) -> bool:
         """True if the peer has borrowed slices of this end's slab."""
@@ -347,6 +425,8 @@ class _Peer:
             self.is_closed = True
             self.page.close()
             self.process.close()
+            if self.lane is not None:
+                self.lane.close()
 
 
 class _Process:
@@ -357,12 +437,12 @@ class _Process:
         if _started(pid) != start:  # checked after opening: the pid may have been reused for another process
             self.close()
             raise BindError("its process has ended")
+        self._ended = select.poll()  # `select` accepts no descriptor above 1023
+        if self._file >= 0:
+            self._ended.register(self._file, select.POLLIN)
 
     def is_over(self) -> bool:
-        ended = select.poll()  # `select` accepts no descriptor above 1023
-        if self._file >= 0:
-            ended.register(self._file, select.POLLIN)
-        return bool(ended.poll(0))
+        return self._file >= 0 and bool(self._ended.poll(0))
 
     def close(self) -> None:
         if self._file >= 0:
@@ -397,13 +477,14 @@ class _Page:
             raise BindError("its page of loans is another end's")
         return found
 
-    def add(self, peer: str) -> None:
-        """Add a line for a peer."""
+    def add(self, peer: str, mail: int) -> None:
+        """Add a line for a peer.  `mail`: the file of this end's box of notes for it; -1: none."""
         key = _key(peer)
         at = _NAME_BYTES + _LINE * len(self._at)
         if at + _LINE > _PAGE_BYTES:
             raise BindError(f"more than {len(self._at)} peers: no room in the page of loans")
         self._at[key] = at
+        self._word(at + _MAIL).value = mail + 1
         _core.fence()
         self._memory[at : at + len(key)] = key
 
@@ -425,6 +506,10 @@ class _Page:
 
     def count(self, at: int) -> int:
         return int(self._word(at + _LOANS).value)
+
+    def mail(self, at: int) -> int:
+        """One more than the number of the file with the box of notes; 0: there is none."""
+        return int(self._word(at + _MAIL).value)
 
     def count_of(self, peer: str) -> int:
         """Number of this end's loans from a peer."""

@@ -145,7 +145,7 @@ class Wire(Protocol):
     Notes of a peer to which this side has not connected yet are kept until it connects.
 
     A wire that is informed of new notes and finished operations without polling may have ``on_news(call)``.  It then calls
-    ``call()`` for news, from any thread.
+    ``call()`` for news, from any thread.  A wire whose notes come through memory may have ``watch`` and ``post``: see `Mapped`.
     """
 
     def register(self, slab: Slab) -> None:
@@ -241,7 +241,7 @@ class Card:
     @classmethod
     def read(cls, card: bytes, transport: str) -> Card:
         """Read a card from another process.  All of it is checked."""
-        _require_bytes(card, CARD_BYTES, "card")
+        require_bytes(card, CARD_BYTES, "card")
         try:
             held = json.loads(card.decode())
         except (ValueError, RecursionError):
@@ -370,10 +370,11 @@ class Ends(Generic[P]):
         return found
 
     def _check_note(self, note: bytes) -> None:
-        _require_bytes(note, NOTE_BYTES, f"{self.name}: note")
+        require_bytes(note, NOTE_BYTES, f"{self.name}: note")
 
 
-def _require_bytes(value: object, most: int, what: str) -> None:
+def require_bytes(value: object, most: int, what: str) -> None:
+    """Raise `BindError` unless a value is bytes, and not too many."""
     if not isinstance(value, bytes) or len(value) > most:
         got = f"{len(value)} of them" if isinstance(value, bytes) else f"{type(value)}"
         raise BindError(f"{what}: expected at most {most} bytes, got {got}")

@@ -1,0 +1,95 @@
+// mail.cpp: notes through shared memory, and a wait for notes and for the ends of copies.
+#include "mail.h"
+
+#include <string.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "kvbm.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// A box: what one side tells the other.  Only its owner writes it, so no side can change what the other has counted.
+struct Box {
+  alignas(64) std::atomic<uint64_t> posted;  // notes of the owner
+  alignas(64) std::atomic<uint64_t> taken;   // notes of the peer that the owner has read
+  alignas(64) std::atomic<uint32_t> reads;   // the owner has mapped the peer's box
+  struct alignas(64) Slot {
+    uint32_t bytes;
+    unsigned char note[KVBM_MAIL_NOTE];
+  } slots[KVBM_MAIL_SLOTS];
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "processes share it");
+
+Box& own(const kvbm_mail* mail) { return *static_cast<Box*>(mail->own); }
+const Box& far(const kvbm_mail* mail) { return *static_cast<const Box*>(mail->far); }
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+uint64_t kvbm_mail_bytes() { return sizeof(Box); }
+
+void kvbm_mail_open(kvbm_mail* mail) { own(mail).reads.store(1, std::memory_order_release); }
+
+int kvbm_mail_is_read(const kvbm_mail* mail) { return far(mail).reads.load(std::memory_order_acquire) == 1; }
+
+int kvbm_mail_post(kvbm_mail* mail, const void* note, uint32_t bytes) {
+  // A peer that counts wrongly loses its own notes: nothing outside of the slots is written.
+  if (mail->posted - far(mail).taken.load(std::memory_order_acquire) >= KVBM_MAIL_SLOTS) return 0;
+  Box::Slot& slot = own(mail).slots[mail->posted % KVBM_MAIL_SLOTS];
+  slot.bytes = bytes;
+  memcpy(slot.note, note, bytes);
+  own(mail).posted.store(++mail->posted, std::memory_order_release);
+  return 1;
+}
+
+int64_t kvbm_mail_take(kvbm_mail* mail, void* note) {
+  const uint64_t posted = far(mail).posted.load(std::memory_order_acquire);
+  if (posted == mail->taken) return KVBM_MAIL_NONE;
+  const Box::Slot& slot = far(mail).slots[mail->taken % KVBM_MAIL_SLOTS];
+  const uint32_t bytes = reinterpret_cast<const volatile uint32_t&>(slot.bytes);  // once: the peer may change it
+  if (posted - mail->taken > KVBM_MAIL_SLOTS || bytes > KVBM_MAIL_NOTE) return KVBM_MAIL_BROKEN;
+  memcpy(note, slot.note, bytes);
+  own(mail).taken.store(++mail->taken, std::memory_order_release);
+  return bytes;
+}
+
+void kvbm_flag_set(uint32_t* flag, uint32_t value) {
+  reinterpret_cast<std::atomic<uint32_t>*>(flag)->store(value, std::memory_order_release);
+}
+
+int kvbm_mail_wait(kvbm_mail* const* mails, uint32_t num_mails, const uint32_t* flag, const kvbm_event* events,
+                   uint32_t num_events, uint32_t microseconds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(microseconds);
+  do {
+    for (int turn = 0; turn < 16; ++turn) {
+      if (flag && reinterpret_cast<const std::atomic<uint32_t>*>(flag)->load(std::memory_order_acquire)) return 1;
+      for (uint32_t i = 0; i < num_mails; ++i)
+        if (far(mails[i]).posted.load(std::memory_order_acquire) != mails[i]->taken) return 1;
+      relax();
+    }
+    for (uint32_t i = 0; i < num_events; ++i) {
+      int is_done = 0;
+      // An error is for whoever asks about the copy next.
+      if (kvbm_event_query(events[i].device, events[i].event, &is_done) != KVBM_OK || is_done) return 1;
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return 0;
+}
+
+}  // extern "C"

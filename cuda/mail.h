@@ -1,0 +1,37 @@
+/* mail.h: notes between two processes of a host, and waits that hold no lock of Python's. */
+#ifndef KVBM_MAIL_H
+#define KVBM_MAIL_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { KVBM_MAIL_NOTE = 4096, KVBM_MAIL_SLOTS = 32, KVBM_MAIL_NONE = -1, KVBM_MAIL_BROKEN = -2 };
+/* One side's end of a connection.  `own` and `far` are boxes of kvbm_mail_bytes() bytes in shared memory, zero at first: this
+ * side writes `own`, the peer writes `far`.  One thread uses it. */
+typedef struct kvbm_mail {
+  void* own;
+  const void* far;
+  uint64_t posted, taken; /* notes that this side has posted and taken */
+} kvbm_mail;
+typedef struct kvbm_event {
+  int device;
+  uint64_t event;
+} kvbm_event;
+uint64_t kvbm_mail_bytes(void);
+void kvbm_mail_open(kvbm_mail* mail);                                    /* tells the peer that this side reads its box */
+int kvbm_mail_is_read(const kvbm_mail* mail);                            /* whether the peer has done so */
+int kvbm_mail_post(kvbm_mail* mail, const void* note, uint32_t bytes);   /* 0: no slot is free */
+int64_t kvbm_mail_take(kvbm_mail* mail, void* note);                     /* bytes of the next note, or KVBM_MAIL_NONE, _BROKEN */
+/* Sets a flag that another thread waits for. */
+void kvbm_flag_set(uint32_t* flag, uint32_t value);
+/* Returns 1 as soon as there is a note, an event is done, or *flag is not 0 (null: no flag); 0 after some microseconds. */
+int kvbm_mail_wait(kvbm_mail* const* mails, uint32_t num_mails, const uint32_t* flag, const kvbm_event* events,
+                   uint32_t num_events, uint32_t microseconds);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* KVBM_MAIL_H */

@@ -1,0 +1,117 @@
+# mail.pxi: notes between two processes of a host, and waits that hold no lock of Python's.
+
+cdef enum:
+    MOST_WATCHED = 64
+
+MAIL_BYTES = kvbm_mail_bytes()
+
+
+@cython.final
+cdef class Mail:
+    """One side's end of a connection between two processes of a host.  Only one thread may use it.
+
+    Parameters
+    ----------
+    own, far : int
+        Addresses of this side's box, which it writes, and of the peer's, which it reads: `MAIL_BYTES` bytes of shared memory,
+        zero when they are made.
+    keep : object
+        Keeps both mapped.
+    """
+
+    cdef kvbm_mail mail
+    cdef object keep
+
+    def __init__(self, uint64_t own, uint64_t far, keep):
+        if not own or not far or own % 64 or far % 64:
+            raise TypeError(f"boxes at {own:#x} and {far:#x}: expected addresses that are multiples of 64")
+        self.mail.own, self.mail.far = <void *> own, <const void *> far
+        self.mail.posted = self.mail.taken = 0
+        self.keep = keep
+        kvbm_mail_open(&self.mail)
+
+    @property
+    def is_read(self):
+        """Whether the peer reads what is posted."""
+        return self.mail.own != NULL and kvbm_mail_is_read(&self.mail) != 0
+
+    def post(self, bytes note not None):
+        """Post a note.  False if the peer has not taken the earlier ones, so that no slot is free."""
+        cdef const unsigned char *data = note
+        if len(note) > KVBM_MAIL_NOTE:
+            raise BindError(f"note: expected at most {KVBM_MAIL_NOTE} bytes, got {len(note)}")
+        if self.mail.own == NULL:
+            return False
+        return kvbm_mail_post(&self.mail, data, <uint32_t> len(note)) != 0
+
+    def take(self):
+        """The next note of the peer; None if there is none.
+
+        Raises
+        ------
+        BindError
+            The peer's box holds something that no end writes.
+        """
+        cdef unsigned char note[4096]
+        cdef int64_t nbytes
+        if self.mail.own == NULL:
+            return None
+        nbytes = kvbm_mail_take(&self.mail, note)
+        if nbytes == KVBM_MAIL_NONE:
+            return None
+        if nbytes < 0:
+            raise BindError("its box of notes holds something that no end of kvbm writes")
+        return note[:nbytes]
+
+    def close(self):
+        """No longer use the boxes: they may be unmapped."""
+        self.mail.own = self.mail.far = NULL
+        self.keep = None
+
+
+@cython.final
+cdef class Latch:
+    """A flag that one thread sets, and for which others wait without a lock of Python's."""
+
+    cdef uint32_t flag
+
+    def set(self):
+        kvbm_flag_set(&self.flag, 1)
+
+    def clear(self):
+        kvbm_flag_set(&self.flag, 0)
+
+    def wait(self, uint32_t microseconds, mails=(), dones=()):
+        """Wait until the flag is set, a note has come or a copy is done.  False after some microseconds.
+
+        It keeps a processor busy.
+
+        Parameters
+        ----------
+        microseconds : int
+        mails : sequence of Mail, optional
+        dones : sequence of Done, optional
+            At most 64 of either count.
+        """
+        cdef kvbm_mail *watched[MOST_WATCHED]
+        cdef kvbm_event events[MOST_WATCHED]
+        cdef uint32_t num_mails = 0, num_events = 0
+        cdef Mail mail
+        cdef Done done
+        cdef bint is_news
+        kept = []
+        for mail in mails:
+            if num_mails < MOST_WATCHED and mail.mail.own != NULL:
+                watched[num_mails] = &mail.mail
+                num_mails += 1
+                kept.append(mail)
+        for done in dones:
+            if done.event == 0:
+                return True
+            if num_events < MOST_WATCHED:
+                events[num_events].device, events[num_events].event = done.device, done.event
+                num_events += 1
+                kept.append(done)
+        with nogil:
+            is_news = kvbm_mail_wait(watched, num_mails, &self.flag, events, num_events, microseconds)
+        return is_news
