@@ -304,6 +304,8 @@ class Lender:
         """The span's table up to its last token; -1 for what is no block of the pool."""
         rank = self._packer.ends(self._packer.fitting(0)[0])[0]
         table = span.table[: -(-rank.extent(span)[1] // rank.nt)]
+        if len(table) and table.min() >= -1 and table.max() < self._packer.pool.num_blocks:
+            return table
         return np.where((table >= 0) & (table < self._packer.pool.num_blocks), table, -1)
 
     def digest(self, peer: int, span: Span, origin: int, layers: range, order: Mapping[str, Any]) -> Pass:
@@ -375,6 +377,11 @@ class Part(NamedTuple):
         """Bytes that are copied."""
         return self.is_copied * len(self.own) * self.launches.nbytes
 
+    def some(self, at: Ids, is_copied: bool) -> Part:
+        """The pairs of some positions in its arrays."""
+        own, places, entries, rests = self.own[at], self.at[at], self.entries[at], self.rests[at]
+        return self._replace(is_copied=is_copied, own=own, at=places, entries=entries, rests=rests)
+
 
 class Piece(NamedTuple):
     """Pairs that one launch copies, or only digests in the peer's pool."""
@@ -425,7 +432,7 @@ class Reader:
             The span does not fit, or no turn of the peer begins at the origin.
         """
         packer, found = self._packer, list[Part]()
-        lent = Span(NONE, span.tokens, origin)
+        lent = span if origin == span.origin else Span(NONE, span.tokens, origin)  # its table is not read
         for message, single, at, own in _listed(packer, self._peer, span, origin, layers):
             far, launches = packer.ends(message)[1], self._launches_of(message, single)
             far.require_origin(origin)
@@ -433,13 +440,13 @@ class Reader:
             entries, rests = np.divmod(far.slots(lent, at), far.nt)
             rests, places = rests // of, at + launches.first
             each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(launches.nbytes, 1), 1)
-            has_block = own >= 0
-            for is_copied, some in ((True, np.flatnonzero(has_block)), (False, np.flatnonzero(~has_block))):
-                for begin in range(0, len(some), each):
-                    one = some[begin : begin + each]
-                    found.append(
-                        Part(launches, is_copied, own[one], places[one], entries[one], rests[one], far.nt // of)
-                    )
+            whole = Part(launches, True, own, places, entries, rests, far.nt // of)
+            if len(own) <= each and own.min() >= 0:
+                found.append(whole)
+                continue
+            for is_copied in (True, False):
+                some = np.flatnonzero((own >= 0) == is_copied)
+                found += [whole.some(some[begin : begin + each], is_copied) for begin in range(0, len(some), each)]
         return found
 
     def pieces(self, parts: list[Part], table: Ids) -> list[Piece]:
@@ -452,16 +459,14 @@ class Reader:
         """
         return [Piece(part, self._blocks(part, table) * part.each + part.rests) for part in parts]
 
-    def prepared(self, parts: list[Part], tokens: range, origin: int) -> Prepared | None:
+    def prepared(self, parts: list[Part], span: Span) -> Prepared | None:
         """Copies of some parts, complete but for the peer's table; None if more than copies with digests is to do.
 
         Parameters
         ----------
         parts : list of Part
-            What `parts` returned for these tokens.
-        tokens : range
-        origin : int
-            The position at which the peer's block table begins.
+            What `parts` returned for the span, of a peer's table with the same origin.
+        span : Span
         """
         packer = self._packer
         if packer.made.casts or not parts or not all(part.is_copied for part in parts):
@@ -469,7 +474,7 @@ class Reader:
         if packer.device < 0 and sum(part.nbytes for part in parts) > _PIECE_BYTES:
             return None
         far = next(packer.ends(message)[1] for message in packer.fitting(0) if packer.peer(message) == self._peer)
-        entries = -(-far.extent(Span(NONE, tokens, origin))[1] // far.nt)
+        entries = -(-far.extent(span)[1] // far.nt)
         copies = [
             _core.Expected(
                 part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self.far.num_blocks

@@ -249,7 +249,7 @@ class Link:
         """What begins with the offers of all that is received, if they are of complete blocks."""
         found, (group, key), span, peers = [], arrival.identity, arrival.span, {rank: peer for peer, rank in self.peers.items()}
         for rank, reader in readers.items():
-            prepared = reader.prepared(arrival.parts[rank, span.origin, arrival.layers], span.tokens, span.origin)
+            prepared = reader.prepared(arrival.parts[rank, span.origin, arrival.layers], span)
             if prepared is not None and prepared.entries <= MOST_OFFERED:
                 offer = Offer(0, self.plans(group)[1], key, group, arrival.layers, span.tokens, span.origin, False)
                 found.append(Ahead(arrival, peers[rank], rank, offer, prepared))

@@ -143,9 +143,9 @@ class Foreseen:
     """
 
     def __init__(self, offer: Offer, entries: int) -> None:
-        self.what = offered(write(offer))[1]
         table = Table(0, 0, 0, entries, True, bytes(4 * entries))
         whole = write(offer._replace(sending=0, age=0.0, is_lent=True, table=table))
+        self.what = whole[_WHAT]
         self._nbytes, self._blocks = len(whole), slice(len(whole) - 4 * entries, len(whole))
         same = slice(0, _NUMBER.start), slice(_NUMBER.stop, _AGE.start), slice(_AGE.stop, _TABLE_NUMBER.start)
         self._same = [(part, whole[part]) for part in (*same, slice(_TABLE_NUMBER.stop, self._blocks.start))]

@@ -29,7 +29,7 @@ from ..system.machine import device_of
 from .casting import meaning_of
 from .local import require_pool
 from .messages import Message, Resharding, common_shift, require_layers, require_made
-from .sequence import Ids, Parts, Rank, Span, split
+from .sequence import NONE, Ids, Parts, Rank, Span, split
 from .strips import ONE_TOKEN, Turns
 
 #: Alignment of a slot's address, and of the bytes of a unit in it.
@@ -390,7 +390,7 @@ class Packer:
                 at = split(message.t, src, dst, span.tokens, span.origin)
                 slots = message.t.src_slots if self.sends else message.t.dst_slots
                 units = mine.units(span, at.units, message.t.tokens, slots)
-                ids = units, mine.ids(span, mine.slots(span, at.tokens), 1)
+                ids = units, mine.ids(span, mine.slots(span, at.tokens), 1) if at.tokens.size else NONE
                 if self.sends and any((one < 0).any() for one in ids):
                     raise BindError(
                         f"{mine.name}: table: an entry without a block among the tokens {span.tokens}: expected blocks for all "
@@ -414,9 +414,11 @@ class Packer:
 
     def _require_span(self, rank: Rank, span: Span) -> None:
         """Check that the table is long enough, that its blocks exist, and that none is written twice."""
-        blocks = np.sort(rank.touched(span)[:, 0] // rank.nt)  # np.unique makes a hash table, which takes 15 times as long
-        if not self.sends and (blocks[1:] == blocks[:-1]).any():
-            raise BindError(f"{rank.name}: the table contains a block twice, so it would be written twice")
+        blocks, *_ = rank.blocks(span)
+        if not self.sends and len(blocks) > 1:
+            blocks = np.sort(blocks)  # np.unique makes a hash table, which takes 15 times as long
+            if ((blocks[1:] == blocks[:-1]) & (blocks[1:] >= 0)).any():
+                raise BindError(f"{rank.name}: the table contains a block twice, so it would be written twice")
 
     def slot(self, given: Any, size: int, where: object, *, exact: bool = False) -> Array:
         found = given if isinstance(given, Array) else describe(given, str(where))

@@ -128,6 +128,8 @@ class Rank(NamedTuple):
 
     def ids(self, span: Span, slots: Ids, of: int) -> Ids:
         """Ids of parts of `of` slots each that begin at `slots`; -1 if there is no block."""
+        if not slots.size:
+            return NONE
         blocks = span.table[slots // self.nt]
         found: Ids = np.where(blocks < 0, -1, blocks * (self.nt // of) + slots % self.nt // of)
         return found
@@ -158,8 +160,19 @@ class Rank(NamedTuple):
         if self.turns.over > 1 and origin % self.turns.period:
             raise BindError(f"{self.name}: origin {origin}: expected a multiple of {self.turns.period}, a whole turn")
 
-    def touched(self, span: Span, *, tail: bool = False) -> Ids:
-        """Slots of the pool that hold the range's tokens, as ``(first, last + 1)`` per block.  `tail` adds the slots after them.
+    def blocks(self, span: Span, *, tail: bool = False) -> tuple[Ids, int, int]:
+        """The entries of the table that hold the range's tokens; -1: no block.
+
+        Parameters
+        ----------
+        span : Span
+        tail : bool
+            With those that hold slots after the last token.
+
+        Returns
+        -------
+        tuple
+            The entries; the first slot of the table that they hold a token in, and the slot behind the last one.
 
         Raises
         ------
@@ -168,7 +181,7 @@ class Rank(NamedTuple):
         """
         self.require_origin(span.origin)
         if not len(span.tokens):
-            return np.zeros((0, 2), np.int64)
+            return NONE, 0, 0
         first, behind = self.extent(span)
         if len(span.table) * self.nt < behind:
             raise BindError(
@@ -177,22 +190,31 @@ class Rank(NamedTuple):
             )
         behind = max(behind, self._end(span)) if tail else behind
         if behind == first:
-            return np.zeros((0, 2), np.int64)
+            return NONE, first, behind
         entry = first // self.nt
         blocks = span.table[entry : self._whole(behind) // self.nt]
-        least = blocks.min()
-        if least < -1 or blocks.max() >= self.num_blocks:
+        if blocks.min() < -1 or blocks.max() >= self.num_blocks:
             wrong = np.flatnonzero((blocks < -1) | (blocks >= self.num_blocks))
             raise BindError(
                 f"{self.name}: table[{entry + wrong[0]}] is {blocks[wrong[0]]}: expected 0 to {self.num_blocks - 1}, or -1 for no "
                 "block"
             )
+        return blocks, first, behind
+
+    def touched(self, span: Span, *, tail: bool = False) -> Ids:
+        """Slots of the pool that hold the range's tokens, as ``(first, last + 1)`` per block.  `tail` adds the slots after them.
+
+        Raises `BindError` as `blocks`.
+        """
+        blocks, first, behind = self.blocks(span, tail=tail)
+        if not len(blocks):
+            return np.zeros((0, 2), np.int64)
         found = np.empty((len(blocks), 2), np.int64)
         found[:, 0] = blocks * self.nt
         found[:, 1] = found[:, 0] + self.nt
         found[0, 0] += first % self.nt
         found[-1, 1] -= self._whole(behind) - behind
-        return found if least >= 0 else found[blocks >= 0]
+        return found if blocks.min() >= 0 else found[blocks >= 0]
 
 
 class Pairs(NamedTuple):
