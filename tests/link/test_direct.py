@@ -558,6 +558,31 @@ def lies() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "a path", {"pieces": [["../1", 1 << 20, begin]], "places": [[0, 0], [0, 64]]}, "expected a descriptor"
 
 
+def test_an_expected_offer_is_recognised_by_every_byte() -> None:
+    offer = notes.Offer(7, 1 << 63, bytes(range(16)), 3, range(2, 5), range(64, 200), 32, False, 1.5, True)
+    blocks = np.arange(9, dtype="<i4").tobytes()
+    expected = notes.Foreseen(offer._replace(sending=0, age=0.0, is_lent=False), 9)
+    told = notes.write(offer._replace(table=notes.Table(7, 0, 0, 9, True, blocks)))
+    assert expected.blocks(told) == blocks and notes.offered(told) == (7, expected.what)
+    assert notes.read(told).table.blocks == blocks
+    head, number, age = 12, range(4, 12), range(71, 79)
+    table = len(told) - len(blocks)
+    for at in range(len(told)):
+        other = bytearray(told)
+        other[at] ^= 2
+        is_any = at in age or at >= table or at in (79, table - 1)  # a flag may be any byte but 0
+        assert (expected.blocks(bytes(other)) is not None) == is_any, at
+    both = bytearray(told)
+    for at in (*number, *range(80 + 4, 80 + head)):
+        both[at] ^= 2
+    assert expected.blocks(bytes(both)) == blocks, "another number, in both places"
+    for short in range(len(told)):
+        assert expected.blocks(told[:short]) is None
+    assert expected.blocks(told + bytes(4)) is None
+    for kind in (notes.Ready(7, 0, 1), notes.Done(7, 0, 1), offer):
+        assert expected.blocks(notes.write(kind)) is None
+
+
 @pytest.mark.parametrize("what", [name for name, *_ in lies()])
 def test_a_card_that_lies_is_not_believed(what: str) -> None:
     """The blocks come in chunks then, and the link says why."""

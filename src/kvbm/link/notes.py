@@ -37,11 +37,18 @@ _FORMS: Final = {
 }
 
 
-#: Places in an offer: the number of the sending, there and in its table; what says for which receive it is; its age.
+_OFFER, _TABLE = _FORMS["Offer"][1], _FORMS["Table"][1]
+
+#: Places in an offer with a table: the number of the sending, in both; what it is of; the table's head and blocks.
 _NUMBER: Final = slice(4, _HEAD.size)
-_AGE: Final = slice(_HEAD.size + struct.calcsize("<Q16sHIIQQQ?"), _HEAD.size + struct.calcsize("<Q16sHIIQQQ?d"))
 _WHAT: Final = slice(_HEAD.size + 8, _HEAD.size + 26)
-_TABLE_NUMBER: Final = slice(_HEAD.size + _FORMS["Offer"][1].size + 4, 2 * _HEAD.size + _FORMS["Offer"][1].size)
+_WHAT_FORM: Final = struct.Struct("<16sH")
+_TABLE_HEAD: Final = slice(_HEAD.size + _OFFER.size, _HEAD.size + _OFFER.size + 4)
+_TABLE_NUMBER: Final = slice(_TABLE_HEAD.stop, _TABLE_HEAD.start + _HEAD.size)
+_BLOCKS_AT: Final = _TABLE_NUMBER.stop + _TABLE.size
+
+#: What is before the number in an offer, and in its table.
+_OFFER_HEAD, _TABLE_BEGINS = (_HEAD.pack(_MAGIC, _VERSION, _FORMS[kind][0], 0)[:4] for kind in ("Offer", "Table"))
 
 
 def offered(note: bytes) -> tuple[int, bytes]:
@@ -127,7 +134,7 @@ class Offer(NamedTuple):
 
 
 class Foreseen:
-    """An offer that is expected, of complete blocks and with their table.  It is compared before it is read.
+    """An offer that is expected, of complete blocks and with their table.  It is recognised before it is read.
 
     Parameters
     ----------
@@ -143,17 +150,18 @@ class Foreseen:
     """
 
     def __init__(self, offer: Offer, entries: int) -> None:
-        table = Table(0, 0, 0, entries, True, bytes(4 * entries))
-        whole = write(offer._replace(sending=0, age=0.0, is_lent=True, table=table))
-        self.what = whole[_WHAT]
-        self._nbytes, self._blocks = len(whole), slice(len(whole) - 4 * entries, len(whole))
-        same = slice(0, _NUMBER.start), slice(_NUMBER.stop, _AGE.start), slice(_AGE.stop, _TABLE_NUMBER.start)
-        self._same = [(part, whole[part]) for part in (*same, slice(_TABLE_NUMBER.stop, self._blocks.start))]
+        self.what = _WHAT_FORM.pack(offer.key, offer.group)
+        self._fields = offer._replace(is_lent=True).fields()
+        self._table = (0, 0, entries, True)
 
     def blocks(self, note: bytes) -> bytes | None:
         """The blocks of the table, as little-endian 32-bit integers, if a note is this offer."""
-        is_same = len(note) == self._nbytes and note[_NUMBER] == note[_TABLE_NUMBER]
-        return note[self._blocks] if is_same and all(note[part] == text for part, text in self._same) else None
+        entries = self._table[2]
+        if len(note) != _BLOCKS_AT + 4 * entries or note[: _NUMBER.start] != _OFFER_HEAD or note[_TABLE_HEAD] != _TABLE_BEGINS:
+            return None
+        fields, table = _OFFER.unpack_from(note, _HEAD.size), _TABLE.unpack_from(note, _TABLE_NUMBER.stop)
+        is_same = fields[:-2] == self._fields[:-2] and fields[-1] and table == self._table and note[_NUMBER] == note[_TABLE_NUMBER]
+        return note[_BLOCKS_AT:] if is_same else None
 
 
 class Want(NamedTuple):

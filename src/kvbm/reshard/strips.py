@@ -130,6 +130,8 @@ class Turns:
 
     def slot(self, position: Any) -> Any:
         """The slot of a token that the rank holds: the number of its tokens before this one."""
+        if self.over == 1:  # all tokens
+            return position
         return position // self.period * self.every + position % self.every
 
     def held(self, stop: int) -> int:
