@@ -108,22 +108,34 @@ class Engine:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
+    def many(self, link: Any, count: int) -> None:
+        """That many messages, one after the other."""
+        for number in range(count):
+            self.begin(link, f"many {number}", 60.0).synchronize(90)
+
     def begin(self, link: Any, key: str, timeout: float) -> Any:
         call = link.send if self.role == "prefill" else link.receive
         return call(key, Span(self.table, range(self.tokens)), timeout=timeout)
 
 
 def peer(pipe: Any, role: str, place: str, model: str, tokens: int, name: str, seed: int) -> None:
-    """The process that is killed or stopped.  Its messages have the numbers that it is told; the answer is what became of each."""
+    """The process that is killed or stopped.  Its messages have the names that it is told; the answer is what became of each.
+
+    A number instead of a name and a timeout: so many messages.
+    """
     engine = Engine(role, place, model, tokens, name)
     if role == "prefill":
         engine.fill(seed)
     pipe.send(engine.end.card())
     link = engine.end.meet([pipe.recv()])
     pipe.send(link.paths)
-    for key, timeout in iter(pipe.recv, None):
+    for told in iter(pipe.recv, None):
         try:
-            engine.begin(link, key, timeout).synchronize(timeout + 30)
+            if isinstance(told, int):
+                engine.many(link, told)
+            else:
+                key, timeout = told
+                engine.begin(link, key, timeout).synchronize(timeout + 30)
         except TransferError as error:
             pipe.send((type(error).__name__, str(error)))
             continue
