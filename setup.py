@@ -125,7 +125,8 @@ class BuildPy(build_py):
         if not self.editable_mode:  # build/lib outlives a build: what is gone from the tree must be gone from the wheel
             shutil.rmtree(package, ignore_errors=True)
         super().run()
-        for pattern in () if self.editable_mode else ("layouts/**/*.yaml", "cuda/*.h", "cuda/*.cuh", "cuda/*.in"):
+        patterns = ("layouts/**/*.yaml", "layouts/**/*.json", "cuda/*.h", "cuda/*.cuh", "cuda/*.in")
+        for pattern in () if self.editable_mode else patterns:
             for path in ROOT.glob(pattern):
                 self.mkpath(str((package / path.relative_to(ROOT)).parent))
                 self.copy_file(str(path), str(package / path.relative_to(ROOT)))

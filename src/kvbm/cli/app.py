@@ -480,9 +480,8 @@ def schema(kind: str) -> None:
 
     Name it in the first line of a file: # yaml-language-server: $schema=PATH
     """
-    from . import schema as schemas
-
-    click.echo(schemas.text(kind), nl=False)
+    folder = {"layout": ".", "shape": "shapes", "placement": "placements"}[kind]
+    click.echo((spec.layouts_dir() / folder / "schema.json").read_text(encoding="utf-8"), nl=False)
 
 
 # ---- generated files ------------------------------------------------------------------------------------------------
