@@ -50,7 +50,7 @@ ROOMS = (
 #: Modules that only give names to users.  They may name modules of any room.  kvbm itself imports only `kvbm.reshard` of them.
 FACADES = ("kvbm", "kvbm.reshard", "kvbm.reshard.metrics", "kvbm.shapes", "kvbm.vllm_groups")
 #: Commands of `kvbm` that are defined above the command line, and imported when they are used.
-COMMANDS = {("kvbm.cli.app", "kvbm.bench.cli"), ("kvbm.cli.app", "kvbm.testing.smoke")}
+COMMANDS = {("kvbm.cli.app", name) for name in ("kvbm.bench.cli", "kvbm.bench.demo", "kvbm.testing.smoke")}
 
 
 def imports(name: str, text: str | ast.AST, is_package: bool, literal: bool = True) -> Iterator[str]:

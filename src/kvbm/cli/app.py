@@ -641,7 +641,7 @@ def demo(device: str | None, seed: int) -> None:
 
     Exits with 1 if a bit of a logit differs. Needs torch and transformers: pip install 'kvbm-layouts[demo]'.
     """
-    from . import demo as demonstration
+    from ..bench import demo as demonstration
 
     if not demonstration.run(terminal(), device=device, seed=seed):
         sys.exit(1)
