@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from kvbm.bench import backends, copies
-from kvbm.bench.options import numbers
 from kvbm.bench.table import Record
+from kvbm.cli.values import numbers
 from kvbm.copy.cost_model import STRATEGIES
 from kvbm.layout.shapes import BlockShape, load_shape
 

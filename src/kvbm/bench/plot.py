@@ -16,10 +16,10 @@ import click
 
 from ..cli.commands import Command, is_quiet
 from ..cli.complete import complete_pair, items_of
+from ..cli.values import comma_list
 from ..errors import SpecError
 from ..show import html
 from ..show.figure import looks
-from .options import comma_list
 from .table import Row, Table, read
 
 if TYPE_CHECKING:
