@@ -77,7 +77,7 @@ def measure(planned: Iterable[copies.Sweep], place: str) -> Iterator[Row]:
     end = stamp(place)
     for sweep in planned:
         with contextlib.closing(sweep.run()) as found:  # type: ignore[type-var]
-            yield from ({**point, **end} for point in points(record for record, _ in found))
+            yield from ({**point, **end} for point in points(found))
 
 
 @click.command()

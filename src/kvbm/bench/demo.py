@@ -324,7 +324,7 @@ def _bandwidth(console: Console, device: str) -> None:
     with progress("bandwidth", sweep.steps, MofNCompleteColumn(), console=console) as update:
         sweep.note = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)
         sweep.step = lambda title: update(advance=1, description=f"bandwidth: {title}")
-        rows = [row for row, _ in sweep.run()]
+        rows = list(sweep.run())
     if not rows:
         return
     moved = rows[0].total_bytes
