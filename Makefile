@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 SOURCES := $(sort $(shell find src cuda layouts -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' \
-	-not -name '_core*.so' -not -name _build.json)) setup.py pyproject.toml README.md
+	-not -name '_core*.so' -not -name _build.json)) setup.py tools/fatbins.py pyproject.toml README.md
 # What a wheel depends on beside the text of its sources: a file that is gone, and the settings of the build, so that
 # `KVBM_CUDA=0 make test` is not answered with the last build.
 SETTINGS := $(SOURCES) $(foreach v,CUDACXX CUDA_HOME CUDA_PATH CUDA_ARCHS CUDA_PTX_ARCHS \

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent
 CUDA = ROOT / "cuda"
 SANITIZE = os.environ.get("KVBM_SANITIZE", "")
 ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free-threaded Python has no stable ABI
-sys.path.insert(0, str(ROOT / "src"))  # setuptools.build_meta does not; the describing half runs with nothing built
+# setuptools.build_meta does not; the describing half runs with nothing built.
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
 
 
 class BuildExt(build_ext):
@@ -41,7 +42,7 @@ class BuildExt(build_ext):
             sys.exit("\nkvbm: error: " + "\n".join(filter(None, details)))
 
     def build_core(self, ext):
-        from kvbm.compile import nvcc
+        import fatbins
 
         work = Path(self.build_temp).resolve()
         self.cache = build_dir() or (ROOT / "build" if os.access(ROOT, os.W_OK) else work)
@@ -57,10 +58,10 @@ class BuildExt(build_ext):
             try:
                 tasks = [pool.submit(self.compile, ext, path) for path in [*hosts, *sorted(CUDA.glob("*.cpp"))]]
                 build = (CUDA, self.cache / "fatbins", compiler, target, -(-cores // max(1, len(kernels))))
-                fatbins = [pool.submit(nvcc.fatbin, path, *build) for path in kernels]
+                compiled = [pool.submit(fatbins.fatbin, path, *build) for path in kernels]
                 tasks.append(pool.submit(self.compile, ext, self.cythonize(ext)))
                 images = work / "generated" / "kvbm_images.cpp"
-                images.write_text(embed(kernels, [task.result() for task in fatbins]))
+                images.write_text(embed(kernels, [task.result() for task in compiled]))
                 tasks.append(pool.submit(self.compile, ext, images))
                 ext.extra_objects = [task.result() for task in tasks]
             except BaseException:
@@ -76,9 +77,10 @@ class BuildExt(build_ext):
 
     def generate(self, layouts, folder):
         """Write the kernels' text and return its files; what was generated before, from the same inputs, is taken again."""
+        import fatbins
         from kvbm.compile import codegen
 
-        text = codegen.generated(self.cache.resolve(), layouts)
+        text = fatbins.generated(self.cache.resolve(), layouts)
         codegen.write(text, folder)
         return [folder / name for name in sorted(text)]
 
@@ -87,25 +89,25 @@ class BuildExt(build_ext):
         from Cython import __version__
         from Cython.Build import cythonize
 
-        from kvbm.compile import nvcc
+        import fatbins
 
         source = Path(ext.sources[0])
-        digest = nvcc.digest([__version__], nvcc.sources(source))
+        digest = fatbins.digest([__version__], fatbins.sources(source))
         result = self.cache.resolve() / "cython" / digest / f"{source.stem}.cpp"
         if not result.exists():
-            with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
+            with fatbins.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
                 [made] = cythonize([ext], build_dir=folder, force=True)
                 os.replace(made.sources[0], part)
         return result
 
     def compile(self, ext, source):
         """Compile one C++ file and return its object; what was compiled before, from the same text, is taken again."""
-        from kvbm.compile import nvcc
+        import fatbins
 
         how = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args, str(ext.define_macros), sys.version]
-        result = self.cache.resolve() / "objects" / f"{source.stem}.{nvcc.digest(how, nvcc.sources(source, CUDA))}.o"
+        result = self.cache.resolve() / "objects" / f"{source.stem}.{fatbins.digest(how, fatbins.sources(source, CUDA))}.o"
         if not result.exists():
-            with nvcc.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
+            with fatbins.replacing(result) as part, tempfile.TemporaryDirectory(dir=result.parent) as folder:
                 args = [*ext.extra_compile_args, f"-ffile-prefix-map={ROOT}=."]  # the same bytes wherever it is built
                 dirs = [str(CUDA), str(source.parent)]
                 [made] = self.compiler.compile([str(source)], folder, ext.define_macros, dirs, extra_postargs=args)
@@ -125,7 +127,8 @@ class BuildPy(build_py):
         if not self.editable_mode:  # build/lib outlives a build: what is gone from the tree must be gone from the wheel
             shutil.rmtree(package, ignore_errors=True)
         super().run()
-        for pattern in () if self.editable_mode else ("layouts/**/*.yaml", "cuda/*.h", "cuda/*.cuh", "cuda/*.in"):
+        patterns = ("layouts/**/*.yaml", "layouts/**/*.json", "cuda/*.h", "cuda/*.cuh", "cuda/*.in")
+        for pattern in () if self.editable_mode else patterns:
             for path in ROOT.glob(pattern):
                 self.mkpath(str((package / path.relative_to(ROOT)).parent))
                 self.copy_file(str(path), str(package / path.relative_to(ROOT)))
@@ -153,6 +156,7 @@ def build_dir():
 
 def find_cuda():
     """Return (compiler, targets, None), or (None, None, why there is no CUDA)."""
+    import fatbins
     from kvbm.compile import nvcc
 
     required = os.environ.get("KVBM_REQUIRE_CUDA", "0") not in {"", "0"}
@@ -160,7 +164,7 @@ def find_cuda():
         if required:
             raise nvcc.BuildError("KVBM_CUDA=0 and KVBM_REQUIRE_CUDA=1: expected one of them")
         return None, None, "built with KVBM_CUDA=0"
-    target = nvcc.targets()
+    target = fatbins.targets()
     try:
         return nvcc.find(), target, None
     except nvcc.BuildError as error:

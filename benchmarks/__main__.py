@@ -5,7 +5,7 @@ from kvbm.cli.commands import Group
 #: Commands.  Each is a click command in the module of the same name.
 STUDIES = (
     "auto", "cast", "digest", "duplex", "growth", "guard", "interference", "link", "offload", "operator-overhead", "overhead",
-    "plot", "reshard", "scale", "tier", "timing-loop",
+    "plot", "reshard", "scale", "targets", "tier", "timing-loop",
 )  # fmt: skip
 
 main = Group(

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from kvbm.bench import backends, copies
-from kvbm.bench.options import numbers
 from kvbm.bench.table import Record
+from kvbm.cli.values import numbers
 from kvbm.copy.cost_model import STRATEGIES
 from kvbm.layout.shapes import BlockShape, load_shape
 
@@ -77,7 +77,7 @@ def measure(planned: Iterable[copies.Sweep], place: str) -> Iterator[Row]:
     end = stamp(place)
     for sweep in planned:
         with contextlib.closing(sweep.run()) as found:  # type: ignore[type-var]
-            yield from ({**point, **end} for point in points(record for record, _ in found))
+            yield from ({**point, **end} for point in points(found))
 
 
 @click.command()

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvbm import Span, convert, reshard
 from kvbm.bench.measure import random_pool
-from kvbm.bench.options import numbers
+from kvbm.cli.values import numbers
 from kvbm.integrations.vllm.guarding import Keeper, Kept, Origin, compare, digests_of
 from kvbm.layout import spec
 from kvbm.layout.shapes import load_shape

@@ -22,7 +22,7 @@ import numpy as np
 from kvbm import _core
 from kvbm.bench.check import Check
 from kvbm.bench.measure import Ids, Memory, is_out_of_memory, random_pool
-from kvbm.bench.options import comma_list, numbers
+from kvbm.cli.values import comma_list, numbers
 from kvbm.copy.transfer import Strategy, Transfer
 from kvbm.errors import BindError, KvbmError
 from kvbm.layout import spec

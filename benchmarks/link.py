@@ -23,6 +23,7 @@ import numpy as np
 from kvbm import _core, wire
 from kvbm.bench.measure import Memory, Yardstick, device_of, make_clock, random_pool
 from kvbm.cli.common import size_option
+from kvbm.cli.values import device as device_option
 from kvbm.layout import spec
 from kvbm.layout.shapes import BlockShape, load_shape, round_up
 from kvbm.link.chunk import MOST
@@ -33,7 +34,7 @@ from kvbm.system.clock import Timed
 
 from .interference import Model
 from .race import ROUNDS, Runner, race, race_options, row_of, runner, write_race
-from .section import TINY, Note, Row, figures, note, place_option, stamp
+from .section import TINY, Note, Row, figures, note, stamp
 from .ways import DECODE, LIMIT, PREFILL, Pair, ways_of
 
 __all__ = ["SECTIONS", "link", "measure"]
@@ -341,7 +342,7 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {
 
 @click.command()
 @race_options(SECTIONS, 15, "llama-3.1-8b", "The smallest message, and fewer links.")
-@click.option("--to", callback=place_option, metavar="cpu|cuda:N",
+@click.option("--to", callback=device_option, metavar="cpu|cuda:N",
               help="Where the other process has its memory.  [default: another GPU, if there is one]")  # fmt: skip
 @size_option("--chunk", "chunk_bytes", default="16MiB", help="The largest chunk.")
 @size_option("--ring", "ring_bytes", default="256MiB", help="Registered memory of each side.")

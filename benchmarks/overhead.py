@@ -20,7 +20,7 @@ import numpy as np
 
 from kvbm import kernels
 from kvbm.bench.measure import device_of, make_clock, random_pool
-from kvbm.bench.options import numbers
+from kvbm.cli.values import numbers
 from kvbm.copy.transfer import Transfer, convert
 from kvbm.layout import spec
 from kvbm.system.clock import CpuClock, GpuClock

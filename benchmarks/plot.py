@@ -15,14 +15,13 @@ from kvbm.bench.plot import (
     Job,
     Kind,
     command,
-    count_text,
     draw_bars,
     grouped,
     line,
     pair_text,
     rate_text,
+    scaled,
     ticks,
-    time_text,
     unknown,
 )
 
@@ -33,16 +32,26 @@ if TYPE_CHECKING:
 __all__ = ["STUDIES", "plot"]
 
 
+def _time_text(us: float) -> str:
+    """``12 µs``, ``1.2 ms``."""
+    return scaled(us, {"s": 1e6, "ms": 1e3, "µs": 1})
+
+
+def _count_text(number: float) -> str:
+    """``9,000``, ``100k``."""
+    return f"{number:,.10g}" if number < 1e5 else scaled(number, {"M": 1e6, "k": 1e3}).replace(" ", "")
+
+
 def _log_lines(axes: Axes, drawn: Mapping[str, tuple[list[float], list[float]]], unit: str) -> None:
     """Lines on two logarithmic axes; `y` is in µs."""
     axes.set(xscale="log", yscale="log", xlabel=unit)
     for name, points in drawn.items():
         axes.plot(*points, label=name)
-    ticks(axes.xaxis, sorted({at for x, _ in drawn.values() for at in x}), count_text, 5)
-    axes.yaxis.set_major_formatter(lambda value, _: time_text(value))
+    ticks(axes.xaxis, sorted({at for x, _ in drawn.values() for at in x}), _count_text, 5)
+    axes.yaxis.set_major_formatter(lambda value, _: _time_text(value))
     ys = [at for _, y in drawn.values() for at in y]
     if max(ys) < 10 * min(ys):
-        axes.yaxis.set_minor_formatter(lambda value, _: time_text(value))
+        axes.yaxis.set_minor_formatter(lambda value, _: _time_text(value))
 
 
 def _interference(job: Job) -> Figure:
@@ -126,10 +135,10 @@ def _scale(job: Job) -> Figure:
             for name, rows in held.items():
                 x, y = line(rows, "n", "grown_mib", is_log=False)
                 most = max(most, 1.1 * max(y))
-                axes.plot(x, y, label=f"{name}: {1024 * y[-1]:.3g} KiB after {count_text(x[-1])} copies")
+                axes.plot(x, y, label=f"{name}: {1024 * y[-1]:.3g} KiB after {_count_text(x[-1])} copies")
             axes.set_ylim(-0.03 * most, most)  # less than 1 MiB is no growth, and is not drawn as one
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} MiB")
-            axes.xaxis.set_major_formatter(lambda value, _: count_text(value))
+            axes.xaxis.set_major_formatter(lambda value, _: _count_text(value))
             axes.set_xlabel(unit)
         else:
             times = {name: line(rows, "n", "median_ms") for name, rows in held.items()}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import click
 
 from kvbm.bench.measure import device_of
-from kvbm.bench.options import comma_list
+from kvbm.cli.values import comma_list
 from kvbm.layout.shapes import BlockShape
 from kvbm.system.clock import CpuClock, GpuClock, Timed
 

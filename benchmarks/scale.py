@@ -26,7 +26,7 @@ from kvbm.bench.measure import (
     make_clock,
     random_pool,
 )
-from kvbm.bench.options import comma_list, numbers
+from kvbm.cli.values import comma_list, numbers
 from kvbm.copy.transfer import Strategy, Transfer
 from kvbm.errors import BindError, SpecError
 from kvbm.layout import spec

@@ -13,10 +13,11 @@ import click
 from kvbm import _core, kernels
 from kvbm.bench.measure import commit, device_of, header, machine
 from kvbm.bench.table import Rows
+from kvbm.cli.values import device as device_option
 from kvbm.errors import CudaUnavailableError, KvbmError
 from kvbm.layout.shapes import BlockShape
 
-__all__ = ["TINY", "Note", "Row", "common_options", "place_option", "require_gpu", "stamp", "write_rows"]
+__all__ = ["TINY", "Note", "Row", "common_options", "require_gpu", "stamp", "write_rows"]
 
 #: Blocks of 1 KiB, so that a million fit into memory.  They measure overhead, not bandwidth.
 TINY = BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
@@ -48,16 +49,8 @@ def stamp(place: str) -> Row:
     return {"gpu": gpu, "driver": driver, "commit": commit()}
 
 
-def place_option(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A callback for options that take a place."""
-    kind, _colon, index = (value or "").partition(":")
-    if value not in (None, "cpu") and not (kind == "cuda" and (index.isdecimal() or value == "cuda")):
-        raise click.BadParameter(f"expected cpu or cuda:N, got {value!r}", param=parameter)
-    return f"cuda:{int(index or 0)}" if kind == "cuda" else value
-
-
 def _place(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    return place_option(context, parameter, value) or default_place()
+    return device_option(context, parameter, value) or default_place()
 
 
 def common_options(iters: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

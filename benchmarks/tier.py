@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvbm.bench.check import WrongCopyError
 from kvbm.bench.measure import random_pool
-from kvbm.bench.options import numbers
+from kvbm.cli.values import numbers
 from kvbm.layout import spec
 from kvbm.layout.shapes import BlockShape, load_shape
 from kvbm.planner.plan import size_text

@@ -28,7 +28,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("KVBM_NVRTC", "0")
 
 # What tests share: oracle, matrix, test_planes; also under --import-mode=importlib.
-for _folder in (*sorted({str(path.parent) for path in HERE.glob("*/test_*.py")}), str(HERE / "helpers"), str(HERE)):
+_SHARED = [str(HERE.parent / "tools"), str(HERE / "helpers"), str(HERE)]
+for _folder in (*sorted({str(path.parent) for path in HERE.glob("*/test_*.py")}), *_SHARED):
     if _folder not in sys.path:
         sys.path.insert(0, _folder)
 

@@ -11,11 +11,9 @@ import operator
 import reprlib
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import BindError, KvbmError, printable
-
-T = TypeVar("T")
 
 
 def whole(value: Any) -> int | None:

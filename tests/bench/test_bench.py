@@ -26,6 +26,7 @@ import kvbm
 import matrix
 import pages
 from benchmarks import __main__ as studies
+from benchmarks import targets
 from coordinates import in_case
 from kvbm.bench import backends, copies, measure, peers, table
 from kvbm.bench import cli as bench_cli
@@ -343,7 +344,7 @@ def test_runs_copied_one_by_one_are_the_copy(pair: str) -> None:
         assert sum(counts) == 3 * SHAPE.nbytes
 
 
-# ---- what is asked for ---------------------------------------------------------------------------------------------
+# ---- targets -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,10 +369,12 @@ def test_runs_copied_one_by_one_are_the_copy(pair: str) -> None:
         ("nhd:universal", "llama-3.1-70b", "h2h", "host", 1, "clock", 0.90),
     ],
 )
-def test_asked(pair: str, shape: str, direction: str, backend: str, batch: int, timing: str, ratio: float) -> None:
+def test_targets(pair: str, shape: str, direction: str, backend: str, batch: int, timing: str, ratio: float) -> None:
     _, src, dst = copies.Pair.parse(pair)
     made = kvbm.plan(src, dst, kvbm.load_shape(shape))
-    assert copies.asked(direction, backend, made, batch, timing) == ratio
+    row = {"direction": direction, "backend": backend, "num_blocks": str(batch), "timing": timing}
+    row |= {"kernel": " ".join(made.kernels()), "copy_size": str(min(part.run_bytes for part in made.parts))}
+    assert targets.target(row) == ratio
 
 
 # ---- peers ---------------------------------------------------------------------------------------------------------
@@ -523,7 +526,9 @@ def test_out_is_a_file_and_a_table(tmp_path: Path) -> None:
     result = swept("--num-blocks", "1", "--pair", "nhd:universal", "--no-peers", "--out", path)
     assert result.exit_code == 0, result.output
     assert [row["backend"] for row in rows_of(path.read_text(encoding="utf-8"))] == ["memcpy", "host"]
-    assert "asked" in result.stdout and "nhd:universal" in result.stdout and "0.9" in result.stdout
+    assert "of a memcpy" in result.stdout and "nhd:universal" in result.stdout
+    judged = CliRunner().invoke(targets.targets, [str(path)])
+    assert judged.exit_code in (0, 1) and "0.9" in judged.stdout and ("yes" in judged.stdout) is (judged.exit_code == 0)
     assert "tokens_per_block" not in result.stdout
 
 
@@ -592,8 +597,8 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None
         (["--backend", "auto,quick"], "expected some of auto, direct"),
         (["--pattern", "fc_to_xx"], "expected some of fc_to_fc"),
         (["--pair", "nhd"], "expected SRC:DST"),
-        (["--device", "gpu"], "expected cuda:N or cpu"),
-        (["--device", "cuda:x"], "expected cuda:N or cpu"),
+        (["--device", "gpu"], "expected cpu or cuda:N"),
+        (["--device", "cuda:x"], "expected cpu or cuda:N"),
         (["--iters", "0"], "expected a whole number from 1 on, got '0'"),
         (["--replay", "--direction", "h2h"], "CUDA graphs are for GPUs"),
     ],

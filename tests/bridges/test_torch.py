@@ -152,7 +152,7 @@ def test_storage_offsets(offset: int) -> None:
     for dst in ("universal", "vllm/paged_attn_v0"):
         names = ("vllm/LBHNC", dst, SIZES)
         assert alike(kvbm.torch.convert([view], *names), kvbm.torch.convert([whole], *names))
-    batch = operators._batch([whole], *names)
+    batch = operators._batch([whole], None, *names)
     assert [len(batch.copies(size, size)) for size in (4, 16)] == [2, 1]
 
 
@@ -956,7 +956,7 @@ def test_four_bits_in_pairs() -> None:
 def test_a_route_for_ids_on_the_gpu_is_made_of_what_there_is() -> None:
     """It can be bound without a GPU; GPU tests run it."""
     tensors, out = random("nhd", 3), random("universal", 3)
-    batch = operators._batch_(tensors, out, "nhd", "universal", SIZES)
+    batch = operators._batch(tensors, out, "nhd", "universal", SIZES)
     tables = [
         operators.table_of(who, given, sized, elements, batch.face, "float32")
         for who, given, sized, elements in (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import fatbins
 import kvbm
 import matrix
 from coordinates import in_case
@@ -64,7 +65,7 @@ def test_golden_kernels() -> None:
     from kvbm import _core
 
     cache = Path(os.environ.get("KVBM_BUILD_DIR", ROOT / "build"))
-    manifest = codegen.generated(cache)["manifest.txt"]  # that of the build, if there is one in the tree
+    manifest = fatbins.generated(cache)["manifest.txt"]  # that of the build, if there is one in the tree
     names = [line.split("\t")[0] for line in manifest.splitlines()]
     _golden("shipped_kernels.txt", "\n".join(names) + "\n")
     assert set(names) <= set(_core.kernel_names())

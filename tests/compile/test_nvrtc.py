@@ -28,12 +28,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fatbins
 import kvbm
 import oracle
 import strategies
 from kvbm import _core
 from kvbm.cli import app, doctor
-from kvbm.compile import codegen, nvcc, prepare
+from kvbm.compile import codegen, prepare
 from kvbm.compile import nvrtc as runtime
 from kvbm.layout import spec
 from kvbm.planner import loopnest
@@ -231,7 +232,7 @@ def test_everything_that_changes_a_bit_is_in_the_key(
     folder = cache / "headers"
     shutil.copytree(codegen.cuda_dir(), folder)
     monkeypatch.setattr(runtime, "cuda_dir", lambda: folder)
-    included = nvcc.sources(folder / "permute.cuh", folder)
+    included = fatbins.sources(folder / "permute.cuh", folder)
     assert {"permute.cuh", "words.cuh", "planes.cuh", "kvbm.h"} <= {path.name for path in included}
     for name in [path.name for path in included]:
         (folder / name).write_bytes((folder / name).read_bytes() + b"\n")

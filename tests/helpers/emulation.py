@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fatbins
 import processes
-from kvbm.compile import codegen, nvcc
+from kvbm.compile import codegen
 from kvbm.system.cache import replacing
 
 CUDA = processes.HERE.parent / "cuda"  #: copy.cu is in no package.
@@ -104,7 +105,7 @@ def _compile(folder: Path, name: str, text: str) -> Path:
     headers = sorted(path for end in ("cuh", "cu", "h") for path in folder.rglob(f"*.{end}"))
     included = [source, processes.HERE / "data" / "emulated_gpu.h", *headers]
     places = [str(path.parent.relative_to(folder)) for path in headers]
-    kept = CUDA.parent / "build" / "emulated" / f"{nvcc.digest(command, compiler, places, included)}.so"
+    kept = CUDA.parent / "build" / "emulated" / f"{fatbins.digest(command, compiler, places, included)}.so"
     if not kept.exists():
         with replacing(kept) as part:
             includes = f"-I{folder}", f"-I{processes.HERE / 'data'}"

@@ -424,10 +424,10 @@ def cache_of(keys: torch.Tensor) -> SimpleNamespace:
 def test_vllm_views_that_are_not_in_order() -> None:
     views = list(per_layer("LBHNC")[0].values())
     views = sorted(views, key=lambda view: view.storage_offset())
-    step = views[1].storage_offset()
+    step = views[1].storage_offset() * views[0].element_size()
     for given, said in (
-        (views[::-1], f"views in reverse order, tensor 1 {step:,} elements before tensor 0; reverse the list"),
-        ([views[0], views[2], views[1]], f"starts {step:,} elements after tensor 0; tensor 1 starts {2 * step:,} after it"),
+        (views[::-1], f"views in reverse order, tensor 1 {step:,} bytes before tensor 0; reverse the list"),
+        ([views[0], views[2], views[1]], f"starts {step:,} bytes after tensor 0; tensor 1 starts {2 * step:,} after it"),
         ([view.clone() for view in views], "a tensor in other memory than tensor 0"),
         ([views[0], views[1][1:], views[2]], "; tensor 0 has shape ("),
     ):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.compile import nvcc
+import fatbins
+from kvbm.errors import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
 CXX = shutil.which("g++") or shutil.which("clang++")
@@ -34,7 +35,7 @@ class Tree:
         self.root, self.calls = folder, folder / "calls"
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, folder)
-        for name in ("cuda", "src"):
+        for name in ("cuda", "src", "tools"):
             shutil.copytree(
                 ROOT / name, folder / name, ignore=shutil.ignore_patterns("_core*", "__pycache__", "*.egg-info")
             )
@@ -138,7 +139,7 @@ def test_sources_are_what_the_compiler_says(source: Path) -> None:
     command = [CXX, "-std=c++17", "-MM", f"-I{source.parent}", source]
     rule = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     _, names = rule.replace("\\\n", " ").split(":", 1)
-    assert {Path(name) for name in names.split()} == set(nvcc.sources(source, source.parent))
+    assert {Path(name) for name in names.split()} == set(fatbins.sources(source, source.parent))
 
 
 def test_sources(tmp_path: Path) -> None:
@@ -155,11 +156,11 @@ def test_sources(tmp_path: Path) -> None:
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert nvcc.sources(tmp_path / "a.pyx") == [tmp_path / "a.pyx", tmp_path / "deep" / "b.pxi"]
-    found = nvcc.sources(tmp_path / "a.cu", tmp_path / "deep")
+    assert fatbins.sources(tmp_path / "a.pyx") == [tmp_path / "a.pyx", tmp_path / "deep" / "b.pxi"]
+    found = fatbins.sources(tmp_path / "a.cu", tmp_path / "deep")
     assert found == [tmp_path / name for name in ("a.cu", "c.h", "d.h")]
-    with pytest.raises(nvcc.BuildError, match=r"macro\.cpp: expected #include .* got #include WHICH"):
-        nvcc.sources(tmp_path / "macro.cpp")
+    with pytest.raises(BuildError, match=r"macro\.cpp: expected #include .* got #include WHICH"):
+        fatbins.sources(tmp_path / "macro.cpp")
 
 
 def test_what_a_build_needs_is_what_make_dev_installs() -> None:

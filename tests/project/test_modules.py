@@ -50,7 +50,7 @@ ROOMS = (
 #: Modules that only give names to users.  They may name modules of any room.  kvbm itself imports only `kvbm.reshard` of them.
 FACADES = ("kvbm", "kvbm.reshard", "kvbm.reshard.metrics", "kvbm.shapes", "kvbm.vllm_groups")
 #: Commands of `kvbm` that are defined above the command line, and imported when they are used.
-COMMANDS = {("kvbm.cli.app", "kvbm.bench.cli"), ("kvbm.cli.app", "kvbm.testing.smoke")}
+COMMANDS = {("kvbm.cli.app", name) for name in ("kvbm.bench.cli", "kvbm.bench.demo", "kvbm.testing.smoke")}
 
 
 def imports(name: str, text: str | ast.AST, is_package: bool, literal: bool = True) -> Iterator[str]:
@@ -244,13 +244,17 @@ def strings(path: Path) -> set[str]:
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
+#: What the build runs beside kvbm itself.
+BUILD = (ROOT / "setup.py", ROOT / "tools" / "fatbins.py")
+
+
 def variables() -> dict[str, str]:
     """Variable → a file that names it, in code that builds, is, or tests kvbm; without constants of C."""
     constants = set(
         re.findall(r"\b\w+_\w+\b", "".join(path.read_text("utf-8") for path in (ROOT / "cuda").glob("*.h")))
     )
     found: dict[str, str] = {}
-    for path in [ROOT / "setup.py", *FILES.values(), *sorted(set((ROOT / "tests").rglob("*.py")) - {Path(__file__)})]:
+    for path in [*BUILD, *FILES.values(), *sorted(set((ROOT / "tests").rglob("*.py")) - {Path(__file__)})]:
         for text in strings(path):
             if PREFIXES.fullmatch(text) and text not in constants and not text.startswith("CUDA_ERROR_"):
                 found[text] = str(path.relative_to(ROOT))

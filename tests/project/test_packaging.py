@@ -33,8 +33,8 @@ def test_the_wheel_rather_than_the_tree() -> None:
 
 def test_layouts_travel() -> None:
     """The installed files are byte for byte those of the tree."""
-    there = {p.relative_to(spec.layouts_dir()).as_posix(): p.read_bytes() for p in spec.layouts_dir().rglob("*.yaml")}
-    here = {p.relative_to(matrix.LAYOUTS).as_posix(): p.read_bytes() for p in matrix.LAYOUTS.rglob("*.yaml")}
+    there = {p.relative_to(spec.layouts_dir()).as_posix(): p.read_bytes() for p in spec.layouts_dir().rglob("*.*")}
+    here = {p.relative_to(matrix.LAYOUTS).as_posix(): p.read_bytes() for p in matrix.LAYOUTS.rglob("*.*")}
     assert there == here and len(here) > 15
     if not editable():
         assert spec.layouts_dir() == PACKAGE / "layouts"

@@ -168,7 +168,7 @@ def test_files_of_ones_own(tmp_path: Path) -> None:
     [
         ({"layouts": ["nothing"]}, SpecError, "layout 'nothing': expected a name"),
         ({"layouts": ["nhd"], "dtypes": ["float7"]}, kvbm.DTypeError, "float7"),
-        ({"layouts": ["nhd"], "batches": [0]}, BindError, "batches: expected numbers of blocks from 1 on, got 0"),
+        ({"layouts": ["nhd"], "batches": [0]}, BindError, "batches: expected an integer from 1 to 16777216, got 0"),
         ({"layouts": ["nhd"], "device": "tpu"}, BindError, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
         ({"layouts": ["nhd"], "device": "cpu:1"}, BindError, "device: expected"),
         ({"layouts": ["nhd"], "framework": "jax"}, BindError, "framework: expected torch or numpy on cpu, got 'jax'"),

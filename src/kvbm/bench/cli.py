@@ -17,9 +17,10 @@ import click
 from ..cli.commands import Group, Whole, is_quiet
 from ..cli.common import device_option, new_console
 from ..cli.complete import complete_pair, complete_shape, items_of
-from ..errors import CudaError, KvbmError
+from ..cli.values import comma_list, listed, numbers, usable_device
+from ..errors import KvbmError
 from ..layout.shapes import load_shape
-from .options import listed, numbers
+from ..system.machine import device_of
 
 if TYPE_CHECKING:
     from . import copies, table
@@ -31,40 +32,31 @@ GPU_PROFILE, CPU_PROFILE = "llama-3.1-70b", "llama-3.1-8b"
 
 
 class _Bench(Group):
-    """Imports `plot` when it is used, and says where the studies are."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return ["plot"]
+    """Says where the studies are."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in STUDIES:
             ctx.fail(
                 f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm"
             )
-        if cmd_name != "plot":
-            return None
-        from .plot import plot
-
-        return plot
+        return super().get_command(ctx, cmd_name)
 
 
-def _list_option(*names: str, metavar: str, **rest: Any) -> Callable[[Any], Any]:
-    return click.option(*names, multiple=True, callback=listed, metavar=metavar, **rest)
-
-
-def _names(name: str) -> Callable[[], Iterable[str]]:
-    """What a table of `copies` has, for completion."""
+def _list_option(name: str, *rest: str, table: str, **more: Any) -> Callable[[Any], Any]:
+    """An option that takes names of a table of `copies`."""
 
     def names() -> Iterable[str]:
         from . import copies
 
-        found: Iterable[str] = getattr(copies, name)
+        found: Iterable[str] = getattr(copies, table)
         return found
 
-    return names
+    return click.option(
+        name, *rest, multiple=True, callback=comma_list(names), metavar="LIST", shell_complete=items_of(names=names), **more
+    )
 
 
-@click.group(cls=_Bench, invoke_without_command=True, examples=[
+@click.group(cls=_Bench, lazy={"plot": "..bench.plot"}, invoke_without_command=True, examples=[
     "kvbm bench --direction h2h --pair nhd:universal --num-blocks 1,8 --iters 3 --out results.csv",
     "kvbm bench --direction d2d,h2d --pair vllm/LBHNC:universal --out gpu.csv",
 ])  # fmt: skip
@@ -94,27 +86,24 @@ def _names(name: str) -> Callable[[], Iterable[str]]:
 @_list_option(
     "--direction",
     "directions",
-    metavar="LIST",
-    shell_complete=items_of(names=_names("DIRECTIONS")),
+    table="DIRECTIONS",
     help="d2d, h2d, d2h (pinned host memory), p2p (two GPUs), h2h.  [default: d2d; h2h without a GPU]",
 )
 @_list_option(
     "--pattern",
     "patterns",
-    metavar="LIST",
-    shell_complete=items_of(names=_names("PATTERNS")),
+    table="PATTERNS",
     help="fc_to_fc, lw_to_fc, fc_to_lw, lw_to_lw. fc: a block is one allocation (operational); "
     "lw: one array per layer, and per K and V (nhd).",
 )
-@_list_option(
-    "--pair", "pairs", metavar="SRC:DST", help="Two layouts, e.g. nhd:universal.  [default: twelve pairs]",
-    shell_complete=complete_pair,
+@click.option(
+    "--pair", "pairs", multiple=True, callback=listed, metavar="SRC:DST", shell_complete=complete_pair,
+    help="Two layouts, e.g. nhd:universal.  [default: twelve pairs]",
 )  # fmt: skip
 @_list_option(
     "--backend",
     "backends",
-    metavar="LIST",
-    shell_complete=items_of(names=_names("BACKENDS")),
+    table="BACKENDS",
     help="auto, direct, staged, engine: kvbm's strategies. vectorized, batched, memcpy_async: raw copies, run by run. "
     "host: the CPU's kernels.  [default: direct for d2d; auto,direct,staged,engine for h2d and d2h; auto,direct,staged "
     "for p2p; host for h2h]",
@@ -172,11 +161,9 @@ def bench(
         return
     from . import copies, peers
 
-    place = _place(device)
+    index = None if device is None else device_of(device)
+    place = "cpu" if device == "cpu" else usable_device(f"--device {device}", index, "measuring on the CPU")
     directions = directions or ("d2d" if place != "cpu" else "h2h",)
-    _require_known("--direction", directions, copies.DIRECTIONS)
-    _require_known("--backend", backends, copies.BACKENDS)
-    _require_known("--pattern", patterns, copies.PATTERNS)
     try:
         chosen = [copies.Pair.parse(text) for text in (*patterns, *pairs) or copies.PAIRS]
     except ValueError as error:
@@ -207,37 +194,6 @@ def bench(
     sys.exit(_run(sweep, place if directions != ("h2h",) else "cpu", named, out))
 
 
-def _require_known(option: str, values: Iterable[str], known: Iterable[str]) -> None:
-    for value in values:
-        if value not in known:
-            raise click.BadParameter(f"expected some of {', '.join(known)}, got {value!r}", param_hint=option)
-
-
-def _place(device: str | None) -> str:
-    """The given GPU, or the first one; the CPU if there is none."""
-    from .. import _core
-
-    kind, colon, index = (device or "cuda:0").partition(":")
-    if (kind, colon, index) == ("cpu", "", ""):
-        return "cpu"
-    if kind != "cuda" or (colon and not index.isdecimal()):
-        raise click.BadParameter(f"expected cuda:N or cpu, got {device!r}", param_hint="--device")
-    try:
-        count = _core.device_count()
-    except CudaError:
-        if device is not None:
-            raise
-        return "cpu"
-    if device is not None and int(index or 0) >= count:
-        raise click.BadParameter(f"expected one of {count} GPUs, got {device!r}", param_hint="--device")
-    if not count:
-        return "cpu"
-    if not _core.num_images():
-        click.echo("kvbm was built without CUDA kernels: measuring on the CPU (see `kvbm doctor`)", err=True)
-        return "cpu"
-    return f"cuda:{int(index or 0)}"
-
-
 def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> int:
     """Measure, write the rows, and return the exit code."""
     from rich.progress import Progress
@@ -245,7 +201,7 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
     from . import measure, table
 
     console = new_console(stderr=True)
-    found: list[tuple[table.Record, float | None]] = []
+    found: list[table.Record] = []
     comment = measure.header(place, sweep.shapes[0])
     code = 0
     with contextlib.ExitStack() as stack:
@@ -264,9 +220,9 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
             progress.console.print(line, style="dim", soft_wrap=True, markup=False) if shows else None
         )
         try:
-            for row, asked in sweep.run():
+            for row in sweep.run():
                 rows.write(row)
-                found.append((row, asked))
+                found.append(row)
         except KeyboardInterrupt:
             code = 130
     if code:
@@ -280,17 +236,15 @@ def _run(sweep: copies.Sweep, place: str, named: set[str], out: Path | None) -> 
     return code
 
 
-def _print_table(title: str, rows: Sequence[tuple[table.Record, float | None]]) -> None:
-    """Print the measurements and the required ratios."""
+def _print_table(title: str, rows: Sequence[table.Record]) -> None:
+    """Print the measurements."""
     from ..cli.common import new_table, print_table
 
-    counted = ("tokens", "blocks", "µs", "GB/s", "of a memcpy", "asked", "")
+    counted = ("tokens", "blocks", "µs", "GB/s", "of a memcpy")
     table = new_table("pattern", "direction", "backend", *counted, right=counted, title=title[2:], title_justify="left")
-    for row, asked in rows:
-        reached = "" if asked is None else "yes" if row.ratio >= asked else "[bold red]NO[/]"
+    for row in rows:
         table.add_row(
             row.pattern, row.direction, row.backend, str(row.tokens_per_block), str(row.num_blocks),
             f"{row.median_ms * 1e3:,.1f}", f"{row.bandwidth_gbps:,.1f}", f"{row.ratio:.3f}",
-            "" if asked is None else f"{asked:g}", reached,
         )  # fmt: skip
     print_table(table)

@@ -93,44 +93,6 @@ class Pair(NamedTuple):
         return cls(text, spec.load(src), spec.load(dst))
 
 
-# ---- required ratios -----------------------------------------------------------------------------------------------
-
-#: Required ratio to a memcpy: direction, class of the kernel → (least number of blocks, ratio), largest number first.
-REACH: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {
-    ("d2d", "rows"): ((64, 0.97), (16, 0.95), (4, 0.90), (1, 0.90)),
-    ("d2d", "short rows"): ((64, 0.90),),
-    ("d2d", "tile of words"): ((64, 0.93),),
-    ("d2d", "tile of 1 or 2 bytes"): ((64, 0.90),),
-    ("d2d", "tile of 4 bytes"): ((64, 0.93),),
-    ("h2d", ""): ((64, 0.985), (4, 0.95), (1, 0.90)),
-    ("d2h", ""): ((64, 0.985), (4, 0.95), (1, 0.90)),
-    ("p2p", ""): ((64, 0.95),),
-    ("h2h", ""): ((1, 0.90),),
-}
-
-#: Backends with a required ratio: those that run if no strategy is named.
-_ANSWERS = {"d2d": ("direct", "auto"), "h2d": ("auto",), "d2h": ("auto",), "p2p": ("auto",), "h2h": ("host",)}
-
-
-def asked(direction: str, backend: str, made: Plan, batch: int, timing: str) -> float | None:
-    """The required ratio to a memcpy, or None."""
-    if backend not in _ANSWERS[direction]:
-        return None
-    if direction == "d2d" and batch < 4 and timing != "replay":
-        return None  # the launch takes longer than the copy
-    steps = REACH.get((direction, _class(made) if direction == "d2d" else ""), ())
-    return next((ratio for least, ratio in steps if batch >= least), None)
-
-
-def _class(made: Plan) -> str:
-    elements = [form.element for form in made.forms() if form.kind == "tile"]
-    if elements:
-        # Packed keys and transposed values are one launch.  Its class is that of the widest elements.
-        most = max(elements)
-        return "tile of words" if most == 16 else f"tile of {'1 or 2' if most < 4 else '4'} bytes"
-    return "short rows" if min(part.run_bytes for part in made.parts) <= 64 else "rows"
-
-
 # ---- the sweep -----------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +161,8 @@ class Sweep:
         for shape, pair in itertools.product(self.shapes, self.pairs):
             plan(pair.src, pair.dst, shape, num_blocks=max(self.batches))
 
-    def run(self) -> Iterator[tuple[Record, float | None]]:
-        """Measure.  Yields each row with its required ratio as soon as it is known.
+    def run(self) -> Iterator[Record]:
+        """Measure.  Yields each row as soon as it is known.
 
         Raises
         ------
@@ -239,7 +201,7 @@ class Sweep:
 
     def _of_direction(
         self, direction: str, shape: BlockShape, ends: tuple[str, str], clock: GpuClock | CpuClock
-    ) -> Iterator[tuple[Record, float | None]]:
+    ) -> Iterator[Record]:
         batches = self._that_fit(direction, shape, ends)
         self._skip_steps(direction, len(self.pairs) * (len(self.batches) - len(batches)))
         if not batches:
@@ -305,7 +267,7 @@ class Sweep:
         pair: Pair,
         batches: Sequence[int],
         yielded: set[int],
-    ) -> Iterator[tuple[Record, float | None]]:
+    ) -> Iterator[Record]:
         with contextlib.ExitStack() as stack:
             src, dst = (
                 stack.enter_context(
@@ -341,15 +303,14 @@ class Sweep:
                 base = self._record(direction, shape, batch, nbytes, stick)
                 if nbytes not in yielded:
                     yielded.add(nbytes)
-                    yield base, None
+                    yield base
                 for name, timed, kernel in found:
                     self.measured |= {direction, name}
-                    row = replace(
+                    yield replace(
                         base, pattern=pair.pattern, backend=name, kernel=kernel, timing=timed.how,
                         copy_size=min(part.run_bytes for part in made.parts), num_copies=batch * num_runs(made),
                         **_times(nbytes, timed, stick),
                     )  # fmt: skip
-                    yield row, asked(direction, name, made, batch, timed.how)
                 self.step(f"{title} {batch}")
 
     def _backends(

@@ -16,10 +16,10 @@ import click
 
 from ..cli.commands import Command, is_quiet
 from ..cli.complete import complete_pair, items_of
+from ..cli.values import comma_list
 from ..errors import SpecError
 from ..show import html
 from ..show.figure import looks
-from .options import comma_list
 from .table import Row, Table, read
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _settings(dark: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _scaled(value: float, units: Mapping[str, float]) -> str:
+def scaled(value: float, units: Mapping[str, float]) -> str:
     """The value with three digits, in the largest unit that it reaches.  `units` are from large to small."""
     unit, size = next(((u, s) for u, s in units.items() if value >= s * 0.9995), list(units.items())[-1])
     return f"{value / size:,.3g} {unit}"
@@ -75,17 +75,7 @@ def _scaled(value: float, units: Mapping[str, float]) -> str:
 
 def _bytes_text(nbytes: float) -> str:
     """Bytes in decimal units, as in GB/s."""
-    return _scaled(nbytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
-
-
-def time_text(us: float) -> str:
-    """``12 µs``, ``1.2 ms``."""
-    return _scaled(us, {"s": 1e6, "ms": 1e3, "µs": 1})
-
-
-def count_text(number: float) -> str:
-    """``9,000``, ``100k``."""
-    return f"{number:,.10g}" if number < 1e5 else _scaled(number, {"M": 1e6, "k": 1e3}).replace(" ", "")
+    return scaled(nbytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1})
 
 
 def rate_text(gbps: float) -> str:

@@ -480,9 +480,8 @@ def schema(kind: str) -> None:
 
     Name it in the first line of a file: # yaml-language-server: $schema=PATH
     """
-    from . import schema as schemas
-
-    click.echo(schemas.text(kind), nl=False)
+    folder = {"layout": ".", "shape": "shapes", "placement": "placements"}[kind]
+    click.echo((spec.layouts_dir() / folder / "schema.json").read_text(encoding="utf-8"), nl=False)
 
 
 # ---- generated files ------------------------------------------------------------------------------------------------
@@ -642,7 +641,7 @@ def demo(device: str | None, seed: int) -> None:
 
     Exits with 1 if a bit of a logit differs. Needs torch and transformers: pip install 'kvbm-layouts[demo]'.
     """
-    from . import demo as demonstration
+    from ..bench import demo as demonstration
 
     if not demonstration.run(terminal(), device=device, seed=seed):
         sys.exit(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._arguments import quoted
-from ..errors import LayoutError
+from ..errors import LayoutError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
 from .commands import Whole, is_coloured, is_quiet
@@ -26,6 +26,7 @@ from .complete import (
     complete_shape,
     some_of,
 )
+from .values import device
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +49,11 @@ def confirm(text: str) -> None:
     """Print what was done to stdout, unless ``--quiet`` is given.  A result that was asked for is no confirmation."""
     if not is_quiet():
         click.echo(text)
+
+
+def shown(given: object) -> str:
+    """A path, or a text of a file, as it may stand on a terminal."""
+    return printable(str(given), 4096)
 
 
 def new_console(*, stderr: bool = False) -> Console:
@@ -212,11 +218,11 @@ def layout_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
     return click.option(*names, metavar="LAYOUT", shell_complete=complete_layout, **rest)
 
 
-def device_option(text: str, *, default: str | None = "cpu", **rest: Any) -> Callable[[Any], Any]:
+def device_option(text: str, *, default: str | None = "cpu") -> Callable[[Any], Any]:
     """``--device`` of commands that run on the CPU, too."""
     return click.option(
         "--device", default=default, show_default=default is not None, metavar="cpu|cuda:N", help=text,
-        shell_complete=complete_any_device, **rest,
+        shell_complete=complete_any_device, callback=device,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from .common import (
     print_json,
     progress,
     shape_option,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -140,9 +141,6 @@ def convert(
     """
     from .. import store
 
-    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", device)
-    if match is None:
-        raise click.BadParameter(f"expected cpu or cuda:N, got {device!r:.60}", param_hint="--device")
     if target.exists():
         if source.samefile(target):
             raise click.UsageError(f"IN and OUT are the same file: {source}")
@@ -181,7 +179,7 @@ def convert(
     else:
         suffix = "" if no_verify else ", verified" if made.digests else ", not verified: the layout has no digests"
     confirm(
-        f"{_shown(source)} ({name}) → {_shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
+        f"{shown(source)} ({name}) → {shown(target)} ({dst_layout.name}): {made.num_blocks:,} blocks, "
         f"{nbytes / 2**20:,.1f} MiB in {seconds:.2f} s, {nbytes / seconds / 1e9:.3g} GB/s, on {device}{suffix}"
     )
 
@@ -213,20 +211,15 @@ def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range
         checked = stored.num_blocks if ids is None else len(ids)
         if not as_json:
             for one in found:
-                click.echo(f"{_shown(path)}: {one}")
+                click.echo(f"{shown(path)}: {one}")
             click.echo(
-                f"{_shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
+                f"{shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
             )
         return {"num_blocks": stored.num_blocks, "compared": checked, "wrong": [_as_json(one) for one in found]}
 
     code = _each(paths, look, as_json)
     if wrong or code:
         sys.exit(DigestError.exit_code if wrong else code)
-
-
-def _shown(path: Path) -> str:
-    """A path as it may stand on a terminal."""
-    return printable(str(path), 4096)
 
 
 def _as_json(one: Damage) -> dict[str, Any]:
@@ -286,7 +279,7 @@ def digest(
         named = dict(zip(range(len(texts)) if ids is None else ids, texts, strict=True))
         if not as_json:
             for block, text in named.items():
-                click.echo(f"{text}  {_shown(path)}:{block}")
+                click.echo(f"{text}  {shown(path)}:{block}")
         return {"blocks": [{"block": block, "digest": text} for block, text in named.items()]}
 
     if code := _each(paths, look, as_json):

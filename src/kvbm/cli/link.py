@@ -36,6 +36,7 @@ from .common import (
     terminal,
 )
 from .complete import some_of
+from .values import numbers
 
 if TYPE_CHECKING:
     from ..link.secret import Secret
@@ -53,13 +54,6 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return () if value is None else tuple(dict.fromkeys(map(size_of, value.split(","))))
 
 
-def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:  # noqa: ARG001
-    found = [] if value is None else [text.strip() for text in value.split(",")]
-    if not all(re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) for text in found):
-        raise click.BadParameter(f"expected numbers from 1 on, such as 16,512, got {quoted(value, 60)}")
-    return tuple(dict.fromkeys(map(int, found)))
-
-
 def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, int] | None:  # noqa: ARG001
     """``HOST``, ``HOST:PORT`` or ``[HOST]:PORT``."""
     if value is None:
@@ -72,13 +66,6 @@ def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     return match[1] or match[2], int(match[3]) if match[3] else PORT
 
 
-def _device(ctx: click.Context, param: click.Parameter, value: str) -> str:  # noqa: ARG001
-    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", value, re.ASCII)
-    if match is None:
-        raise click.BadParameter(f"expected cpu or cuda:N, got {quoted(value, 60)}")
-    return value if value == "cpu" else f"cuda:{int(match[1] or 0)}"
-
-
 def _side_options(layout: str, nt: int) -> Callable[[Any], Any]:
     """The options that both commands have."""
 
@@ -87,7 +74,7 @@ def _side_options(layout: str, nt: int) -> Callable[[Any], Any]:
             click.option("--tokens-per-block", "nt", type=Whole(1, 1 << 20), default=nt, show_default=True, metavar="N",
                          help="Tokens per block on this side."),
             layout_option("--layout", default=layout, show_default=True, help="Layout of this side's pool."),
-            device_option("Where this side's pool is.", callback=_device),
+            device_option("Where this side's pool is."),
         ):  # fmt: skip
             command = option(command)
         return command
@@ -264,7 +251,7 @@ class Senders:
               help="torch: gloo between hosts, NCCL between GPUs. nixl needs pip install 'kvbm-layouts[nixl]'.")  # fmt: skip
 @click.option("--bytes", "sizes", callback=_sizes, metavar="SIZE,…",
               help="Bytes of a sequence, rounded to whole tokens.  [default: 1MiB,8MiB,64MiB,256MiB]")  # fmt: skip
-@click.option("--tokens", callback=_counts, metavar="N,…", help="Tokens of a sequence, in place of --bytes.")
+@click.option("--tokens", callback=numbers, metavar="N,…", help="Tokens of a sequence, in place of --bytes.")
 @shape_option(default=None)
 @_side_options("vllm/flash_attn_nhd", 16)
 @click.option("--iters", "repeat", type=Whole(1, 100_000), default=10, show_default=True, metavar="N",

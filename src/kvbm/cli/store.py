@@ -17,7 +17,7 @@ import click
 from .._arguments import quoted
 from ..errors import DigestError, KvbmError, printable
 from .commands import Group, print_error
-from .common import confirm, json_option, new_table, note, print_json, print_table, progress, size_of
+from .common import confirm, json_option, new_table, note, print_json, print_table, progress, shown, size_of
 
 if TYPE_CHECKING:
     from ..store.upkeep import Held
@@ -65,7 +65,7 @@ def ls(folder: Path, as_json: bool) -> None:
         print_json([_as_json(one) for one in contents])
         return
     if not contents:
-        note(f"{_shown(folder)}: no contents")
+        note(f"{shown(folder)}: no contents")
         return
     table = new_table("content", "model", "layers", "heads", "tokens", "values", "units", "size", "used",
                       right=("layers", "heads", "tokens", "units", "size"), wrapped=("model", "values"))  # fmt: skip
@@ -133,7 +133,7 @@ def verify(folder: Path, as_json: bool) -> None:
         print_json({"units": units, "bytes": nbytes, "wrong": found})
     else:
         result = f"{len(found):,} wrong" if found else "all as they were"
-        click.echo(f"{_shown(folder)}: {units:,} units, {nbytes:,} bytes, {result}")
+        click.echo(f"{shown(folder)}: {units:,} units, {nbytes:,} bytes, {result}")
     if codes:
         sys.exit(DigestError.exit_code if DigestError.exit_code in codes else codes[0])
 
@@ -184,7 +184,3 @@ def _as_json(one: Held) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     return printable(str(value), 200)
-
-
-def _shown(path: Path) -> str:
-    return printable(str(path), 4096)

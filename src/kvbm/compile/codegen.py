@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from ..planner.cast import DIGESTED_CASTS, WIDE_CASTS, WIDE_MODES
 from ..planner.loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
 from ..planner.plan import between
 from ..system.cache import replacing
-from .nvcc import digest
 
 #: Number of ``.cu`` files: few, because each is compressed alone; more than one, because nvcc compiles them in parallel.
 _FILES = 4
@@ -291,33 +289,6 @@ def generate(layouts: Sequence[Layout] | None = None) -> dict[str, str]:
         for name, pairs in names.items()
     )
     return files
-
-
-def generated(cache: Path, layouts: Sequence[Layout] | None = None) -> dict[str, str]:
-    """What `generate` returns; what was generated before in this folder of a build, from the same inputs, is taken again.
-
-    Parameters
-    ----------
-    cache : Path
-        The folder of the build, such as ``build``. It is created if it does not exist.
-    layouts : sequence of Layout, optional
-        Default: the shipped layouts.
-
-    Returns
-    -------
-    dict
-        File name → text.
-    """
-    data = sorted(layouts_dir().rglob("*.yaml"))
-    names = [path.relative_to(layouts_dir()).as_posix() for path in data]
-    rooms = ("layout", "planner", "compile", "digest")
-    code = [file for room in rooms for file in sorted((Path(__file__).resolve().parents[1] / room).glob("*.py"))]
-    inputs = digest(list(map(repr, layouts or [])), names, [*data, cuda_dir() / "kernels.cu.in", *code])
-    result = cache / "generated" / f"{inputs}.json"
-    if not result.exists():
-        with replacing(result) as part:
-            Path(part).write_text(json.dumps(generate(layouts)), encoding="utf-8")
-    return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
 def _parts(name: str) -> int:

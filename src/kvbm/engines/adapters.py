@@ -18,6 +18,7 @@ from ..errors import BindError, LayoutError
 from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import PACKED, BlockShape, as_shape
+from ..memory.array_info import describe
 from .vllm import ORDERS, Group, groups, number_of_layer
 
 __all__ = ["FromEngines", "pool_hint"]
@@ -367,57 +368,40 @@ def _flat(layout: Layout, tensors: Sequence[Any], dims: Sequence[str], engine: s
 
 
 def _joined(tensors: Sequence[Any], what: str) -> Any:
-    """The tensor of which all are views, one per layer.  Its first dimension is the layers."""
-    first = tensors[0]
-    if isinstance(first, np.ndarray):
-        return _joined_arrays(tensors, what)
-    at = [tensor.storage_offset() for tensor in tensors]
-    step = at[1] - at[0] if len(at) > 1 else 0
-    for index, tensor in enumerate(tensors):
-        alike = (tensor.shape, tensor.stride(), tensor.dtype) == (first.shape, first.stride(), first.dtype)
-        together = tensor.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if alike and together and at[index] == at[0] + index * step and step >= 0:
+    """The tensor or array of which all are views, one per layer.  Its first dimension is the layers."""
+    seen = [describe(tensor, f"{what}: tensor {index}") for index, tensor in enumerate(tensors)]
+    first, held = seen[0], _memory(tensors[0])
+    step = seen[1].address - first.address if len(seen) > 1 and _memory(tensors[1]) == held else 0
+    ends = [one.address for one in seen]
+    for index, one in enumerate(seen):
+        alike, together = one[1:4] == first[1:4], _memory(tensors[index]) == held
+        if alike and together and one.address == first.address + index * step and step >= 0:
             continue
         if not alike:
-            found = f"shape {tuple(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype}"
-            found = f"{found}; tensor 0 has shape {tuple(first.shape)}, strides {first.stride()} and {first.dtype}"
+            found = f"shape {one.shape}, strides {one.strides} bytes and {one.dtype}"
+            found = f"{found}; tensor 0 has shape {first.shape}, strides {first.strides} bytes and {first.dtype}"
         elif not together:
             found = "a tensor in other memory than tensor 0"
-        elif at == sorted(at, reverse=True):
-            found = f"views in reverse order, tensor 1 {-step:,} elements before tensor 0; reverse the list"
+        elif ends == sorted(ends, reverse=True):
+            found = f"views in reverse order, tensor 1 {-step:,} bytes before tensor 0; reverse the list"
         else:
-            found = f"a tensor that starts {at[index] - at[0]:,} elements after tensor 0; tensor 1 starts {step:,} after it"
+            found = f"a tensor that starts {one.address - first.address:,} bytes after tensor 0; tensor 1 starts {step:,} after it"
         raise BindError(
             f"{what}: tensor {index}: expected views of one tensor of all layers, in order and at equal steps, got {found}"
         )
-    return first.as_strided((len(at), *first.shape), (step, *first.stride()), at[0])
+    if isinstance(tensors[0], np.ndarray):
+        return np.lib.stride_tricks.as_strided(tensors[0], (len(seen), *first.shape), (step, *first.strides))
+    size = tensors[0].element_size()
+    return tensors[0].as_strided((len(seen), *first.shape), (step // size, *tensors[0].stride()), first.offset)
 
 
-def _joined_arrays(arrays: Sequence[Any], what: str) -> Any:
-    """`_joined` for arrays of NumPy."""
-
-    def memory(array: Any) -> Any:
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        return array
-
-    first = arrays[0]
-    step = arrays[1].ctypes.data - first.ctypes.data if len(arrays) > 1 else 0
-    for index, array in enumerate(arrays):
-        alike = isinstance(array, np.ndarray) and (array.shape, array.strides, array.dtype) == (
-            first.shape, first.strides, first.dtype,
-        )  # fmt: skip
-        if (
-            not alike
-            or memory(array) is not memory(first)
-            or step < 0
-            or array.ctypes.data != first.ctypes.data + index * step
-        ):
-            raise BindError(
-                f"{what}: array {index}: expected views of one array of all layers, in order and at equal steps; pass views of one "
-                "array, or bind them with kvbm.Pool"
-            )
-    return np.lib.stride_tricks.as_strided(first, (len(arrays), *first.shape), (step, *first.strides))
+def _memory(tensor: Any) -> int:
+    """A number that all views of one memory have."""
+    if not isinstance(tensor, np.ndarray):
+        return int(tensor.untyped_storage()._cdata)
+    while isinstance(tensor.base, np.ndarray):
+        tensor = tensor.base
+    return id(tensor)
 
 
 def _vllm_group(vllm_config: Any, kv_cache_config: Any, group: int | Group | None, layout: str | Layout | None) -> Group:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .._arguments import quoted
+from .._arguments import number, quoted
 from ..engines.vllm import Group
 from ..errors import SpecError
 from ..layout.naming import suggestion
@@ -312,10 +312,10 @@ def options(text: str, numbers: Sequence[str], texts: Sequence[str], where: str)
     """
     found: dict[str, Any] = {}
     for item in map(str.strip, text.split(",")):
-        number = re.fullmatch(r"([a-z-]+)=?([0-9]{1,9})", item)
-        key, _, value = (number[1], "", number[2]) if number else item.partition("=")
+        sized = re.fullmatch(r"([a-z-]+)=?([0-9]{1,9})", item)
+        key, _, value = (sized[1], "", sized[2]) if sized else item.partition("=")
         name = "nt" if key == "block-size" else key
-        if not value or name not in (numbers if number else texts):
+        if not value or name not in (numbers if sized else texts):
             names = [*numbers, *["block-size"] * ("nt" in numbers), *texts]
             known = [f"{one}=…" if one in texts else f"{one}=N" if "-" in one else f"{one}N" for one in names]
             said = item.partition("=")[0].rstrip("0123456789")
@@ -323,14 +323,13 @@ def options(text: str, numbers: Sequence[str], texts: Sequence[str], where: str)
             raise SpecError(f"{where}: expected {', '.join(known)}, got {quoted(item)}.{meant}")
         if name in found:
             raise SpecError(f"{where}: {name}: expected once, got twice")
-        found[name] = int(value) if number else value
+        found[name] = int(value) if sized else value
     return found
 
 
 def _require_sizes(name: str, **given: Any) -> None:
     for what, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 17:
-            raise SpecError(f"{name}: {what}: expected a number from 1 to 131,071, got {quoted(value)}")
+        number(f"{name}: {what}", value, 1, (1 << 17) - 1, SpecError)
 
 
 def _left_over(model: BlockShape, pp: int, name: str) -> int:

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._arguments import quoted
+from .._arguments import flag, quoted, require_a
 from ..copy.transfer import convert as convert_blocks
 from ..errors import BindError, DigestError, printable
 from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.scales import QUANTISED
+from ..layout.spec import as_layout
 from ..memory.streams import framework_of, framework_stream
 from ..planner.cast import Cast, Scale, as_cast
 from ..pool.pool import Pool
 from ..system.machine import device_of, host_beside
-from .arguments import FLAG, PROGRESS, TEXTS, Kind, blocks_of, path_of, require
-from .arguments import layout_of as given_layout
 from .casting import CAST, Casting, require_planes, require_told, text_of
-from .digests import DIGEST, Damage, Digests, Kinds, damages
-from .file import FORMATS, KEPT, Stored, made, opened, read
+from .digests import DIGEST, Damage, Digests, Kinds, blocks_of, damages
+from .file import FORMATS, KEPT, Stored, made, opened, read, require_texts
+from .open_file import path_of
 from .reading import Source
 
 if TYPE_CHECKING:
@@ -49,9 +49,6 @@ _File = _Path | Stored
 #: A layout, or its name or file.
 _Layout = Layout | str | Path
 
-_POOL = Kind(Pool, "a kvbm.Pool", "; to save a section, copy it into a new pool with kvbm.convert")
-_STORED = Kind(Stored, "what kvbm.store.read returns")
-
 #: Called as ``progress(done_bytes, total_bytes)``.
 Progress = Callable[[int, int], None]
 
@@ -72,7 +69,7 @@ def layout_of(stored: Stored) -> Layout:
     BindError
         The file names no layout, names one that is not shipped, or has no fingerprint for the name.
     """
-    require(_STORED, stored=stored)
+    require_a(Stored, "stored", stored, "what kvbm.store.read returns")
     name = stored.layout_name
     if name is None:
         raise BindError(
@@ -95,7 +92,7 @@ def _open(
     given: _File, src_layout: _Layout | None, shape: BlockShape | str | None = None, num_blocks: int | None = None,
     name: str = "path", device: str = "cpu",
 ) -> tuple[Stored, _Reader]:  # fmt: skip
-    layout = None if src_layout is None else given_layout("src_layout", src_layout)
+    layout = None if src_layout is None else as_layout(src_layout, "src_layout")
     stored = given if isinstance(given, Stored) else read(path_of(name, given))
     most = _READ_BYTES if str(device) == "cpu" else _STEP_BYTES  # a GPU waits for each step
     source = stored.source(layout or layout_of(stored), shape, num_blocks, is_told=True)
@@ -179,6 +176,10 @@ class _Reader:
         return pool.device == "cpu" and (pool.layout, pool.shape) == (source.layout, source.shape) and (
             source.same_inside(pool.resolved)
         )
+
+
+def _require_progress(progress: Any) -> None:
+    require_a((Callable, type(None)), "progress", progress, "a function of two numbers of bytes")  # type: ignore[arg-type]
 
 
 def _chosen(title: object, blocks: Sequence[int] | None, num_blocks: int) -> Sequence[int]:
@@ -411,12 +412,12 @@ def save(
     --------
     >>> store.save("blocks.safetensors", pool, [7, 3], layout=kvbm.load("universal"))  # doctest: +SKIP
     """
-    require(_POOL, pool=pool)
-    require(PROGRESS, progress=progress, optional=True)
-    require(FLAG, digests=digests)
+    require_a(Pool, "pool", pool, "a kvbm.Pool (a section can be copied into a new pool with kvbm.convert)")
+    _require_progress(progress)
+    digests = flag("digests", digests)
     names = _chosen("ids", ids, pool.num_blocks)
-    layout = pool.layout if layout is None else given_layout("layout", layout)
-    require(TEXTS, metadata={} if metadata is None else metadata)
+    layout = pool.layout if layout is None else as_layout(layout)
+    require_texts(metadata)
     scale = as_cast(cast)
     shape = _other_dtype("the pool", pool.shape, dtype, scale)
     resolved, casting = layout.resolve(shape, len(names)), Casting(None, {})
@@ -498,9 +499,9 @@ def load(
     --------
     >>> pool = store.load("blocks.safetensors", [3], layout=kvbm.load("nhd"), device="cuda:0")  # doctest: +SKIP
     """
-    require(PROGRESS, progress=progress, optional=True)
-    require(FLAG, verify=verify)
-    wanted = None if layout is None else given_layout("layout", layout)
+    _require_progress(progress)
+    verify = flag("verify", verify)
+    wanted = None if layout is None else as_layout(layout)
     stored, reader = _open(path, src_layout, shape, num_blocks, device=device)
     source, told = reader.source, as_cast(cast)
     names = _chosen(stored.path, ids, source.num_blocks)
@@ -589,9 +590,9 @@ def convert(
         As for `load` and `save`.
     """
     dst = path_of("dst", dst)
-    layout = given_layout("layout", layout)
-    require(PROGRESS, progress=progress, optional=True)
-    require(FLAG, verify=verify)
+    layout = as_layout(layout)
+    _require_progress(progress)
+    verify = flag("verify", verify)
     stored, reader = _open(src, src_layout, shape, num_blocks, "src", device)
     source, is_in_place, told = reader.source, stored.file.is_at(dst), as_cast(cast)
     names = _chosen(stored.path, ids, source.num_blocks)
@@ -653,8 +654,8 @@ def verify(
     BindError
         The file has no digests, or is not a file of blocks.
     """
-    require(PROGRESS, progress=progress, optional=True)
-    given = None if src_layout is None else given_layout("src_layout", src_layout)
+    _require_progress(progress)
+    given = None if src_layout is None else as_layout(src_layout, "src_layout")
     stored = path if isinstance(path, Stored) else read(path)
     if stored.digests is None:
         raise BindError(
@@ -700,7 +701,7 @@ def digest(
     PlanError
         The layout has no digests.
     """
-    require(PROGRESS, progress=progress, optional=True)
+    _require_progress(progress)
     stored, reader = _open(path, src_layout, shape, num_blocks)
     names = _chosen(stored.path, ids, reader.source.num_blocks)
     kinds = _require(reader)

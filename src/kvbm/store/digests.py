@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .._arguments import quoted
+from .._arguments import quoted, require_a, wholes
 from ..digest.cells import alone, keys_of
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.region import Section
-from .arguments import Kind, blocks_of, require
 
 if TYPE_CHECKING:
     from ..layout.resolved import Resolved
     from ..layout.shapes import BlockShape
     from ..pool.pool import Pool
 
-__all__ = ["DIGEST", "PARTS", "Damage", "Digests", "Kinds", "damages"]
+__all__ = ["DIGEST", "PARTS", "Damage", "Digests", "Kinds", "blocks_of", "damages"]
 
 #: The name of the definition in the metadata.
 DIGEST = "kvbm-digest-1"
@@ -36,6 +35,17 @@ DIGEST = "kvbm-digest-1"
 PARTS = {"blocks": "kvbm.digests", "layers": "kvbm.digests.layers", "tokens": "kvbm.digests.tokens"}
 
 _MOST_IDS = (1 << 31) - 1
+
+
+def blocks_of(title: object, given: Any, num_blocks: int) -> list[int]:
+    """Numbers of blocks, checked against `num_blocks`."""
+    found = wholes(given, 1 << 26)
+    if found is None:
+        raise BindError(f"{title}: expected numbers of blocks, got {quoted(given)}")
+    for block in found:
+        if not 0 <= block < num_blocks:
+            raise BindError(f"{title}: expected blocks from 0 to {num_blocks - 1}, got {quoted(block)}")
+    return list(found)
 
 
 @dataclass(frozen=True)
@@ -147,10 +157,9 @@ class Digests:
         """
         from ..pool.pool import Pool
 
-        require(Kind(Pool, "a kvbm.Pool"), pool=pool)
-        require(Kind(Kinds, "a Kinds object, as Digests.kinds returns it"), kinds=kinds, optional=True)
-        if kinds is None:
-            kinds = Kinds.of(pool.resolved)
+        require_a(Pool, "pool", pool, "a kvbm.Pool")
+        kinds = Kinds.of(pool.resolved) if kinds is None else kinds
+        require_a(Kinds, "kinds", kinds, "a Kinds object, as Digests.kinds returns it")
         given = np.arange(pool.num_blocks) if ids is None else np.array(blocks_of("ids", ids, pool.num_blocks), np.int64)
         layers = tokens = None
         if kinds.layers:

@@ -24,28 +24,27 @@ import mmap
 import os
 import re
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._arguments import flag, quoted
+from .._arguments import flag, number, quoted, require_a
 from ..errors import BindError, LayoutError, printable
 from ..layout.loops import loops_of
-from ..layout.shapes import ITEMSIZE, PACKED, BlockShape
+from ..layout.shapes import ITEMSIZE, PACKED, BlockShape, as_shape
+from ..layout.spec import as_layout
 from ..planner.cast import Cast, as_cast
 from ..system.cache import replacing
-from .arguments import FLAG, TEXTS, Kind, layout_of, num_blocks_of, path_of, require, shape_of
 from .casting import CAST, CastFrom, needs_scale, notes_of, require_planes, require_scales, require_told
 from .digests import DIGEST, PARTS, Digests, Kinds
 from .header import MAX_HEADER, MAX_METADATA, MIN_ENTRY, Entry, parsed_header, parsed_object
-from .open_file import Opened, mapped
+from .open_file import Opened, mapped, path_of
 from .reading import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from ..layout.layout import Layout
     from ..layout.resolved import Allocation, Resolved
     from ..pool.pool import Pool
@@ -57,7 +56,6 @@ FORMATS = "kvbm.formats"
 #: Metadata of kvbm that a file copied from a file keeps.
 KEPT = (FORMATS, CAST)
 _ALIGN = 4096  # the first tensor starts at a page, so that the kernels can use their widest words
-_DIGESTS = Kind((*FLAG.types, Digests), "True, False, or the kvbm.store.Digests of the blocks")
 _NUMBER = re.compile("[0-9]{1,18}")
 _CODES = {
     "float16": "F16",
@@ -286,9 +284,9 @@ class Stored:
     def _source(
         self, layout: Layout | str | Path, shape: BlockShape | str | None, num_blocks: int | None
     ) -> tuple[Source, list[int]]:
-        layout = layout_of("layout", layout)
-        shape = None if shape is None else shape_of(shape)
-        num_blocks = None if num_blocks is None else num_blocks_of(num_blocks)
+        layout = as_layout(layout)
+        shape = None if shape is None else as_shape(shape)
+        num_blocks = None if num_blocks is None else number("num_blocks", num_blocks, 0)
         shape, num_blocks = self._agree(layout, shape, num_blocks)
         try:
             resolved = layout.resolve(shape, num_blocks)
@@ -472,7 +470,7 @@ def create(
     >>> with store.create("blocks.safetensors", kvbm.load("universal"), pool.shape, pool.num_blocks) as out:
     ...     kvbm.convert(pool, out)  # doctest: +SKIP
     """
-    require(TEXTS, metadata={} if metadata is None else metadata)
+    require_texts(metadata)
     own = {key: text for key, text in (metadata or {}).items() if key != CAST}  # of another file: this one has other values
     with made(path, layout, shape, num_blocks, digests=digests, metadata=own, force=force) as (pool, _):
         yield pool
@@ -493,12 +491,12 @@ def made(
 
     It also yields the open file, which stays the one that was written whatever gets its name afterwards.
     """
-    path, num_blocks = path_of("path", path), num_blocks_of(num_blocks)
-    metadata = {} if metadata is None else metadata
-    layout, shape = layout_of("layout", layout), shape_of(shape)
-    require(TEXTS, metadata=metadata)
-    require(FLAG, force=force)
-    require(_DIGESTS, digests=digests)
+    path, num_blocks = path_of("path", path), number("num_blocks", num_blocks, 0)
+    require_texts(metadata)
+    metadata = metadata or {}
+    layout, shape, force = as_layout(layout), as_shape(shape), flag("force", force)
+    kinds_of_digests = (bool, np.bool_, Digests)
+    require_a(kinds_of_digests, "digests", digests, "True, False, or the kvbm.store.Digests of the blocks")
     resolved = layout.resolve(shape, num_blocks)
     if isinstance(digests, Digests):
         digests.require(shape, num_blocks)
@@ -530,6 +528,11 @@ def made(
                 pages[begin : begin + array.nbytes] = array.astype("<u8").tobytes()
                 begin += array.nbytes
         pages.flush()
+
+
+def require_texts(metadata: Any) -> None:
+    """Raise `BindError` unless the metadata of a caller are None or a mapping."""
+    require_a((Mapping, type(None)), "metadata", metadata, "texts by name")
 
 
 def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests, metadata: Mapping[str, str]) -> bytes:

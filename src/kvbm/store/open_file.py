@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -9,12 +10,22 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .._arguments import quoted
 from ..errors import BindError, NotEnoughMemoryError
 
-__all__ = ["Opened", "mapped"]
+__all__ = ["Opened", "mapped", "path_of"]
 
 #: Bytes that Linux reads in one call, at most.
 _MOST_BYTES = 0x7FFFF000
+
+
+def path_of(name: str, given: Any) -> Path:
+    """A path that is legal in a file system."""
+    with contextlib.suppress(Exception):  # the object's own code may raise anything
+        found = Path(given)
+        if b"\0" not in os.fsencode(found):
+            return found
+    raise BindError(f"{name}: expected a path, got {quoted(given)}")
 
 
 def mapped(number: int, size: int, path: object, access: int = mmap.ACCESS_DEFAULT) -> mmap.mmap:

@@ -114,7 +114,8 @@ def layout_cases(
     if isinstance(dtypes, str):
         raise BindError(f"layout_cases: dtypes: expected a list of names, got {dtypes!r:.60}")
     dtypes = tuple(dtype_name(one, "layout_cases: dtypes") for one in listed("layout_cases: dtypes", dtypes, "names of dtypes"))
-    batches = tuple(map(_batch, listed("layout_cases: batches", batches, "numbers of blocks")))
+    counts = listed("layout_cases: batches", batches, "numbers of blocks")
+    batches = tuple(number("layout_cases: batches", one, 1, 1 << 24) for one in counts)
     if pairs is None:
         given_layouts = DEFAULT_LAYOUTS if layouts is None else listed("layout_cases: layouts", layouts, "a list of layouts")
         each = [_layout(one) for one in given_layouts]
@@ -175,12 +176,6 @@ def _usual(src: Layout, dst: Layout) -> Iterator[BlockShape]:
             yield replace(shape, nl=min(shape.nl, _LAYERS), nh=min(shape.nh, _HEADS))
     both = src.present & dst.present
     yield _KV if "h" in both else _LATENTS if "l" in both else _SCALES
-
-
-def _batch(number: object) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise BindError(f"layout_cases: batches: expected numbers of blocks from 1 on, got {quoted(number)}")
-    return number
 
 
 def _layout(one: str | Path | Layout) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._arguments import quoted
+from .._arguments import number
 from ..errors import SpecError
 
 #: m and k must be multiples of these: the rows and the groups of a tile of scale factors.
@@ -18,9 +18,5 @@ def require_sizes(who: str, m: object, k: object, l: object, seed: object) -> No
         A value is not an integer, a size is below 1 or not the required multiple, or the seed is below 0.
     """
     for name, value, least, multiple in (("m", m, 1, ROWS), ("k", k, 1, GROUPS), ("l", l, 1, 1), ("seed", seed, 0, 1)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise SpecError(f"{who}: {name}: expected an integer, got {quoted(value)}")
-        if value < least:
-            raise SpecError(f"{who}: {name}: expected at least {least}, got {value}")
-        if value % multiple:
+        if number(f"{who}: {name}", value, least, error=SpecError) % multiple:
             raise SpecError(f"{who}: {name}: expected a multiple of {multiple}, got {value}")

@@ -25,7 +25,8 @@ import click
 from ..cli.commands import Command, Group, Real, Whole, is_quiet, print_error
 from ..cli.common import json_option, note
 from ..cli.complete import some_of
-from ..errors import CudaError, CudaUnavailableError, DeviceNotFoundError, KvbmError, SpecError
+from ..cli.values import usable_device
+from ..errors import CudaUnavailableError, KvbmError, SpecError
 from .report import Report, Result
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def smoke(
             options += ["--cpu"] * cpu + ["--json"] * as_json + (["--gpu", str(gpu)] if gpu is not None else [])
             sys.exit(_in_subprocess(kernel, options))
         try:
-            device, function = "cpu" if cpu else _device(gpu), load_kernel(kernel)
+            device, function = "cpu" if cpu else usable_device(f"--gpu {gpu}", gpu, "testing the CPU's"), load_kernel(kernel)
             step = None if as_json else _print
             suite = suite or _suite(device, function)
             done = run(suite, device=device, kernel=function, num_runs=runs, limit_s=limit, step=step)
@@ -308,25 +309,6 @@ def _print(result: Result) -> None:
     click.echo(f"{mark}  {result.name:<32} {took:>16}  {result.dimensions}")
     if result.error:
         click.echo(f"       {result.error}")
-
-
-def _device(gpu: int | None) -> str:
-    """``cuda:N`` for a given number; else the first GPU that can be used, or the CPU."""
-    from .. import _core
-
-    try:
-        count, why = _core.device_count(), ""
-    except CudaError as error:
-        count, why = 0, f": {error}"
-    if gpu is not None:
-        if gpu >= count:
-            there = f"{count} of them, from 0 on" if count else f"none that kvbm can use{why}"
-            raise DeviceNotFoundError(f"--gpu {gpu}: no such GPU: this machine has {there}")
-        return f"cuda:{gpu}"
-    if count and not _core.num_images():
-        click.echo("kvbm was built without CUDA kernels: testing the CPU's (see `kvbm doctor`)", err=True)
-        return "cpu"
-    return "cuda:0" if count else "cpu"
 
 
 def load_kernel(text: str | None) -> Callable[[Any], Any] | None:

@@ -43,6 +43,7 @@ _LIBRARY = torch.library.Library("kvbm", "DEF")
 _STRIDES = "needs_exact_strides" if hasattr(torch.Tag, "needs_exact_strides") else "needs_fixed_stride_order"
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, _STRIDES))
 _INPUT, _OUTPUT = Caller("convert", "input"), Caller("convert", "output")
+_INPUT_, _OUTPUT_ = Caller("convert_", "input"), Caller("convert_", "output")
 
 for _twin in ("", "_"):
     _LIBRARY.define(
@@ -50,18 +51,23 @@ for _twin in ("", "_"):
     )
 
 
-def _batch(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, cast: str | None = None) -> Batch:
-    face = face_of("convert", tensors, None, src, dst, shape, cast=cast)
-    blocks = count_blocks(_INPUT, face.src, tensors)
-    return face.batch(blocks, blocks)
+#: The outputs of a call: None where the operator makes them.
+_Out = Sequence[torch.Tensor] | None
 
 
-def _known(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str, cast: str | None) -> Batch:
-    if not tensors:
-        return _batch(tensors, src, dst, shape, cast)
-    first = tensors[0]
-    key = (src, dst, shape, cast, first.dtype, first.device, first.shape, len(tensors))
-    return KNOWN.get(key) or remembered(key, _batch(tensors, src, dst, shape, cast))
+def _batch(tensors: Sequence[torch.Tensor], out: _Out, src: str, dst: str, shape: str, cast: str | None = None) -> Batch:
+    who = _INPUT if out is None else _INPUT_
+    face = face_of(who.operator, tensors, out, src, dst, shape, cast=cast)
+    blocks = count_blocks(who, face.src, tensors)
+    return face.batch(blocks, blocks if out is None else count_blocks(_OUTPUT_, face.dst, out))
+
+
+def _known(tensors: Sequence[torch.Tensor], out: _Out, src: str, dst: str, shape: str, cast: str | None) -> Batch:
+    if not tensors or (out is not None and not out):
+        return _batch(tensors, out, src, dst, shape, cast)
+    first, into = tensors[0], () if out is None else (out[0].dtype, out[0].shape, len(out))
+    key = (src, dst, shape, cast, first.dtype, first.device, first.shape, len(tensors), *into)
+    return KNOWN.get(key) or remembered(key, _batch(tensors, out, src, dst, shape, cast))
 
 
 def run(
@@ -69,7 +75,7 @@ def run(
 ) -> list[torch.Tensor] | None:
     """Convert without the dispatcher.  None, and nothing is done, if `look` refuses the tensors."""
     try:
-        batch = _known(tensors, src, dst, shape, cast)
+        batch = _known(tensors, None, src, dst, shape, cast)
         face = batch.face
         if batch.src_blocks == 0 and look is table_of:
             require_all(_INPUT, tensors, batch.src, face)
@@ -91,7 +97,7 @@ def _fake_convert(
     tensors: list[torch.Tensor], src: str, dst: str, shape: str, cast: str | None = None
 ) -> list[torch.Tensor]:
     try:
-        batch = _batch(tensors, src, dst, shape, cast)
+        batch = _batch(tensors, None, src, dst, shape, cast)
         require_all(_INPUT, tensors, batch.src, batch.face)
         out = batch.outputs()
         if cast is not None:
@@ -126,7 +132,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> 
 
 def _prime(tensors: Sequence[torch.Tensor], src: str, dst: str, shape: str) -> None:
     """Plan the backward pass now, so that the first one takes no longer than the others."""
-    batch = _batch(tensors, src, dst, shape)
+    batch = _batch(tensors, None, src, dst, shape)
     if batch.src_blocks:
         for copy in batch.copies(16, 16):
             if batch.face.index >= 0:
@@ -159,29 +165,6 @@ for _twin in ("", "_"):
         "Tensor? dst_ids=None, str? cast=None) -> ()",
         tags=_TAGS,
     )
-_INPUT_, _OUTPUT_ = Caller("convert_", "input"), Caller("convert_", "output")
-
-
-def _batch_(
-    tensors: Sequence[torch.Tensor],
-    out: Sequence[torch.Tensor],
-    src: str,
-    dst: str,
-    shape: str,
-    cast: str | None = None,
-) -> Batch:
-    face = face_of("convert_", tensors, out, src, dst, shape, cast=cast)
-    return face.batch(count_blocks(_INPUT_, face.src, tensors), count_blocks(_OUTPUT_, face.dst, out))
-
-
-def _known_(
-    tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], src: str, dst: str, shape: str, cast: str | None
-) -> Batch:
-    if not tensors or not out:
-        return _batch_(tensors, out, src, dst, shape, cast)
-    first, into, sizes = tensors[0], out[0], (len(tensors), len(out))
-    key = (src, dst, shape, cast, first.dtype, first.device, first.shape, into.dtype, into.shape, *sizes)
-    return KNOWN.get(key) or remembered(key, _batch_(tensors, out, src, dst, shape, cast))
 
 
 def _require_ids(face: Face, *ids: torch.Tensor | None) -> None:
@@ -210,7 +193,7 @@ def run_(
 ) -> bool:
     """As `run`, into existing tensors.  False if `look` refuses the tensors."""
     try:
-        batch = _known_(tensors, out, src, dst, shape, cast)
+        batch = _known(tensors, out, src, dst, shape, cast)
         face = batch.face
         _require_ids(face, src_ids, dst_ids)
         if (batch.src_blocks == 0 or batch.dst_blocks == 0) and look is table_of:
@@ -264,7 +247,7 @@ def _fake_convert_(
     cast: str | None = None,
 ) -> None:
     try:
-        batch = _batch_(tensors, out, src, dst, shape, cast)
+        batch = _batch(tensors, out, src, dst, shape, cast)
         _require_ids(batch.face, src_ids, dst_ids)
         require_all(_INPUT_, tensors, batch.src, batch.face)
         require_all(_OUTPUT_, out, batch.dst, batch.face)

@@ -5,14 +5,13 @@
    pools whose blocks lie at random ids. Then every source is overwritten with NaN, so that only the converted bytes remain.
 3. A new cache is built from those bytes and generation continues from it: the logits must have the same bits.
 4. The same with blocks that are deliberately read in the wrong layout: the logits must differ, or the check proves nothing.
-5. Bandwidth of each conversion on blocks of a real size, compared with a plain copy of the same number of bytes.
+5. Bandwidth of each conversion on blocks of a real size, compared with a plain copy of the same number of bytes, by the sweep of
+   `kvbm bench`, which also checks every bit.
 """
 
 from __future__ import annotations
 
 import random
-import re
-import statistics
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,15 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
-from .._arguments import quoted
-from ..errors import BindError, CudaUnavailableError, DeviceNotFoundError, MissingPackageError
+from ..cli.common import progress
+from ..errors import CudaUnavailableError, DeviceNotFoundError, MissingPackageError
 from ..layout.shapes import BlockShape, load_shape
 from ..layout.spec import load
 from ..memory.allocation import require_memory
 from ..planner.plan import plan
 from ..show.text import table_box
-from .common import progress
+from ..system.machine import device_of
+from .copies import MEMCPY, Pair, Sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ PATH = ("hf/dynamic_cache", "nhd", "universal", "vllm/LBHNC", "hf/dynamic_cache"
 _PROMPT_TOKENS = 203  # 12 blocks of 16 and a tail of 11, which does not fill a block
 _NEW_TOKENS = 16
 _BLOCK_TOKENS = 16
-_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}  # per side; there are two sides
+_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of a batch
 _REPEATS = {"cpu": 5, "cuda": 20}
 
 
@@ -70,7 +70,7 @@ def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
     device = _choose_device(console, torch, device)
     with torch.inference_mode():
         ok = _roundtrip(console, device, seed)
-        _bandwidth(console, device, seed)
+        _bandwidth(console, device)
     console.print(
         "[bold green]bit-identical[/]: generation carried on from the converted cache"
         if ok
@@ -237,12 +237,17 @@ def _cache_from(pool: Pool, tails: Sequence[tuple[torch.Tensor, torch.Tensor]]) 
 
 
 def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str) -> Pool:
+    """A pool over one tensor, not initialised."""
     import torch
 
-    nbytes = layout.resolve(shape, num_blocks).nbytes
+    from ..pool.pool import Pool
+
+    resolved = layout.resolve(shape, num_blocks)
     if device == "cpu":
-        require_memory(nbytes, f"{layout.name}: {num_blocks:,} blocks of {shape}")
-    return _pool_over(torch.empty(nbytes, dtype=torch.uint8, device=device), layout, shape, num_blocks)
+        require_memory(resolved.nbytes, f"{layout.name}: {num_blocks:,} blocks of {shape}")
+    side = torch.empty(resolved.nbytes, dtype=torch.uint8, device=device).view(getattr(torch, shape.dtype))
+    pieces = side.split([each.nbytes // each.itemsize for each in resolved.allocations])
+    return Pool(layout, shape, [one.view(each.shape) for one, each in zip(pieces, resolved.allocations, strict=True)])
 
 
 def _reinterpret(pool: Pool, layout: Layout) -> Pool:
@@ -306,96 +311,36 @@ def _print_logits(
 # ---- bandwidth ------------------------------------------------------------------------------------------------------
 
 
-def _bandwidth(console: Console, device: str, seed: int) -> None:
-    """Time each conversion on blocks of llama-3.1-8b at random ids, alternating with a plain copy of the same bytes."""
-    import numpy as np
-    import torch
-
-    from ..copy.transfer import convert
-    from ..system.clock import CpuClock, GpuClock
-
+def _bandwidth(console: Console, device: str) -> None:
+    """Measure each conversion on blocks of llama-3.1-8b at random ids, as `kvbm bench` does."""
     kind = device.partition(":")[0]
+    direction, backend = {"cpu": ("h2h", "host"), "cuda": ("d2d", "direct")}[kind]
     shape = load_shape("llama-3.1-8b")
-    num_blocks = _BYTES[kind] // shape.nbytes
-    if kind == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        num_blocks = min(num_blocks, int(free * 0.4) // shape.nbytes)
-    rng = random.Random(seed)
-    steps = 2 + (len(PATH) - 1) * (_REPEATS[kind] + 1)
-    with progress("bandwidth: filling memory", steps, MofNCompleteColumn(), console=console) as update:
-        sides = []
-        for _ in range(2):
-            side = torch.empty(num_blocks * shape.nbytes, dtype=torch.uint8, device=device)
-            side.random_(0, 256)
-            sides.append(side)
-            update(advance=1)
-        if kind == "cuda":
-            torch.cuda.synchronize(device)  # the clock has a stream of its own
-        rows, copies = [], []
-        with GpuClock(torch.device(device).index) if kind == "cuda" else CpuClock() as clock:
-            for src_name, dst_name in pairwise(PATH):
-                update(description=f"bandwidth: {src_name} → {dst_name}")
-                src = _pool_over(sides[0], load(src_name), shape, num_blocks)
-                dst = _pool_over(sides[1], load(dst_name), shape, num_blocks)
-                ids = [np.array(rng.sample(range(num_blocks), num_blocks)) for _ in range(2)]
-                times: list[tuple[float, ...]] = []
-                for _ in range(_REPEATS[kind] + 1):
-                    both = (
-                        lambda stream: convert(src, dst, *ids, stream=stream),  # noqa: B023  (called at once)
-                        lambda stream: _plain_copy(sides[0], sides[1], stream),
-                    )
-                    times.append(tuple(clock.time(call, iters=1, warmup=0).median for call in both))
-                    update(advance=1)
-                # The first pair of times is a warm-up.
-                seconds, copy = (statistics.median(column) for column in zip(*times[1:], strict=True))
-                rows.append((f"{src_name} → {dst_name}", seconds, copy))
-                copies.append(copy)
-    moved = num_blocks * shape.nbytes
-    table = Table(
-        title=f"bandwidth: llama-3.1-8b, {num_blocks} blocks at random ids, {moved / 2**20:,.0f} MiB",
-        title_justify="left",
-        title_style="bold",
-        box=table_box(console),
-    )
+    pairs = [Pair.parse(f"{src}:{dst}") for src, dst in pairwise(PATH)]
+    sweep = Sweep(
+        [shape], [_BYTES[kind] // shape.nbytes], [direction], pairs, {direction: [backend]}, {},
+        built_in_peers=False, place=device, iters=_REPEATS[kind],
+    )  # fmt: skip
+    with progress("bandwidth", sweep.steps, MofNCompleteColumn(), console=console) as update:
+        sweep.note = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)
+        sweep.step = lambda title: update(advance=1, description=f"bandwidth: {title}")
+        rows = list(sweep.run())
+    if not rows:
+        return
+    moved = rows[0].total_bytes
+    title = f"bandwidth: llama-3.1-8b, {rows[0].num_blocks} blocks at random ids, {moved / 2**20:,.0f} MiB"
+    table = Table(title=title, title_justify="left", title_style="bold", box=table_box(console))
     table.add_column("conversion")
-    table.add_column("ms", justify="right")
-    table.add_column("GB/s", justify="right")
-    table.add_column("of a plain copy", justify="right")
-    for name, seconds, copy in rows:
-        table.add_row(name, f"{seconds * 1e3:,.1f}", f"{moved / seconds / 1e9:,.1f}", f"{copy / seconds:.2f}")
-    median = statistics.median(copies)
-    threads = f" on {torch.get_num_threads()} threads" if kind == "cpu" else ""
-    plain = f"torch copy_ of the same bytes{threads}"
-    table.add_row(plain, f"{median * 1e3:,.1f}", f"{moved / median / 1e9:,.1f}", "", style="dim")
+    for column in ("ms", "GB/s", "of a plain copy"):
+        table.add_column(column, justify="right")
+    for row in sorted(rows, key=lambda row: row.backend == MEMCPY):
+        ms, gbps = f"{row.median_ms:,.1f}", f"{row.bandwidth_gbps:,.1f}"
+        if row.backend == MEMCPY:
+            table.add_row("a plain copy of the same bytes", ms, gbps, "", style="dim")
+        else:
+            table.add_row(row.pattern.replace(":", " → "), ms, gbps, f"{row.ratio:.2f}")
     console.print(table)
     console.print(f"GB/s count each byte that is moved once; medians of {_REPEATS[kind]}\n", style="dim")
-
-
-def _pool_over(side: torch.Tensor, layout: Layout, shape: BlockShape, num_blocks: int) -> Pool:
-    """Place a pool's allocations one after another in a buffer, so that every layout is timed on the same memory."""
-    import torch
-
-    from ..pool.pool import Pool
-
-    dtype = getattr(torch, shape.dtype)
-    tensors, start = [], 0
-    for allocation in layout.resolve(shape, num_blocks).allocations:
-        tensors.append(side[start : start + allocation.nbytes].view(dtype).view(allocation.shape))
-        start += allocation.nbytes
-    return Pool(layout, shape, tensors)
-
-
-def _plain_copy(src: torch.Tensor, dst: torch.Tensor, stream: Any) -> None:
-    """Copy with torch, on a stream of cuda.core if it is on a GPU."""
-    import torch
-
-    from .. import _core
-
-    if stream is None:
-        dst.copy_(src)
-        return
-    with torch.cuda.stream(torch.cuda.ExternalStream(_core.stream_handle(stream), device=dst.device)):
-        dst.copy_(src)
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
@@ -417,12 +362,9 @@ def _torch() -> Any:
 def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
     from .. import kernels
 
-    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", wanted or "cuda")
-    if match is None:
-        raise BindError(f"device: expected 'cpu' or 'cuda:N', got {quoted(wanted, 60)}")
     if wanted == "cpu":
         return "cpu"
-    index = int(match[1] or 0)
+    index = device_of(wanted or "cuda:0")
     missing = (
         f"torch {torch.__version__} sees no GPU"
         if not torch.cuda.is_available()

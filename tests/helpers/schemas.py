@@ -2,6 +2,8 @@
 
 A schema accepts every file that the parser accepts.  It also accepts some files that the parser refuses: a pattern cannot check
 that a pitch belongs to an axis of the order, or that a split divides a size.  `kvbm check` checks everything.
+
+``layouts/**/schema.json`` are these schemas; ``KVBM_UPDATE_GOLDEN=1 pytest tests/cli/test_schema.py`` writes them.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..layout.grammar import KEYS, PLANE_KEYS
-from ..layout.shapes import ITEMSIZE, OPTIONAL_KEYS, REQUIRED_KEYS
-from ..layout.terms import AXES, FUNCTIONS, OPERATORS, SIZES
-from ..reshard import placement
+from kvbm.layout.grammar import KEYS, PLANE_KEYS
+from kvbm.layout.shapes import ITEMSIZE, OPTIONAL_KEYS, REQUIRED_KEYS
+from kvbm.layout.terms import AXES, FUNCTIONS, OPERATORS, SIZES
+from kvbm.reshard import placement
 
 __all__ = ["SCHEMAS", "layout_schema", "placement_schema", "shape_schema", "text"]
 
