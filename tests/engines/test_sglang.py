@@ -181,7 +181,10 @@ def test_sglang_continues_what_vllm_stored(models: Callable[[str], Path], tmp_pa
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_engines_of_other_ranks_and_pages(models: Callable[[str], Path], tmp_path: Path) -> None:
-    """What two ranks of SGLang stored, one of vLLM continues, and the reverse; other angles and weights share nothing."""
+    """What two ranks of SGLang stored, one of vLLM continues, and the reverse; other angles and weights share nothing.
+
+    Log probabilities are those of the engine that has computed all, but for the order of sums; those of other weights are far away.
+    """
     folder, model = tmp_path / "kv", models("llama")
     first = by_sglang(model, folder, 200, 300, tp_size=2)
     files = sorted(folder.rglob("*.safetensors"))
@@ -192,12 +195,16 @@ def test_engines_of_other_ranks_and_pages(models: Callable[[str], Path], tmp_pat
     assert told(third, "cached") == [256, 192] and told(third, "tokens") == told([second[2], first[0]], "tokens")
     fourth = by_vllm(model, folder, 300, tp=2)
     assert told(fourth, "cached") == [288] and fourth[0]["tokens"] == first[1]["tokens"]
+    for found, exact in ((second[:2], first), (third, [second[2], first[0]]), (fourth, first[1:])):
+        print("log probabilities", apart(found, exact, 3))
+        assert apart(found, exact, 3).most < 1e-4
 
     theta = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
     other = by_sglang(model, folder, 200, json_model_override_args=theta)
     assert told(other, "cached") == [0] and other[0]["tokens"] != first[0]["tokens"]
     strange = by_sglang(models("llama 1"), folder, 200)  # the same configuration
     assert told(strange, "cached") == [0] and strange[0]["tokens"] != first[0]["tokens"]
+    assert apart(strange, first[:1]).mean > 0.1
     assert len([one for one in folder.iterdir() if one.is_dir()]) == 3
     for path in folder.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
