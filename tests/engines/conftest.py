@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,6 +26,23 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*vllm*.py"]
 def has_avx512() -> bool:
     """True if the processor has what vLLM's fp8 caches need on CPUs."""
     return bool(import_module("torch").cpu._is_avx512_supported())
+
+
+class Apart(NamedTuple):
+    """How much log probabilities differ, of the ten likeliest tokens of each prompt and step."""
+
+    mean: float
+    most: float
+
+
+def apart(found: list[dict[str, Any]], exact: list[dict[str, Any]], steps: int = 1) -> Apart:
+    """What programs print of the same prompts, beside each other: of the first tokens that are generated."""
+    differences = []
+    for one, other in zip(found, exact, strict=True):
+        for ours, theirs in zip(one["logprobs"][:steps], other["logprobs"][:steps], strict=True):
+            likeliest = sorted(theirs, key=theirs.__getitem__)[-10:]
+            differences += [abs(ours.get(token, min(ours.values())) - theirs[token]) for token in likeliest]
+    return Apart(sum(differences) / len(differences), max(differences))
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from conftest import HERE, Program, result, run
+from conftest import HERE, Program, apart, result, run
 
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
@@ -113,16 +113,22 @@ class Vllm(Program):
         return [str(python), *super().words(program, arguments)[1:]]
 
 
-def by_vllm(model: Path, folder: Path, *lengths: int, tp: int = 1, nt: int = 32) -> list[dict[str, Any]]:
-    """What vLLM generates, one prompt after the other, with a folder behind its host memory."""
+def by_vllm(
+    model: Path, folder: Path, *lengths: int, tp: int = 1, nt: int = 32, alone: Sequence[int] = (), **extra: Any
+) -> list[dict[str, Any]]:
+    """What vLLM generates, one prompt after the other, with a folder behind its host memory.
+
+    Those of the lengths `alone` have a salt: no other engine finds them.
+    """
     transfer = {
         "kv_connector": "KvbmOffloadingConnector", "kv_connector_module_path": "kvbm.integrations.vllm", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20, "folder": str(folder), "folder_bytes": 1 << 30},
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20, "folder": str(folder), "folder_bytes": 1 << 30, **extra},
     }  # fmt: skip
     llm = {"model": str(model), "block_size": nt, "tensor_parallel_size": tp, "kv_transfer_config": transfer}
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp > 1 else {}
     paths = [str(Path(kvbm.__file__).parents[1]), str(HERE.parent), str(HERE.parent / "helpers")]  # none of SGLang's
-    settings = json.dumps({"llm": llm, "runs": [[length] for length in lengths], "new": 8})
+    runs = [[length] for length in (*lengths, *alone)]
+    settings = json.dumps({"llm": llm, "runs": runs, "new": 8, "likely": 20, "salted": [*alone]})
     started = Vllm("generate", settings, PYTHONPATH=os.pathsep.join(paths), **variables)
     try:
         return [one for (one,) in result(started.end(400))]
@@ -151,17 +157,23 @@ def told(found: list[dict[str, Any]], what: str) -> list[Any]:
 
 @pytest.mark.timeout(900)
 def test_sglang_continues_what_vllm_stored(models: Callable[[str], Path], tmp_path: Path) -> None:
-    """By pages of 16 from blocks of 32, with vLLM's tokens; and the second reader finds the units of both engines."""
+    """By pages of 64 from blocks of 32, with vLLM's tokens; and the second reader finds the units of both engines.
+
+    Log probabilities differ as those of the engines do where each computes all of a prompt: by the order of sums in float32.
+    """
     folder = tmp_path / "kv"
-    first = by_vllm(models("llama"), folder, 200)
-    second = by_sglang(models("llama"), folder, 200, 300)
-    assert told(first, "cached") == [0] and told(second, "cached") == [192, 0]
-    assert second[0]["tokens"] == first[0]["tokens"]
+    first = by_vllm(models("llama"), folder, 200, alone=[300], unit_tokens=64, blocks_per_chunk=2)
+    second = by_sglang(models("llama"), folder, 200, 300, page_size=64)
+    assert told(first, "cached") == [0, 0] and told(second, "cached") == [192, 0]
+    assert told(second, "tokens") == told(first, "tokens")
+    loaded, computed = (apart([second[at]], [first[at]], 3) for at in range(2))
+    print("log probabilities", loaded, computed)
+    assert loaded.mean < 3 * computed.mean and loaded.most < 3 * computed.most < 1e-4
     [content] = [one.name for one in folder.iterdir() if one.is_dir()]
     reader = Reader(folder, content)
     for length in (200, 300):
         tokens = [(i * 7 + 31 * length) % 1000 + 3 for i in range(length)]
-        assert len(reader.units(tokens)) == length // 16
+        assert len(reader.units(tokens)) == length // 64
         rows = [reader.rows(tokens, layer, half, head) for layer in range(4) for half in range(2) for head in range(4)]
         assert all(row.any() for row in rows) and len({row.tobytes() for row in rows}) == len(rows)
 
@@ -169,7 +181,10 @@ def test_sglang_continues_what_vllm_stored(models: Callable[[str], Path], tmp_pa
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_engines_of_other_ranks_and_pages(models: Callable[[str], Path], tmp_path: Path) -> None:
-    """What two ranks of SGLang stored, one of vLLM continues, and the reverse; other angles and weights share nothing."""
+    """What two ranks of SGLang stored, one of vLLM continues, and the reverse; other angles and weights share nothing.
+
+    Log probabilities are those of the engine that has computed all, but for the order of sums; those of other weights are far away.
+    """
     folder, model = tmp_path / "kv", models("llama")
     first = by_sglang(model, folder, 200, 300, tp_size=2)
     files = sorted(folder.rglob("*.safetensors"))
@@ -180,12 +195,16 @@ def test_engines_of_other_ranks_and_pages(models: Callable[[str], Path], tmp_pat
     assert told(third, "cached") == [256, 192] and told(third, "tokens") == told([second[2], first[0]], "tokens")
     fourth = by_vllm(model, folder, 300, tp=2)
     assert told(fourth, "cached") == [288] and fourth[0]["tokens"] == first[1]["tokens"]
+    for found, exact in ((second[:2], first), (third, [second[2], first[0]]), (fourth, first[1:])):
+        print("log probabilities", apart(found, exact, 3))
+        assert apart(found, exact, 3).most < 1e-4
 
     theta = json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
     other = by_sglang(model, folder, 200, json_model_override_args=theta)
     assert told(other, "cached") == [0] and other[0]["tokens"] != first[0]["tokens"]
     strange = by_sglang(models("llama 1"), folder, 200)  # the same configuration
     assert told(strange, "cached") == [0] and strange[0]["tokens"] != first[0]["tokens"]
+    assert apart(strange, first[:1]).mean > 0.1
     assert len([one for one in folder.iterdir() if one.is_dir()]) == 3
     for path in folder.rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
@@ -845,7 +864,7 @@ def test_storage_refuses(tmp_path: Path) -> None:
     host = host_pool("page_first")
     for extra, message in (
         ({"interface_v1": 0}, "interface_v1"),
-        ({"unit_tokens": 16}, r"unit_tokens: expected the 4 tokens of a page \(--page-size\), .* got 16"),
+        ({"unit_tokens": 16}, r"unit_tokens: expected the 4 tokens of a page .* got 16; set --page-size 16, or .*: 4"),
         ({"folder_bytes": "1 GB"}, "folder_bytes: expected a number from 1 on, got '1 GB'"),
         ({"path": None}, "path: expected a text"),
     ):

@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.request import RequestStatus
 
 import cast_oracle
 import kvbm
 from kvbm import BindError, KvbmError, Pool, Span, reshard, wire
-from kvbm.integrations.vllm import connector, holding
+from kvbm.integrations.vllm import caches, connector, holding
 from kvbm.integrations.vllm.connector import _Worker
 from kvbm.integrations.vllm.holding import Hold, Push
 from kvbm.integrations.vllm.identity import inputs_of
@@ -206,6 +208,17 @@ def test_who_asks_a_second_time_is_prefilled_here() -> None:
     assert scheduler.finished(again, ()) == (False, None) and not scheduler.step_metadata().loads
     other = request({**PARAMS, "remote_port": 8})
     assert scheduler.matched(other, 0) == (99, True)
+
+
+def test_states_are_refused() -> None:
+    """Before anything is bound, and with the way out."""
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.float32)
+    state = MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,))
+    compressed = SimpleNamespace(num_kv_heads=1, tokens_per_state=4)
+    for held, why in ((state, "MambaSpec: a state per sequence"), (compressed, "several tokens share a state")):
+        made = [SimpleNamespace(kv_cache_spec=one, layer_names=[f"l.{at}"]) for at, one in enumerate((attention, held))]
+        with pytest.raises(BindError, match=rf"group 1, layer 'l\.1': .*{why}: .*in one engine, where KvbmOffloadingConnector"):
+            caches.Caches(None, SimpleNamespace(kv_cache_groups=made), {})
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,7 @@ def test_blocks_are_held_until_they_are_digested(side: Callable[..., Side], monk
 
 def test_what_cannot_be_digested_is_said(both: Both, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode, origin = both
+    prefill.worker._takes["r"][1].result(LIMIT)  # that of the fixture
     monkeypatch.setattr(prefill.worker, "_digests", lambda *_: 1 / 0)
     prefill.worker.begin(GuardMetadata(takes={"s": Take("l", prefill.caches.blocks, TOKENS, False)}))
     decode.put()

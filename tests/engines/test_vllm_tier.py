@@ -119,6 +119,9 @@ def test_other_tp_and_block_size(models: Models, tmp_path: Path) -> None:
 #: 2e-3 on the CPU in vLLM itself, as prompts are put together.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], float]] = {
     "llama": ({"nt": 64}, {"tp": 2, "nt": 32, "blocks_per_chunk": 2}, [192, 64], 1e-4),
+    "llama, units of two blocks": (
+        {"nt": 32, "unit_tokens": 64, "blocks_per_chunk": 4}, {"tp": 2, "nt": 64, "unit_tokens": 64}, [128, 0], 1e-4,
+    ),
     "mla": (
         {"nt": 64, "without_prefix_caching": True}, {"tp": 2, "nt": 32, "without_prefix_caching": True}, [192, 96], 1e-2,
     ),
@@ -130,7 +133,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], float]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_stored_by_one_rank(models: Models, tmp_path: Path, name: str) -> None:
     """Loaded by two ranks with smaller blocks; a latent, which ranks hold alike; three groups of layers, two with a window."""
-    model, (writes, reads, whole, most) = models(name), CASES[name]
+    model, (writes, reads, whole, most) = models(name.split(",")[0]), CASES[name]
     assert cached(generated(model, tmp_path, **writes)[0]) == [0, 0]
     second = generated(model, tmp_path, **reads)
     assert cached(second[0]) == whole and all(same(one, model, most) for one in second)
@@ -204,7 +207,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ), "kv_cache_config": caches(FullAttentionSpec(**{**FULL, "num_kv_heads": 1}))},
         r"layers\.0.*gives each rank of tp8 one head, got several.*less tensor parallelism",
     ),
-    "units": ({"unit_tokens": 24}, r"unit_tokens: expected a number that divides the blocks of 32 tokens, got 24"),
+    "units": ({"unit_tokens": 24}, r"unit_tokens: expected a number that divides the blocks of 32 tokens, got 24$"),
+    "large units": ({"unit_tokens": 64}, r'unit_tokens: .*, got 64; for units of several blocks set "blocks_per_chunk": 2'),
     "dummy": (
         {"model_key": "", "vllm_config": config(load_config=SimpleNamespace(load_format="dummy"))},
         r"dummy weights have no files .*; expected model_key in kv_connector_extra_config",

@@ -299,9 +299,13 @@ def shelved(of: Content, pool: Pool, heads: range, tier: Folder, *, reads: bool)
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_files_of_other_ranks_and_block_sizes(tmp_path: Path, name: str) -> None:
-    """Two ranks with blocks of 8 tokens write quantised units, one with blocks of 16 reads them: the same bits, and the reverse."""
+    """Two ranks with blocks of 8 tokens write quantised units, one with blocks of 16 reads them: the same bits, and the reverse.
+
+    And with blocks that are smaller than a unit.
+    """
     of, values = content(name), HostValues(name)
-    for folder, writes, reads in ((tmp_path / "a", (2, 8), (1, 16)), (tmp_path / "b", (1, 32), (4, 4))):
+    for at, (writes, reads) in enumerate((((2, 8), (1, 16)), ((1, 32), (4, 4)), ((4, 2), (2, 1)))):
+        folder = tmp_path / str(at)
         tier = Folder(folder, of, 1 << 30)
         size = values.block_bytes(UNIT)
         for rank in range(writes[0]):

@@ -61,8 +61,8 @@ def shelf(pool: Pool, tp: int = 1, rank: int = 0, **options: Any) -> Shelf:
 
 def moved(of: Shelf, pool: Pool, tier: Folder, what: str, some: slice = slice(None)) -> Shelved:
     """Read or write blocks."""
-    ids = np.arange(pool.num_blocks)[some]
-    units = [unit for block in ids.tolist() for unit in range(block * of.each, (block + 1) * of.each)]
+    ids, nt = np.arange(pool.num_blocks)[some], pool.shape.nt
+    units = list(dict.fromkeys(token // 4 for block in ids.tolist() for token in range(block * nt, (block + 1) * nt)))
     names, firsts = [NAMES[unit] for unit in units], [4 * unit for unit in units]
     if what == "read":
         return of.read(tier, ids, names, firsts)
@@ -128,10 +128,14 @@ def test_the_same_weights_under_another_path(tmp_path: Path) -> None:
     [
         (1, 4, 1, 4, "universal"), (2, 8, 1, 16, "universal"), (1, 16, 2, 8, "operational_nhd"), (4, 4, 2, 32, "universal"),
         (2, 16, 4, 4, "operational_hnd"), (1, 64, 4, 64, "nhd"),
+        (1, 2, 2, 8, "universal"), (4, 1, 1, 2, "nhd"), (2, 32, 4, 1, "hnd"),
     ],
 )  # fmt: skip
 def test_other_ranks_and_blocks(tmp_path: Path, tp: int, nt: int, to_tp: int, to_nt: int, layout: str) -> None:
-    """Data written by one engine's ranks are read by other ranks; the digests are those of the new blocks."""
+    """Data written by one engine's ranks are read by other ranks, whose blocks may be smaller than a unit.
+
+    The digests are those of the new blocks.
+    """
     tier = stored(tmp_path, tp, nt)
     assert all(map(tier.holds, NAMES)) and len(tier.parts(NAMES[3])) == tp
     for rank in range(to_tp):
@@ -187,6 +191,24 @@ def test_memory_that_was_changed(tmp_path: Path) -> None:
     done = shelf(pool).write(tier, np.arange(4), digests[:4], NAMES[:8], range(0, 32, 4))
     assert done.good.tolist() == [True, True, False, True] and "1 blocks of host memory are not" in done.why
     assert [tier.holds(name) for name in NAMES[:8]] == [True] * 4 + [False] * 2 + [True] * 2
+
+
+def test_a_unit_of_several_blocks(tmp_path: Path) -> None:
+    """It is written only if all of them are what was stored, and a file that was changed is a miss of all of them."""
+    tier, pool = Folder(tmp_path, CONTENT, 1 << 30), blocks(nt=2)
+    digests = pool.digest()
+    pool.arrays[5].reshape(-1)[3] += 1
+    done = shelf(pool).write(tier, np.arange(8), digests[:8], NAMES[:4], range(0, 16, 4))
+    assert done.good.tolist() == [True] * 4 + [False] * 2 + [True] * 2 and "1 blocks of host memory are not" in done.why
+    assert [tier.holds(name) for name in NAMES[:4]] == [True, True, False, True]
+    flip(-1)(tier.home(NAMES[1]) / "heads-0-3.safetensors", tier)
+    into = blocks(nt=2, empty=True)
+    done = shelf(into).read(tier, np.arange(8), NAMES[:4], range(0, 16, 4))
+    assert done.good.tolist() == [True] * 2 + [False] * 4 + [True] * 2 and done.why
+    assert done.nbytes == 4 * into.shape.nbytes and not any(array.any() for array in into.arrays[2:6])
+    expected = blocks(nt=2)
+    assert all(np.array_equal(into.arrays[block], expected.arrays[block]) for block in (0, 1, 6, 7))
+    assert (done.digests[done.good] == expected.digest([0, 1, 6, 7])).all()
 
 
 def flip(byte: int) -> Callable[[Path, Folder], None]:
@@ -575,12 +597,13 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pool", "heads", "says"),
     [
-        (replace(UNIT, nt=6), range(4), r"unit_tokens: expected a number that divides the blocks of 6 tokens, got 4"),
+        (replace(UNIT, nt=6), range(4), r"unit_tokens: expected a number that divides the blocks of 6 tokens, or a .*, got 4"),
+        (replace(UNIT, nt=3), range(4), r"unit_tokens: expected a number that divides the blocks of 3 tokens, or a .*, got 4"),
         (replace(UNIT, hd=16), range(4), r"folder: expected blocks with all heads as .* got"),
         (replace(UNIT, dtype="int32"), range(4), r"folder: expected blocks"),
         (replace(UNIT, nh=2), range(4), r"folder: expected blocks"),
     ],
-    ids=["tokens", "elements", "dtype", "heads"],
+    ids=["tokens", "fewer tokens", "elements", "dtype", "heads"],
 )
 def test_blocks_that_are_refused(pool: BlockShape, heads: range, says: str) -> None:
     with pytest.raises(BindError, match=says):

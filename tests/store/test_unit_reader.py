@@ -24,7 +24,8 @@ def written(folder: Path, tp: int, shape: BlockShape, nt: int, salt: str = "") -
     content = Content(key_of_json(MODEL), "x", tuple(range(10, 10 + shape.nl)), shape)
     held = Folder(folder, content)
     held.make(MODEL)
-    count = len(TOKENS) // nt
+    most = max(nt, shape.nt)
+    count = len(TOKENS) // most * most // nt
     width = {"float32": "u4", "bfloat16": "u2"}[shape.dtype]
     generator = np.random.default_rng(7)
     bits = generator.integers(0, 1 << 14, (shape.nl, shape.no, shape.nh, count * nt, shape.hd)).astype(width)
@@ -44,7 +45,7 @@ def written(folder: Path, tp: int, shape: BlockShape, nt: int, salt: str = "") -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("tp", "nt", "hd", "salt"), [(1, 4, 8, ""), (2, 16, 3, ""), (4, 8, 6, "salt é")])
+@pytest.mark.parametrize(("tp", "nt", "hd", "salt"), [(1, 4, 8, ""), (2, 16, 3, ""), (4, 8, 6, "salt é"), (2, 2, 8, "")])
 def test_heads_and_layers(tmp_path: Path, tp: int, nt: int, hd: int, salt: str, dtype: str) -> None:
     """Every bit of K and V, from files of other ranks and blocks."""
     shape = BlockShape(nl=2, no=2, nh=4, nt=4, hd=hd, dtype=dtype)

@@ -24,9 +24,20 @@ if TYPE_CHECKING:
 
 _COUNT = Whole(1, 1 << 16)
 
+#: Numbers of ranks → vLLM's flag.
+_RANKS = {"tp": "--tensor-parallel-size", "pp": "--pipeline-parallel-size", "dcp": "--decode-context-parallel-size"}
+
 #: What ``--to`` may say: numbers, and texts → argument of `Engine`.
-_NUMBERS = ("tp", "pp", "dcp", "nt")
+_NUMBERS = (*_RANKS, "nt")
 _TEXTS = {"layout": "order", "kv-cache-dtype": "cache_dtype", "backend": "backend"}
+
+
+def _ranks(command: Any) -> Any:
+    """An option for each number of ranks."""
+    for name, flag in reversed(_RANKS.items()):
+        option = click.option(f"--{name}", default=1, show_default=True, type=_COUNT, metavar="N", help=f"{flag}.")
+        command = option(command)
+    return command
 
 
 def _orders() -> tuple[str, ...]:
@@ -57,9 +68,7 @@ def _backends() -> tuple[str, ...]:
     "serve-check",
     cls=Command,
     other_names={
-        "--tensor-parallel-size": "--tp",
-        "--pipeline-parallel-size": "--pp",
-        "--decode-context-parallel-size": "--dcp",
+        **{flag: f"--{name}" for name, flag in _RANKS.items()},
         "--tokens-per-block": "--block-size",
         "--page-size": "--block-size",
         "--nt": "--block-size",
@@ -80,9 +89,7 @@ def _backends() -> tuple[str, ...]:
     shell_complete=some_of(files=True),
     help="A config.json, its folder, or a model in Hugging Face's cache.",
 )
-@click.option("--tp", default=1, show_default=True, type=_COUNT, metavar="N", help="--tensor-parallel-size.")
-@click.option("--pp", default=1, show_default=True, type=_COUNT, metavar="N", help="--pipeline-parallel-size.")
-@click.option("--dcp", default=1, show_default=True, type=_COUNT, metavar="N", help="--decode-context-parallel-size.")
+@_ranks
 @click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens per block.")
 @click.option(
     "--kv-cache-dtype",

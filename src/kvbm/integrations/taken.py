@@ -69,7 +69,6 @@ TAKEN: MappingProxyType[str, dict[str, dict[str, str]]] = MappingProxyType({
             "KVConnectorTransferResults": "finished_sending\nfinished_recving\nfailed_recving",
             "SupportsHMA": "def request_finished_all_groups(request, block_ids)",
         },
-        "vllm.distributed.kv_transfer.kv_connector.v1": {"KVConnectorRole": ""},
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
             "KVConnectorPromMetrics": """
                 def __init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

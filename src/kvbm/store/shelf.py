@@ -32,12 +32,16 @@ Used = tuple[Part, tuple[int, int] | None]
 
 
 class _Desk:
-    """The memory of one thread: units in the layout of the files, and the copies from and to the host's blocks."""
+    """The memory of one thread: units in the layout of the files, and the copies from and to the host's blocks.
+
+    Both have the ids of pieces: blocks or units, of whichever has fewer tokens.
+    """
 
     def __init__(self, layout: Layout, host: Pool, unit: int, rows: int) -> None:
         self.pool = Pool.allocate(layout, replace(host.shape, nt=unit), rows)
-        part = host if unit == host.shape.nt else host.units(unit)
-        self.out, self.back = Transfer(part, self.pool), Transfer(self.pool, part)
+        piece = min(unit, host.shape.nt)
+        part, own = (pool if pool.shape.nt == piece else pool.units(piece) for pool in (host, self.pool))
+        self.out, self.back, self.pieces = Transfer(part, own), Transfer(own, part), own
 
     def close(self) -> None:
         self.out.close()
@@ -78,7 +82,7 @@ class Shelf:
     content : Content
         The content of the units.
     host : Pool
-        The blocks in host memory.  Each consists of whole units.
+        The blocks in host memory.  Each consists of whole units, or a unit of whole blocks.
     heads : range
         The heads of the model in `host`.
     verify : bool
@@ -89,33 +93,46 @@ class Shelf:
     Raises
     ------
     BindError
-        The blocks do not consist of such units.
+        The blocks do not consist of such units, nor such units of these blocks.
+
+    Attributes
+    ----------
+    each, joined : int
+        Units of a block, and blocks of a unit: one of them is 1.
+    step : int
+        Most units that are written or read at a time.
     """
 
     def __init__(self, content: Content, host: Pool, heads: range, verify: bool = True, threads: int = 4) -> None:
         shape, unit = content.shape, content.shape.nt
-        if host.shape.nt % unit:
+        if host.shape.nt % unit and unit % host.shape.nt:
             raise BindError(
-                f"unit_tokens: expected a number that divides the blocks of {host.shape.nt} tokens, got {unit}"
+                f"unit_tokens: expected a number that divides the blocks of {host.shape.nt} tokens, or a multiple of them, got "
+                f"{unit}"
             )
         if replace(host.shape, nt=unit, nh=shape.nh) != shape or len(heads) != host.shape.nh:
             raise BindError(f"folder: expected blocks with all heads as {shape}, got {host.shape}, heads {heads}")
         if (host.layout.planes or content.values) and host.layout != content.layout:
             raise BindError(f"folder: expected blocks in the layout {content.layout.name}, got {host.layout.name}")
         self.part, self.verify, self.unit = Part(heads[0], heads[-1] + 1), verify, unit
-        self.each = host.shape.nt // unit
+        self.each, self.joined = max(1, host.shape.nt // unit), max(1, unit // host.shape.nt)
         self._model = Model(heads=tuple(heads), nh=shape.nh)
-        blocks = max(1, _STEP_BYTES // host.resolved.block_bytes)
-        self.step = min(blocks, host.num_blocks) * self.each
+        blocks = min(_STEP_BYTES // host.resolved.block_bytes, host.num_blocks)
+        self.step = max(1, blocks // self.joined) * self.each
         self._threads = threads
         self._desks: SimpleQueue[_Desk] = SimpleQueue()
         for _ in range(threads):
             self._desks.put(_Desk(content.layout, host, unit, self.step))
 
-    def units_of(self, blocks: Ids) -> Ids:
-        """The units of blocks of host memory, one after the other."""
+    def _pieces_of(self, blocks: Ids) -> Ids:
+        """The pieces of blocks of host memory, one after the other."""
         found: Ids = (blocks[:, None] * self.each + np.arange(self.each)).reshape(-1)
         return found
+
+    def _blocks_of(self, row: int) -> slice:
+        """The places among the blocks of a call of those that share tokens with a unit."""
+        first = row * self.joined // self.each
+        return slice(first, first + self.joined)
 
     def close(self) -> None:
         """Wait for what runs, and free the memory.  Later calls raise `BindError`."""
@@ -134,9 +151,9 @@ class Shelf:
 
     def _block_digests(self, desk: _Desk, blocks: Ids) -> Sums:
         """Digests of the host's blocks, computed from their units."""
-        rows = np.arange(len(blocks) * self.each)
-        units: Sums = desk.pool.digest(rows, tokens=rows % self.each * self.unit)
-        found: Sums = units.reshape(len(blocks), self.each).sum(axis=1, dtype=np.uint64)
+        pieces = np.arange(len(blocks) * self.each)
+        sums: Sums = desk.pieces.digest(pieces, tokens=pieces % self.each * self.unit)
+        found: Sums = sums.reshape(len(blocks), self.each).sum(axis=1, dtype=np.uint64)
         return found
 
     def write(
@@ -148,9 +165,9 @@ class Shelf:
         ----------
         folder : Folder
         blocks : array of int64
-            Block ids; at most `step` units.
+            Block ids; at most `step` units, and whole ones.
         digests : array of uint64
-            Expected digests of the blocks.  A block with another digest is not written.
+            Expected digests of the blocks.  A unit of a block with another digest is not written.
         names, firsts : sequence
             Per unit, in order: its name, and the position of its first token.
         """
@@ -159,8 +176,8 @@ class Shelf:
         if not todo:
             return done
         with self._desk() as desk:
-            rows = np.arange(len(names))
-            desk.out.copy(self.units_of(blocks), rows).synchronize()
+            rows, pieces = np.arange(len(names)), self._pieces_of(blocks)
+            desk.out.copy(pieces, np.arange(len(pieces))).synchronize()
             own = desk.pool.digest(rows)
             heads = [
                 desk.pool.section(h=head).digest(rows, model=self._model)
@@ -171,7 +188,9 @@ class Shelf:
                 done.good &= ~wrong
                 done.why = f"{int(wrong.sum())} blocks of host memory are not what was stored there"
             for row in todo:
-                if not done.good[row // self.each]:
+                its = self._blocks_of(row)
+                if not done.good[its].all():
+                    done.good[its] = False
                     continue
                 try:
                     row_heads = [int(head[row]) for head in heads]
@@ -179,7 +198,7 @@ class Shelf:
                         names[row], self.part, firsts[row], desk.pool.arrays[row], int(own[row]), row_heads
                     )
                 except OSError as error:
-                    done.good[row // self.each], done.why = False, f"{error}"
+                    done.good[its], done.why = False, f"{error}"
         return done
 
     def read(
@@ -214,21 +233,21 @@ class Shelf:
             if self.verify:
                 found = desk.pool.digest(rows, model=self._model)
                 for row in np.flatnonzero(found != expected).tolist():
-                    if done.good[row // self.each]:
+                    if done.good[self._blocks_of(row)].all():
                         why = f"{folder.home(names[row])}: digest: expected {expected[row]:#018x}, got {found[row]:#018x}"
                         self._refuse(done, row, why, folder, names[row], used[row])
-            units = self.units_of(blocks[done.good])
-            good = np.repeat(done.good, self.each)
-            done.nbytes = len(units) * desk.pool.resolved.block_bytes
+            pieces = self._pieces_of(blocks[done.good])
+            good = np.flatnonzero(np.repeat(done.good, self.each))
+            done.nbytes = len(pieces) * desk.pool.resolved.block_bytes // self.joined
             with wanted or contextlib.nullcontext(True) as is_wanted:
                 if is_wanted:
-                    desk.back.copy(rows[good], units).synchronize()
+                    desk.back.copy(good, pieces).synchronize()
                 else:
                     done.good[:] = False
         return done
 
     def _refuse(self, done: Shelved, row: int, why: str, folder: Folder, name: str, parts: Sequence[Used] = ()) -> None:
-        done.good[row // self.each] = False
+        done.good[self._blocks_of(row)] = False
         done.why = done.why or why
         for part, place in parts:
             if place is not None:  # else it was not opened

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection
 from typing import Any, NotRequired, TypedDict
 
 
@@ -20,6 +21,8 @@ class Settings(TypedDict):
         Lengths of prompts: those of a run are generated together, and before the next one the prefix cache is reset.
     new : int
         Tokens that are generated.
+    salted : list of int, optional
+        Lengths of prompts that have a salt: their keys are those of no other engine.
     likely : int, optional
         How many of the likeliest tokens are told with their log probabilities; 3 if not given.
     """
@@ -28,6 +31,7 @@ class Settings(TypedDict):
     runs: list[list[int]]
     new: int
     likely: NotRequired[int]
+    salted: NotRequired[list[int]]
 
 
 def arguments(usual: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
@@ -49,12 +53,15 @@ def logprobs(output: Any) -> list[dict[int, float]]:
     return [{token: one.logprob for token, one in likely.items()} for likely in (output.logprobs or [])[:3]]
 
 
-def generated(llm: Any, lengths: list[int], new: int, likely: int = 3) -> list[dict[str, Any]]:
+def generated(
+    llm: Any, lengths: list[int], new: int, likely: int = 3, salted: Collection[int] = ()
+) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, logprobs=likely)
     start = time.perf_counter()
-    found = llm.generate([{"prompt_token_ids": prompt(length)} for length in lengths], sampling, use_tqdm=False)
+    prompts = [{"prompt_token_ids": prompt(one), **({"cache_salt": "own"} if one in salted else {})} for one in lengths]
+    found = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
     return [
         {
@@ -75,7 +82,8 @@ def main(settings: Settings) -> None:
     llm = LLM(**arguments(usual, settings["llm"]))
     results = []
     for lengths in settings["runs"]:
-        results.append(generated(llm, lengths, settings["new"], settings.get("likely", 3)))
+        salted = settings.get("salted", ())
+        results.append(generated(llm, lengths, settings["new"], settings.get("likely", 3), salted))
         time.sleep(0.2)  # what was offloaded is told at the next step
         generated(llm, [40], 2)
         assert llm.reset_prefix_cache()

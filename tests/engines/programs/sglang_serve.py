@@ -42,16 +42,25 @@ def prompt(length: int) -> list[int]:
 
 
 def generated(engine: Any, lengths: list[int], new: int) -> list[dict[str, Any]]:
-    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    sampling, prompts = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}, [prompt(one) for one in lengths]
     start = time.perf_counter()
     try:
-        found = engine.generate(input_ids=[prompt(length) for length in lengths], sampling_params=sampling)
+        found = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True, top_logprobs_num=20)
     except Exception as error:  # of SGLang's server
         return [{"error": f"{type(error).__name__}: {error}"}]
     seconds = time.perf_counter() - start
     return [
-        {"tokens": one["output_ids"], "cached": one["meta_info"]["cached_tokens"], "seconds": seconds} for one in found
-    ]
+        {
+            "tokens": one["output_ids"], "cached": one["meta_info"]["cached_tokens"], "seconds": seconds,
+            "logprobs": logprobs(one["meta_info"]["output_top_logprobs"]),
+        }
+        for one in found
+    ]  # fmt: skip
+
+
+def logprobs(found: list[list[list[Any]]]) -> list[dict[int, float]]:
+    """Of the first tokens: the likeliest ones, and how likely."""
+    return [{token: value for value, token, *_ in likely} for likely in found[:3]]
 
 
 def main(settings: Settings) -> None:

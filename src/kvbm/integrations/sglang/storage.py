@@ -142,7 +142,8 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         if self.unit_tokens not in (None, self.page_size):
             raise BindError(
                 f"unit_tokens: expected the {self.page_size} tokens of a page (--page-size), as SGLang tells a storage backend "
-                f"only keys of pages, got {self.unit_tokens}"
+                f"only keys of pages, got {self.unit_tokens}; set --page-size {self.unit_tokens}, or give the engines of vLLM that "
+                f'share the folder "unit_tokens": {self.page_size}, which may be several of their blocks'
             )
         is_mla = type(mem_pool_host) is MLATokenToKVPoolHost
         total = 1 if is_mla else pool.shape.nh * config.tp_size

@@ -11,7 +11,7 @@ from ...errors import BindError
 
 __all__ = ["RANKS", "Settings", "require_ranks"]
 
-#: Default tokens per unit.  Engines that share a folder must have blocks of a multiple of it.
+#: Default tokens per unit.
 UNIT_TOKENS = 16
 
 #: Sizes in vLLM's ``parallel_config`` that must be 1.
@@ -67,12 +67,24 @@ class Settings:
                 raise BindError(f"kv_connector_extra_config: {name}: expected a number from 1 on, got {given!r:.200}")
         return cls(Path(folder), extra["folder_bytes"], extra.get("unit_tokens", UNIT_TOKENS), key)
 
-    def require_blocks(self, nt: int, where: str = "") -> None:
-        """Raise `BindError` if units do not divide the blocks of `nt` tokens.  `where` names the blocks."""
-        if nt % self.unit_tokens:
-            raise BindError(
-                f"folder: {where}unit_tokens: expected a number that divides the blocks of {nt} tokens, got {self.unit_tokens}"
-            )
+    def require_units(self, nt: int, chunk: int, where: str = "") -> None:
+        """Raise `BindError` unless blocks of `nt` tokens are whole units, or units are whole blocks and a chunk whole units.
+
+        Parameters
+        ----------
+        nt, chunk : int
+            Tokens of a block and of a chunk, which is stored and loaded as a whole.
+        where : str
+            Names the blocks.
+        """
+        unit = self.unit_tokens
+        if nt % unit == 0 or (unit % nt == 0 and chunk % unit == 0):
+            return
+        several = "" if chunk == nt else f", or several of them and divides the chunks of {chunk}"
+        more = "" if unit % nt else f'; for units of several blocks set "blocks_per_chunk": {unit // nt}'
+        raise BindError(
+            f"folder: {where}unit_tokens: expected a number that divides the blocks of {nt} tokens{several}, got {unit}{more}"
+        )
 
 
 def require_ranks(sizes: Mapping[str, int]) -> None:

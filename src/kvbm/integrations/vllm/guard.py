@@ -233,18 +233,6 @@ class KvbmGuard(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._inner.handle_preemptions(kv_connector_metadata.inner)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._inner.start_load_kv(forward_context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._inner.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self._inner.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def wait_for_save(self) -> None:
-        self._inner.wait_for_save()
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._of_worker.results(self._inner.get_transfer_results(finished_req_ids))
 
@@ -271,7 +259,7 @@ def _attribute(name: str) -> Any:
     return get
 
 
-# What vLLM's base class answers itself is asked of the guarded connector, too, also in versions with more of it.
+# All else of vLLM's base class, loads and saves of layers among them, is the guarded connector's, also in versions with more of it.
 for _name in dir(KVConnectorBase_V1):
     if not _name.startswith("_") and _name not in vars(KvbmGuard) and _name != "role":
         _found = vars(KVConnectorBase_V1).get(_name)

@@ -27,24 +27,40 @@ _PLAIN = (
     "gpt_oss", "phi3", "olmo2", "granite", "minimax_m2", "deepseek_v2", "deepseek_v3", "kimi_k2",
 )  # fmt: skip
 
-_STATES = "states of linear attention"
-_INDEXER = "the keys of an indexer beside the latent"
 
-#: ``model_type`` of models whose caches vLLM alone sizes, and what is in them.
-_SIZED_BY_VLLM = {
-    "qwen3_next": _STATES, "qwen3_5": _STATES, "qwen3_5_text": _STATES, "qwen3_5_moe": _STATES, "qwen3_5_moe_text": _STATES,
-    "kimi_linear": f"{_STATES} beside latents", "minimax": _STATES, "nemotron_h": "Mamba states",
-    "deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER, "deepseek_v4": "compressed states, and the keys of an indexer",
-    "minimax_m3_vl": "the keys of an indexer beside K and V", "minimax_m3_text": "the keys of an indexer beside K and V",
-    "gemma4": "heads that differ by layer", "gemma4_text": "heads that differ by layer",
-    "mimo_v2_flash": "K and V of different sizes", "mimo_v2": "K and V of different sizes",
-}  # fmt: skip
 
-#: What to do where vLLM sizes a cache.
-_START_IT = (
-    "vLLM decides how much of them a block holds, so nothing can be shown before it runs. KvbmOffloadingConnector reads it when "
-    "the engine starts, and the log has the number of blocks; the page on models says what has run (docs/engines/models.md)"
+class _Cache(NamedTuple):
+    """What is in a cache that vLLM alone sizes, and which of kvbm's connectors take it."""
+
+    what: str
+    connectors: str
+
+    def why(self) -> str:
+        return (
+            f"{self.what}: vLLM decides how much of them a block holds, so nothing can be shown before it runs. {self.connectors}. "
+            "The log of an engine that has started has the number of blocks; the page on models says what has run "
+            "(docs/engines/models.md)"
+        )
+
+
+_BOTH = "KvbmOffloadingConnector and KvbmConnector read the sizes when the engine starts"
+_AS_BYTES = (
+    "KvbmOffloadingConnector copies them as bytes: leave host_layout, host_values and folder out. KvbmConnector refuses them: "
+    "prefill and decode in one engine"
 )
+_LINEAR, _MAMBA = _Cache("states of linear attention", _AS_BYTES), _Cache("Mamba states", _AS_BYTES)
+_HEADS, _K_AND_V = _Cache("heads that differ by layer", _BOTH), _Cache("K and V of different sizes", _BOTH)
+_INDEXER = _Cache("the keys of an indexer beside the latent", _BOTH)
+_INDEXER_OF_KV = _Cache("the keys of an indexer beside K and V", _BOTH)
+_COMPRESSED = _Cache("compressed states", _AS_BYTES)
+
+#: ``model_type`` of models whose caches vLLM alone sizes.
+_SIZED_BY_VLLM = {
+    "qwen3_next": _LINEAR, "qwen3_5": _LINEAR, "qwen3_5_text": _LINEAR, "qwen3_5_moe": _LINEAR, "qwen3_5_moe_text": _LINEAR,
+    "kimi_linear": _LINEAR, "minimax": _LINEAR, "nemotron_h": _MAMBA, "deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER,
+    "deepseek_v4": _COMPRESSED, "minimax_m3_vl": _INDEXER_OF_KV, "minimax_m3_text": _INDEXER_OF_KV, "gemma4": _HEADS,
+    "gemma4_text": _HEADS, "mimo_v2_flash": _K_AND_V, "mimo_v2": _K_AND_V,
+}  # fmt: skip
 
 #: ``model_type`` of models that contain a text model, in ``text_config``.
 _MULTIMODAL = ("gemma3", "gemma3n", "mistral3", "llava")
@@ -61,16 +77,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-#: Keys of caches that vLLM alone sizes, and what is in them.
+#: Keys of caches that vLLM alone sizes.
 _KEYS_SIZED_BY_VLLM = {
-    "index_topk": f"{_INDEXER} (DeepSeek V3.2)",
-    "compress_ratios": "compressed states",
-    "global_head_dim": "heads that differ by layer",
-    "num_global_key_value_heads": "heads that differ by layer",
-    "attention_chunk_size": "chunks of local attention",
-    "mamba_d_state": "Mamba states",
-    "attn_layer_indices": "Mamba states",
-}
+    "index_topk": _INDEXER, "compress_ratios": _COMPRESSED, "global_head_dim": _HEADS, "num_global_key_value_heads": _HEADS,
+    "attention_chunk_size": _Cache("chunks of local attention", _BOTH), "mamba_d_state": _MAMBA, "attn_layer_indices": _MAMBA,
+}  # fmt: skip
 
 #: Most layers of a model.
 _MOST_LAYERS = 4096
@@ -197,16 +208,16 @@ class _Reader:
             usual = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text"}.get(self.kind)
             self.kind = config.get("model_type", usual)
         if self.kind in _SIZED_BY_VLLM:
-            raise SpecError(f"{path}: model_type: {self.kind}: {_SIZED_BY_VLLM[self.kind]}: {_START_IT}")
+            raise SpecError(f"{path}: model_type: {self.kind}: {_SIZED_BY_VLLM[self.kind].why()}")
         if self.kind not in _PLAIN:
             raise SpecError(
                 f"{path}: model_type: expected one whose cache is known here ({', '.join(_PLAIN)}; text_config of "
                 f"{', '.join(_MULTIMODAL)}), got {self.kind!r:.100}"
             )
         self.config: Mapping[str, Any] = {**_DEFAULTS.get(self.kind, {}), **config}
-        for key, what in _KEYS_SIZED_BY_VLLM.items():
+        for key, cache in _KEYS_SIZED_BY_VLLM.items():
             if self.config.get(key):
-                raise SpecError(f"{path}: {key}: {what}: {_START_IT}")
+                raise SpecError(f"{path}: {key}: {cache.why()}")
         if self.config.get("is_encoder_decoder"):
             raise SpecError(f"{path}: is_encoder_decoder: expected a model that decodes alone; states of an encoder are not copied")
 
@@ -221,7 +232,7 @@ class _Reader:
         heads, layers = self.number("num_attention_heads"), self.number("num_hidden_layers", most=_MOST_LAYERS)
         readers = self.number("num_kv_shared_layers", most=layers - 1) if self.config.get("num_kv_shared_layers") else 0
         if readers and self.kind != "gemma3n_text":
-            raise SpecError(f"{self.path}: num_kv_shared_layers: layers that share a cache: {_START_IT}")
+            raise SpecError(f"{self.path}: num_kv_shared_layers: {_Cache('layers that share a cache', _BOTH).why()}")
         nl, no, nh, rope = layers - readers, 2, self.number("num_key_value_heads", heads), 0
         if self.config.get("kv_lora_rank") is not None:
             rope = self.number("qk_rope_head_dim")

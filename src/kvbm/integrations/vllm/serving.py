@@ -556,7 +556,7 @@ def _offloading(
     values = HostValues.of(extra, engine.model.rope)
     if (files := Settings.of(extra)) is not None:
         require_ranks({"pipeline_parallel_size": engine.pp, "decode_context_parallel_size": engine.dcp})
-        files.require_blocks(engine.nt)
+        files.require_units(engine.nt, engine.nt)
         if values is None and host_layout == PAGES:
             raise BindError(f"host_layout: expected a layout, as folder is set, such as universal; got {PAGES!r}")
     if values is not None:

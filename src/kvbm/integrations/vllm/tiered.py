@@ -86,9 +86,13 @@ class TierSpec(CPULoadStoreSpec):  # type: ignore[misc]  # vLLM is not typed
 
 
 def contents_of(
-    vllm_config: Any, kv_cache_config: Any, settings: Settings, key: str, values: HostValues | None = None
+    vllm_config: Any,
+    kv_cache_config: Any,
+    settings: Settings,
+    chunks: Sequence[int],
+    values: HostValues | None = None,
 ) -> tuple[Content, ...]:
-    """The contents of the units of each group of layers.
+    """The contents of the units of each group of layers, whose chunks have `chunks` tokens, without their model.
 
     Raises
     ------
@@ -100,9 +104,12 @@ def contents_of(
     if vllm_config.speculative_config is not None:
         raise BindError("folder: speculative_config: expected none; blocks of a draft model are not stored in files")
     found = []
-    for group in cached_groups(kv_cache_config):
+    held = cached_groups(kv_cache_config)
+    if len(held) != len(chunks):
+        raise BindError(f"folder: expected {len(held)} groups of layers, got {len(chunks)} that are offloaded")
+    for group, chunk in zip(held, chunks, strict=True):
         block = block_of(group, "folder", "stored in files", vllm_config)
-        settings.require_blocks(block.nt, f"layer {group.layer_names[0]!r}: ")
+        settings.require_units(block.nt, chunk, f"layer {group.layer_names[0]!r}: ")
         layers = tuple(sorted(number_of_layer(name) for name in group.layer_names))
         tp = int(getattr(parallel, "tensor_parallel_size", 1))
         heads = 1 if block.no == 1 else total_heads(model, layers, block.nh, tp)
@@ -114,7 +121,7 @@ def contents_of(
             )
         shape = replace(block, nh=heads, nt=settings.unit_tokens)
         layout, text = (layouts.load(LAYOUT), "") if values is None else (values.layout, values.text(shape.dtype))
-        found.append(Content(key, str(model.model), layers, shape, layout, text))
+        found.append(Content("", str(model.model), layers, shape, layout, text))
     return tuple(found)
 
 
@@ -207,14 +214,10 @@ class TierIndex:
         chunk_tokens: dict[int, int],
         values: HostValues | None = None,
     ) -> None:
-        contents_of(vllm_config, kv_cache_config, settings, "", values)  # raise errors before the weights are read
-        model = _model_of(vllm_config, settings)
+        found = contents_of(vllm_config, kv_cache_config, settings, list(chunk_tokens.values()), values)
+        model = _model_of(vllm_config, settings)  # it reads the weights: after all other errors
         self._settings = settings
-        self._contents = contents_of(vllm_config, kv_cache_config, settings, key_of_json(model), values)
-        if len(self._contents) != len(chunk_tokens):
-            raise BindError(
-                f"folder: expected {len(self._contents)} groups of layers, got {len(chunk_tokens)} that are offloaded"
-            )
+        self._contents = tuple(replace(content, model=key_of_json(model)) for content in found)
         self._tiers = [Folder(settings.folder, content, settings.most_bytes) for content in self._contents]
         for tier in self._tiers:
             tier.make(model)
@@ -383,7 +386,8 @@ class TierWorker:
         values: HostValues | None = None,
     ) -> None:
         self._copier, self._count = copier, count
-        self._unit_contents = contents_of(vllm_config, kv_cache_config, settings, "", values)
+        chunks = [group.kv_cache_spec.block_size * copier.blocks_per_chunk for group in cached_groups(kv_cache_config)]
+        self._unit_contents = contents_of(vllm_config, kv_cache_config, settings, chunks, values)
         self._shelves = []
         for group_id, stores, content in zip(group_ids, copier.memory.stores, self._unit_contents, strict=True):
             known = groups(vllm_config, kv_cache_config, group=group_id)
@@ -420,7 +424,7 @@ class TierWorker:
         chunk = self._copier.blocks_per_chunk
         found = []
         for index, shelf in enumerate(self._shelves):
-            unit, each = shelf.unit, shelf.each
+            unit, each, joined = shelf.unit, shelf.each, shelf.joined
             blocks: list[int] = []
             names: list[str] = []
             firsts: list[int] = []
@@ -429,10 +433,11 @@ class TierWorker:
                     blocks += range(units.chunk * chunk, (units.chunk + 1) * chunk)
                     names += units.names
                     firsts += range(units.first, units.first + len(units.names) * unit, unit)
-            step = max(1, min(shelf.step // each, -(-len(blocks) // THREADS)))
-            for at in range(0, len(blocks), step):
-                some = slice(at * each, (at + step) * each)
-                found.append((index, np.array(blocks[at : at + step], np.int64), tuple(names[some]), firsts[some]))
+            wholes = len(blocks) // joined  # that no block and no unit leaves
+            step = max(1, min(shelf.step // each, -(-wholes // THREADS)))
+            for at in range(0, wholes, step):
+                some, its = slice(at * each, (at + step) * each), slice(at * joined, (at + step) * joined)
+                found.append((index, np.array(blocks[its], np.int64), tuple(names[some]), firsts[some]))
         return found
 
     # ---- reading ---------------------------------------------------------------------------------------------------
