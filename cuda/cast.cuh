@@ -362,6 +362,13 @@ struct Cast : CastNest<OUTER, INNER> {
     }
     return most;
   }
+  static KVBM_INLINE uint32_t larger_signed_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __vmaxs2(a, b);
+#else
+    return larger_halves(a ^ 0x80008000, b ^ 0x80008000) ^ 0x80008000;
+#endif
+  }
   static KVBM_INLINE uint32_t larger_halves(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
     return __vmaxu2(a, b);
@@ -611,10 +618,7 @@ struct Cast : CastNest<OUTER, INNER> {
         if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
         factor[u] = stored_factor(scale[u], given);
       }
-      if (kHasBoth && mine.width == 1)
-        put_of_cells(p, tile, group, place, factor, words);
-      else
-        put_of_groups(p, mine, has_group, place, factor, words);
+      put_items(p, tile, group, mine, has_group, place, factor, words);
     }
     sums.add(words, has, has_group, key, scale, tile.keys, is_last);
   }
@@ -640,92 +644,106 @@ struct Cast : CastNest<OUTER, INNER> {
   // The largest finite codes of two groups; true if all are finite.
   static __device__ __forceinline__ bool find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
                                                       uint32_t (&most)[2]) {
-    if constexpr (FROM::kBits == 16) {  // both in one word
+    find_largest<false>(codes, has, width, most);
+    const bool finite = !__any_sync(~0u, larger(most[0], most[1]) >= FROM::kInfinite);
+    if (!finite) find_largest<true>(codes, has, width, most);
+    return finite;
+  }
+  // FILTERS: of the finite ones.
+  template <bool FILTERS>
+  static __device__ __forceinline__ void find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
+                                                      uint32_t (&most)[2]) {
+    if constexpr (FROM::kBits == 16) {  // of both groups in one word
+      // What is added makes codes that are not finite negative.
+      constexpr uint32_t kAdded = FILTERS ? (0x8000 - FROM::kInfinite) * 0x10001 : 0;
       uint32_t both[2];
       KVBM_UNROLL
       for (int u = 0; u < 2; ++u) {
-        both[u] = codes[u][0].x[0] & 0x7fff7fff;
+        both[u] = kAdded;
         KVBM_UNROLL
-        for (int i = 1; i < ITEM; ++i) both[u] = larger_halves(both[u], codes[u][i / 4].x[i % 4] & 0x7fff7fff);
-        if (!has[u]) both[u] = 0;
+        for (int i = 0; i < ITEM; ++i) {
+          const uint32_t two = (codes[u][i / 4].x[i % 4] & 0x7fff7fff) + kAdded;
+          both[u] = FILTERS ? larger_signed_halves(both[u], two) : larger_halves(both[u], two);
+        }
+        if (!has[u]) both[u] = kAdded;
       }
-      uint32_t of_two = larger_halves(__byte_perm(both[0], both[1], 0x5410), __byte_perm(both[0], both[1], 0x7632));
+      uint32_t of_two =
+          larger_halves(__byte_perm(both[0], both[1], 0x5410), __byte_perm(both[0], both[1], 0x7632)) - kAdded;
       for (uint32_t other = 1; other < width; other *= 2)
         of_two = larger_halves(of_two, __shfl_xor_sync(~0u, of_two, other));
       most[0] = of_two & 0xffff;
       most[1] = of_two >> 16;
     } else {
       KVBM_UNROLL
-      for (int u = 0; u < 2; ++u)
-        most[u] = Nest::largest_in_group(has[u] ? largest_of(codes[u][1], largest_of(codes[u][0], 0)) : 0, width);
+      for (int u = 0; u < 2; ++u) {
+        const auto& item = codes[u];
+        const uint32_t mine = FILTERS ? largest_finite(item[1], largest_finite(item[0], 0)) : largest_of(item[1], largest_of(item[0], 0));
+        most[u] = Nest::largest_in_group(has[u] ? mine : 0, width);
+      }
     }
-    const bool finite = !__any_sync(~0u, larger(most[0], most[1]) >= FROM::kInfinite);
-    if (!finite) {
-      KVBM_UNROLL
-      for (int u = 0; u < 2; ++u)
-        most[u] = Nest::largest_in_group(has[u] ? largest_finite(codes[u][1], largest_finite(codes[u][0], 0)) : 0, width);
-    }
-    return finite;
   }
 
-  // Threads store neighbouring items, so that a warp stores whole sectors: a thread with an even lane has the first items of two, the
-  // other one the second items.  The first of its items in each group has this number.
+  // Threads store neighbouring items, so that a warp stores whole sectors: of two items a thread with an even number has the first,
+  // the next thread the second.  `stored_item`: the first that a thread has in its group.
   static __device__ __forceinline__ uint32_t stored_item(const Lane& mine) {
-    const uint32_t lane = mine.width == 1 ? threadIdx.x : mine.lane;
-    return (mine.width == 1 ? 0 : 2 * (lane & ~1u)) + (lane & 1);
+    return mine.width == 1 ? threadIdx.x & 1 : 2 * (mine.lane & ~1u) + (mine.lane & 1);
   }
-  static __device__ __forceinline__ void put(const kvbm_part& p, char* to, const uint32_t* words, float factor) {
-    Codes<FROM> codes;
-    KVBM_UNROLL
-    for (int i = 0; i < kWords; ++i) codes.x[i] = words[i];
-    store_item(p, to, cast(codes, factor));
-  }
-  // Two items of each of two groups.
-  static __device__ __forceinline__ void put_of_groups(const kvbm_part& p, const Lane& mine, const bool (&has_group)[2],
-                                                       const Place (&place)[2], const float (&factor)[2], const uint32_t* words) {
-    const uint32_t item = stored_item(mine), items = 2 * p.tile[1].n;
-    const bool odd = item & 1;
-    uint32_t none = 0, first_dst = 0, second_dst = 0;
-    Nest::step_item(p, item, none, first_dst);
-    Nest::step_item(p, item + 2, none, second_dst);
+  // Casts the items of two groups, after threads have exchanged half of them.
+  static __device__ __forceinline__ void put_items(const kvbm_part& p, const Tile& tile, uint32_t group, const Lane& mine,
+                                                   const bool (&has_group)[2], const Place (&place)[2], const float (&factor)[2],
+                                                   const uint32_t* words) {
+    const bool odd = threadIdx.x & 1;
+    uint32_t first[2][kWords], second[2][kWords];  // of a pair of threads: what the even one had, and what the odd one had
     KVBM_UNROLL
     for (int u = 0; u < 2; ++u) {
-      uint32_t first[kWords], second[kWords];
       KVBM_UNROLL
       for (int i = 0; i < kWords; ++i) {
         const uint32_t one = words[2 * u * kWords + i], two = words[(2 * u + 1) * kWords + i];
         const uint32_t got = __shfl_xor_sync(~0u, odd ? one : two, 1);
-        first[i] = odd ? got : one;
-        second[i] = odd ? two : got;
+        first[u][i] = odd ? got : one;
+        second[u][i] = odd ? two : got;
       }
-      if (has_group[u] && item < items) put(p, place[u].dst, first, factor[u]);
-      if (has_group[u] && item + 2 < items) put(p, place[u].dst + (second_dst - first_dst), second, factor[u]);
     }
-  }
-  // Two groups of two items: those of this thread and of its neighbour.
-  static __device__ __forceinline__ void put_of_cells(const kvbm_part& p, const Tile& tile, uint32_t group,
-                                                      const Place (&place)[2], const float (&factor)[2], const uint32_t* words) {
-    const uint32_t lane = threadIdx.x % 32;
-    const bool odd = lane & 1;
-    uint32_t of_even[2], of_odd[2];
+    char *to[2][2];
+    float by[2][2];
+    bool stores[2][2];
+    if (kHasBoth && mine.width == 1) {  // both groups of the even thread, and both of the odd one
+      const uint32_t lane = threadIdx.x % 32, offset = uint32_t(place[0].dst - tile.at.dst);
+      KVBM_UNROLL
+      for (int whose = 0; whose < 2; ++whose) {
+        const uint32_t from = (lane & ~1u) + whose;
+        to[whose][0] = tile.at.dst + __shfl_sync(~0u, offset, from);
+        to[whose][1] = to[whose][0] + uint32_t(p.inner[kGroup].dst);
+        KVBM_UNROLL
+        for (int u = 0; u < 2; ++u) {
+          by[whose][u] = float_of(__shfl_sync(~0u, bits_of(factor[u]), from));
+          stores[whose][u] = group - 2 * lane + 2 * from < tile.last;
+        }
+      }
+    } else {
+      const uint32_t item = stored_item(mine), items = 2 * p.tile[1].n;
+      uint32_t none = 0, offset[2] = {0, 0};
+      KVBM_UNROLL
+      for (int whose = 0; whose < 2; ++whose) {
+        Nest::step_item(p, item + 2 * whose, none, offset[whose]);
+        KVBM_UNROLL
+        for (int u = 0; u < 2; ++u) {
+          to[whose][u] = place[u].dst + (offset[whose] - offset[0]);
+          by[whose][u] = factor[u];
+          stores[whose][u] = has_group[u] && item + 2 * whose < items;
+        }
+      }
+    }
     KVBM_UNROLL
     for (int u = 0; u < 2; ++u) {
-      const uint32_t got = __shfl_xor_sync(~0u, odd ? words[2 * u] : words[2 * u + 1], 1);
-      of_even[u] = odd ? got : words[2 * u];
-      of_odd[u] = odd ? words[2 * u + 1] : got;
-    }
-    const uint32_t offset = uint32_t(place[0].dst - tile.at.dst);
-    auto put_two = [&](uint32_t from, const uint32_t* both) {
-      char* to = tile.at.dst + __shfl_sync(~0u, offset, from);
       KVBM_UNROLL
-      for (int u = 0; u < 2; ++u) {
-        const float of_group = float_of(__shfl_sync(~0u, bits_of(factor[u]), from));
-        if (group - 2 * lane + 2 * from < tile.last) put(p, to, both + u, of_group);
-        to += uint32_t(p.inner[kGroup].dst);
+      for (int whose = 0; whose < 2; ++whose) {
+        Codes<FROM> codes;
+        KVBM_UNROLL
+        for (int i = 0; i < kWords; ++i) codes.x[i] = whose ? second[u][i] : first[u][i];
+        if (stores[whose][u]) store_item(p, to[whose][u], cast(codes, by[whose][u]));
       }
-    };
-    put_two(lane & ~1u, of_even);
-    put_two(lane | 1, of_odd);
+    }
   }
 
   // A group with more items than threads.  Its elements are read once for the scale, and once more to be cast.  The arguments are
