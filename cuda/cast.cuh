@@ -455,14 +455,17 @@ struct Cast : CastNest<OUTER, INNER> {
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
     const kvbm_part& p = a.part[0];
     const Lane mine(p);
-    if constexpr (SUMS) return run_sums(a, mine);
-    Nest::template for_tiles<false>(a, [&](const Tile& tile) {
-      uint32_t group = tile.first;
-      if (p.tile[1].n > mine.width)
-        for (; group < tile.last; group += mine.rows) run_long(a, tile, group + mine.row, mine);
-      else
-        for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine);
-    });
+    if constexpr (SUMS) {
+      run_sums(a, mine);
+    } else {
+      Nest::template for_tiles<false>(a, [&](const Tile& tile) {
+        uint32_t group = tile.first;
+        if (p.tile[1].n > mine.width)
+          for (; group < tile.last; group += mine.rows) run_long(a, tile, group + mine.row, mine);
+        else
+          for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine);
+      });
+    }
   }
 
   // A group, which has an even number, and the next one; each has no more items than threads.  Both are loaded before they are cast.
@@ -471,9 +474,8 @@ struct Cast : CastNest<OUTER, INNER> {
     Codes<FROM> codes[2];
     const Place first = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);
     const bool is_apart = p.inner[kGroup].extent.n % 2;
-    const Place second =
-        is_apart ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1)
-                 : Nest::template next<kQuantises>(p, s, first);
+    const Place second = is_apart ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1)
+                                  : Nest::template next<kQuantises>(p, s, first);
     Place place[2] = {first, second};
     uint32_t src = 0, dst = 0;
     Nest::step_item(p, mine.lane, src, dst);
@@ -487,7 +489,8 @@ struct Cast : CastNest<OUTER, INNER> {
       if (has_item[u]) load_item(p, place[u].src + src, codes[u]);
     }
     auto put = [&](uint32_t u, auto cast_item) {
-      if (has_item[u]) store_item(p, place[u].dst, cast_item(codes[u]));
+      if (!has_item[u]) return;
+      store_item(p, place[u].dst, cast_item(codes[u]));
     };
     if constexpr (kComputes) {
       // A lane makes the scale of one of the groups, and its neighbour that of the other.
@@ -667,17 +670,16 @@ struct Cast : CastNest<OUTER, INNER> {
         }
         if (!has[u]) both[u] = kAdded;
       }
-      uint32_t of_two =
-          larger_halves(__byte_perm(both[0], both[1], 0x5410), __byte_perm(both[0], both[1], 0x7632)) - kAdded;
-      for (uint32_t other = 1; other < width; other *= 2)
-        of_two = larger_halves(of_two, __shfl_xor_sync(~0u, of_two, other));
+      uint32_t of_two = larger_halves(__byte_perm(both[0], both[1], 0x5410), __byte_perm(both[0], both[1], 0x7632)) - kAdded;
+      for (uint32_t other = 1; other < width; other *= 2) of_two = larger_halves(of_two, __shfl_xor_sync(~0u, of_two, other));
       most[0] = of_two & 0xffff;
       most[1] = of_two >> 16;
     } else {
       KVBM_UNROLL
       for (int u = 0; u < 2; ++u) {
         const auto& item = codes[u];
-        const uint32_t mine = FILTERS ? largest_finite(item[1], largest_finite(item[0], 0)) : largest_of(item[1], largest_of(item[0], 0));
+        const uint32_t mine =
+            FILTERS ? largest_finite(item[1], largest_finite(item[0], 0)) : largest_of(item[1], largest_of(item[0], 0));
         most[u] = Nest::largest_in_group(has[u] ? mine : 0, width);
       }
     }
@@ -690,8 +692,8 @@ struct Cast : CastNest<OUTER, INNER> {
   }
   // Casts the items of two groups, after threads have exchanged half of them.
   static __device__ __forceinline__ void put_items(const kvbm_part& p, const Tile& tile, uint32_t group, const Lane& mine,
-                                                   const bool (&has_group)[2], const Place (&place)[2], const float (&factor)[2],
-                                                   const uint32_t* words) {
+                                                   const bool (&has_group)[2], const Place (&place)[2],
+                                                   const float (&factor)[2], const uint32_t* words) {
     const bool odd = threadIdx.x & 1;
     uint32_t first[2][kWords], second[2][kWords];  // of a pair of threads: what the even one had, and what the odd one had
     KVBM_UNROLL
@@ -704,7 +706,7 @@ struct Cast : CastNest<OUTER, INNER> {
         second[u][i] = odd ? two : got;
       }
     }
-    char *to[2][2];
+    char* to[2][2];
     float by[2][2];
     bool stores[2][2];
     if (kHasBoth && mine.width == 1) {  // both groups of the even thread, and both of the odd one

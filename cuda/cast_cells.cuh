@@ -1,9 +1,9 @@
 // cast_cells.cuh: CellSums digests the codes and scales that a cast reads or stores, from the registers of a warp.
 //
-// A thread has two neighbouring items of eight codes, in each of two neighbouring groups, and the scale of one of them: threads with
+// A thread has two neighbouring items of eight codes in each of two neighbouring groups, and the scale of one of them: threads with
 // even lanes that of the first group, threads with odd lanes that of the second.  With codes of 4 bits it has the scales of both.
-// A cell has 16 bytes of codes, or up to 16 bytes of scales.  Threads that have parts of a cell exchange them in such a way that each
-// gets whole cells of its own, if necessary those of several turns.
+// A cell has 16 bytes of codes, or up to 16 bytes of scales.  Threads that have parts of cells exchange them in such a way that
+// each gets whole cells of its own, if necessary those of several turns.
 #pragma once
 
 #include "cells.cuh"
@@ -14,8 +14,8 @@ namespace kvbm {
 #ifdef __CUDACC__
 __device__ __forceinline__ uint32_t from_lane(uint32_t value, uint32_t apart) { return __shfl_xor_sync(~0u, value, apart); }
 
-// The cells of codes of BITS bits.  `words` has those of the items of the first group, then those of the second.  `key`: those of the
-// items.  `first`: the scaled key of which they are steps.
+// The digest of codes of BITS bits.  `words`: the items of the first group, then those of the second.  `key`: theirs, as steps from
+// the scaled key `first`.
 template <int BITS>
 __device__ __forceinline__ uint64_t digest_codes(const uint32_t* words, const bool (&has)[2], const uint32_t (&key)[2],
                                                  uint64_t first, uint32_t lane, uint32_t width) {
@@ -110,12 +110,16 @@ class ScaleCells<0> {
 class PairCells {
  public:
   __device__ __forceinline__ PairCells(const kvbm_part& s, uint32_t lane, uint32_t width, uint32_t row)
-      : width_(width), rows_(s.cell_words < 2 ? 1 : s.cell_words / 2), number_(row & (rows_ - 1)),
-        turns_(rows_ < 4 ? rows_ : 4), is_single_(s.cell_words == 1), counts_(lane == 0 && number_ < 4) {}
+      : width_(width),
+        rows_(s.cell_words < 2 ? 1 : s.cell_words / 2),
+        number_(row & (rows_ - 1)),
+        turns_(rows_ < 4 ? rows_ : 4),
+        is_single_(s.cell_words == 1),
+        counts_(lane == 0 && number_ < 4) {}
 
   // `key`: of the first group, `second_key`: of the second.
-  __device__ __forceinline__ uint64_t add(const uint32_t (&codes)[2], const bool (&has_group)[2], uint32_t key, uint32_t second_key,
-                                          uint64_t first, uint32_t turn, bool is_last) {
+  __device__ __forceinline__ uint64_t add(const uint32_t (&codes)[2], const bool (&has_group)[2], uint32_t key,
+                                          uint32_t second_key, uint64_t first, uint32_t turn, bool is_last) {
     if (is_single_) {
       uint64_t sum = 0;
       if (counts_ && has_group[0]) sum = digest_of(first, key / 16, {{codes[0], 0, 0, 0}});
@@ -176,7 +180,7 @@ using ScalesOf = typename ScalesOfThread<BOTH, BITS>::Type;
 template <bool SUMS, int BITS, int SCALE_BITS>
 class CellSums {
  public:
-  // The thread is number `lane` of the `width` threads of a group, in row `row` of the CTA.  `item_key`: the step of its items' keys.
+  // The thread is number `lane` of the `width` threads of a group, in row `row` of the CTA.  `item_key`: the key of its items.
   __device__ __forceinline__ CellSums(const kvbm_part&, const kvbm_part& s, uint32_t lane, uint32_t width, uint32_t row,
                                       uint32_t item_key)
       : scales_(s, lane, width, row), lane_(lane), width_(width), item_key_(item_key) {}

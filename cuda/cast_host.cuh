@@ -264,12 +264,12 @@ KVBM_FORMAT uint32_t largest_of_run(const char* from, uint64_t elements) {
   return largest;
 }
 
-// Rounds elements of bfloat16 to TO, where the scale comes from the largest element of the group.  So its mantissa has 128 values, and
-// there is a table for each.
+// Rounds elements of bfloat16 to TO, where the scale comes from the largest element of the group.  So its mantissa has 128 values,
+// and there is a table for each.
 //
-// A code of TO grows by 2^m, if m is TO's number of bits of a mantissa, where the exponent of an element grows by one.  In between it
-// grows by one, at mantissas that are more than four apart.  What a table has for four mantissas is added to the element's code.
-// Then the upper bits are the code of TO.
+// A code of TO grows by 2^m, if its mantissa has m bits, where the exponent of an element grows by one.  In between it grows by
+// one, at mantissas that are more than four apart.  What a table has for four mantissas is added to the element's code.  Then the
+// upper bits are the code of TO.
 template <class TO>
 struct RoundingTables {
   static constexpr int kShift = TO::kShift - 16;                   // bits of bfloat16's mantissa that TO does not have
@@ -311,7 +311,8 @@ KVBM_FORMAT Extremes extremes_of_run(const char* from, uint64_t elements) {
 
 // Casts contiguous elements, a multiple of 32, of a group with this largest element.
 template <class TO>
-KVBM_FORMAT void round_by_table(const char* from, char* to, uint64_t elements, uint32_t largest, const RoundingTables<TO>& tables) {
+KVBM_FORMAT void round_by_table(const char* from, char* to, uint64_t elements, uint32_t largest,
+                                const RoundingTables<TO>& tables) {
   using Halves = Vector<uint16_t, 32>;
   Halves added, codes;
   std::memcpy(&added, tables.added[largest & 127], sizeof added);
@@ -397,7 +398,8 @@ KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_
 template <class FROM, class TO, class SCALE, int N>
 KVBM_FORMAT bool cast_finite(HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
   constexpr bool kQuantises = FROM::kBits >= 16, kComputes = kQuantises && SCALE::kBits;
-  constexpr bool kByTable = kShuffles && N == 16 && kSame<FROM, Bf16> && kSame<SCALE, F32> && (kSame<TO, E4m3> || kSame<TO, E5m2>);
+  constexpr bool kByTable =
+      kShuffles && N == 16 && kSame<FROM, Bf16> && kSame<SCALE, F32> && (kSame<TO, E4m3> || kSame<TO, E5m2>);
   const bool is_run = elements % 32 == 0 && second == 1 && third == 1;
   Extremes extremes[kByTable ? HostGroups::kMost : 1];
   bool finite = kComputes || !kQuantises;

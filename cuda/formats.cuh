@@ -266,7 +266,7 @@ struct Eight<E2m1> {
   // What `round` takes instead of a value that is not finite; the code is the same.
   static __device__ __forceinline__ float limited(float x) { return x == x ? x : 0.0f; }
 
-  // The codes of values; NaN excluded.  Adding a number whose last bit is worth the unit of the code (1/2 below 2, 1 below 4, 2 above)
+  // The codes of numbers.  Adding a number whose last bit is worth the unit of the code (1/2 below 2, 1 below 4, 2 above)
   // rounds to that unit.  The number is 2^e * (2^22 + 3), so the sum has the mantissa 6 + the value in units, and the exponent
   // 149 + e.  The code is the value in units + 2 * e, and 2 * 149 + 6 is a multiple of 8.
   static __device__ __forceinline__ void round(const float (&x)[8], uint32_t* made) {

@@ -111,10 +111,10 @@ KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t w
   return p.tile_words * p.tile[p.transposes_on_store ? 1 : 0].n * pitch_of_tile(p, side) * word;
 }
 
-constexpr int kGroup = 3;           // casts: inner modes of a group
-constexpr uint32_t kCastTurns = 4;  // casts: pairs of groups that a thread takes, one after the other
+constexpr int kGroup = 3;              // casts: inner modes of a group
+constexpr uint32_t kCastTurns = 4;     // casts: pairs of groups that a thread takes, one after the other
 constexpr uint32_t kNearBytes = 4096;  // casts: chunks that lie closer than this are jobs one after the other
-constexpr uint32_t kCastCtas = 12;  // casts: CTAs that a multiprocessor should have before a thread takes more of them
+constexpr uint32_t kCastCtas = 12;     // casts: CTAs that a multiprocessor should have before a thread takes more of them
 
 inline uint64_t items_of_group(const kvbm_part& p) {
   uint64_t items = 1;
@@ -152,7 +152,8 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, const C
   p.words = uint32_t(groups);
   uint32_t width = item.least_width;
   if (sms == 0) {
-    p.tile_words = 16 * divide_up(divide_up(kHostTile, items_of_group(p) * item.bytes), 16);  // no cell has scales of more groups
+    p.tile_words =
+        16 * divide_up(divide_up(kHostTile, items_of_group(p) * item.bytes), 16);  // no cell has scales of more groups
   } else {
     while (width < 32 && width < items) width *= 2;
     const uint32_t pairs = 2 * (s.threads / width);  // groups of a turn
