@@ -191,7 +191,6 @@ BROKEN_SUMS = [
     (OF_FP4, "bf16_e2m1_e4m3", "odd ? got : words[i]", "words[i]", DIGESTS),
     (OF_FP4, "bf16_e2m1_e4m3", "sums.take()", "0", DIGESTS),
     (OF_FP4, "e2m1_bf16_e4m3", "(lane & ~1u) + whose", "lane", BYTES),
-    (OF_FP4, "e2m1_bf16_e4m3", "group - 2 * lane + 2 * from < tile.last", "true", BYTES),
     (OF_MXFP4, "bf16_e2m1_e8m0", "if (is_single_) {", "if (false) {", DIGESTS),
 ]
 
