@@ -18,9 +18,9 @@ template <int OUTER, int INNER>
 struct CastNest {
   static constexpr uint32_t kTeams = 1, kThreads = kFewTeams * kRowThreads, kMinCtas = 1;
 
-  static int prepare(kvbm_args* a, uint32_t sms, uint32_t item_bytes, kvbm_grid* grid) {
-    const uint32_t threads = a->inline_mask & KVBM_SM_LIMITED ? kThreads : kRowThreads;
-    if (!prepare_cast({OUTER, INNER, 0, 0, threads, kTeams}, *a, sms, item_bytes)) return KVBM_TOO_LARGE;
+  static int prepare(kvbm_args* a, uint32_t sms, const CastItems& item, kvbm_grid* grid, uint32_t most_threads = kThreads) {
+    const uint32_t threads = a->inline_mask & KVBM_SM_LIMITED ? most_threads : kRowThreads;
+    if (!prepare_cast({OUTER, INNER, 0, 0, threads, kTeams}, *a, sms, item)) return KVBM_TOO_LARGE;
     grid->ctas = a->part[0].ctas;
     grid->threads_x = threads;
     grid->threads_y = 1;
@@ -125,6 +125,32 @@ struct CastNest {
   }
   static KVBM_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
+  // The bytes that several words have in memory, which are at least aligned to 4.
+  template <int WORDS>
+  static KVBM_INLINE void load_words(const char* from, uint32_t* words) {
+    if (uint32_t(uint64_t(from)) % (4 * WORDS) == 0) {
+      Word<4 * WORDS> v;
+      load(v, from);
+      KVBM_UNROLL
+      for (int i = 0; i < WORDS; ++i) words[i] = v.x[i];
+    } else {
+      KVBM_UNROLL
+      for (int i = 0; i < WORDS; ++i) load(words[i], from + 4 * i);
+    }
+  }
+  template <int WORDS>
+  static KVBM_INLINE void store_words(char* to, const uint32_t* words) {
+    if (uint32_t(uint64_t(to)) % (4 * WORDS) == 0) {
+      Word<4 * WORDS> v;
+      KVBM_UNROLL
+      for (int i = 0; i < WORDS; ++i) v.x[i] = words[i];
+      store(to, v);
+    } else {
+      KVBM_UNROLL
+      for (int i = 0; i < WORDS; ++i) store(to + 4 * i, words[i]);
+    }
+  }
+
 #ifdef __CUDACC__
   // The place of a thread in its group, and the groups that a CTA takes at a time.
   struct Lane {
@@ -157,6 +183,10 @@ struct CastNest {
       auto& here = found[next];
       uint32_t chunk = job;
       const uint32_t tile = take(chunk, p.tiles);
+      if (p.tile[3].n > 1) {  // chunks that lie close together, then pairs, then the other chunks
+        const uint32_t near = take(chunk, p.tile[3]), pair = take(chunk, p.faster);
+        chunk = pair + p.faster.n * (near + p.tile[3].n * chunk);
+      }
       if (part < a.num_parts) {  // one thread for the elements, one for the scales
         Bases at;
         const bool copies = locate<OUTER>(a, a.part[part], chunk, at);
@@ -229,21 +259,25 @@ struct CastNest {
 #endif
 };
 
-// FROM, TO: formats of the elements.  SCALE: format of the scales, or None.  SUMS: the quantised side is digested too; no group has
-// more items than a warp has threads.  A thread moves eight contiguous and aligned elements
+// FROM, TO: formats of the elements.  SCALE: format of the scales, or None.  A thread moves eight contiguous and aligned elements
 // at a time, an item.
+//
+// SUMS: the quantised side is digested too.  A thread has two neighbouring items, half a cell of codes of 4 bits or a whole one, of
+// each of two groups.  A group has an even number of items, at most as many as a warp has threads.
 template <int OUTER, int INNER, class FROM, class TO, class SCALE, bool SUMS = false>
 struct Cast : CastNest<OUTER, INNER> {
   using Nest = CastNest<OUTER, INNER>;
   using Place = typename Nest::Place;
-  using Nest::kThreads;
   using Nest::larger;
+  // With digests a thread needs more registers.
+  static constexpr uint32_t kThreads = SUMS ? 512 : Nest::kThreads;
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>, kComputes = kQuantises && kHasScales;
   static constexpr int ITEM = 8;
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (SUMS && items_of_group(a->part[0]) > 32) return KVBM_TOO_LARGE;
-    return Nest::prepare(a, sms, FROM::kBits + TO::kBits, grid);
+    constexpr bool kMayHaveWhole = SUMS && (FROM::kBits == 4 || TO::kBits == 4);
+    return Nest::prepare(a, sms, {FROM::kBits + TO::kBits, SUMS ? 2 : 1, kMayHaveWhole ? 1 : 2}, grid, kThreads);
   }
 
   // The codes of an item, packed as in memory: 32 bits, or more for wide formats.
@@ -328,6 +362,13 @@ struct Cast : CastNest<OUTER, INNER> {
     }
     return most;
   }
+  static KVBM_INLINE uint32_t larger_signed_halves(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __vmaxs2(a, b);
+#else
+    return larger_halves(a ^ 0x80008000, b ^ 0x80008000) ^ 0x80008000;
+#endif
+  }
   static KVBM_INLINE uint32_t larger_halves(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
     return __vmaxu2(a, b);
@@ -337,9 +378,9 @@ struct Cast : CastNest<OUTER, INNER> {
   }
 
 #ifdef __CUDACC__
-  // FINITE: no element is infinite or NaN.
+  // FINITE: no element is infinite or NaN; `finite`: the same, but not known before.
   template <bool FINITE = false>
-  static __device__ __forceinline__ Codes<TO> cast(const Codes<FROM>& codes, float factor) {
+  static __device__ __forceinline__ Codes<TO> cast(const Codes<FROM>& codes, float factor, bool finite = true) {
     float x[ITEM];
     if constexpr (Eight<FROM>::kValues) {
       Eight<FROM>::values(codes.x, x);
@@ -356,6 +397,12 @@ struct Cast : CastNest<OUTER, INNER> {
     }
     KVBM_UNROLL
     for (int i = 0; i < ITEM; ++i) x[i] *= factor;
+    if constexpr (FINITE && Eight<TO>::kRounds) {
+      if (!finite) {
+        KVBM_UNROLL
+        for (int i = 0; i < ITEM; ++i) x[i] = Eight<TO>::limited(x[i]);
+      }
+    }
     Codes<TO> made;
     if constexpr (FINITE && Eight<TO>::kRounds) {
       static_assert(!kSame<TO, I8> || kSame<SCALE, F32>, "with a scale of float32 all codes are from -127 to 127");
@@ -402,32 +449,33 @@ struct Cast : CastNest<OUTER, INNER> {
   using Tile = typename Nest::Tile;
   using Keys = typename Nest::Keys;
   using Sums = CellSums<SUMS, kQuantises ? TO::kBits : FROM::kBits, SCALE::kBits>;
+  // Codes of 4 bits may have a scale every 16 elements.  Then a thread makes or loads both scales of its groups.
+  static constexpr bool kHasBoth = (kQuantises ? TO::kBits : FROM::kBits) == 4;
 
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
     const kvbm_part& p = a.part[0];
     const Lane mine(p);
-    Sums sums(p, a.part[kHasScales], mine.lane, mine.width, mine.row, SUMS ? Nest::key_of_item(p, mine.lane) : 0);
-    Nest::template for_tiles<SUMS>(a, [&](const Tile& tile) {
-      uint32_t group = tile.first;
-      if (!SUMS && p.tile[1].n > mine.width)
-        for (; group < tile.last; group += mine.rows) run_long(a, tile, group + mine.row, mine);
-      else
-        for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine, sums);
-      if constexpr (SUMS) add_to_digest<32>(a, p, tile.chunk * p.tiles.n, threadIdx.x % 32, 32, sums.take());
-    });
+    if constexpr (SUMS) {
+      run_sums(a, mine);
+    } else {
+      Nest::template for_tiles<false>(a, [&](const Tile& tile) {
+        uint32_t group = tile.first;
+        if (p.tile[1].n > mine.width)
+          for (; group < tile.last; group += mine.rows) run_long(a, tile, group + mine.row, mine);
+        else
+          for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine);
+      });
+    }
   }
 
   // A group, which has an even number, and the next one; each has no more items than threads.  Both are loaded before they are cast.
-  static __device__ __forceinline__ void run_two(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine,
-                                                 Sums& sums) {
+  static __device__ __forceinline__ void run_two(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine) {
     const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
     Codes<FROM> codes[2];
-    Keys key = {0, 0}, second_key = {0, 0};
-    const Place first = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group, SUMS ? &key : nullptr);
+    const Place first = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);
     const bool is_apart = p.inner[kGroup].extent.n % 2;
-    const Place second =
-        is_apart ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1, SUMS ? &second_key : nullptr)
-                 : Nest::template next<kQuantises>(p, s, first);
+    const Place second = is_apart ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1)
+                                  : Nest::template next<kQuantises>(p, s, first);
     Place place[2] = {first, second};
     uint32_t src = 0, dst = 0;
     Nest::step_item(p, mine.lane, src, dst);
@@ -440,14 +488,10 @@ struct Cast : CastNest<OUTER, INNER> {
       place[u].dst += dst;
       if (has_item[u]) load_item(p, place[u].src + src, codes[u]);
     }
-    Codes<TO> made[2];  // if it is digested
     auto put = [&](uint32_t u, auto cast_item) {
       if (!has_item[u]) return;
-      const Codes<TO> item = cast_item(codes[u]);
-      store_item(p, place[u].dst, item);
-      if constexpr (SUMS && kQuantises) made[u] = item;
+      store_item(p, place[u].dst, cast_item(codes[u]));
     };
-    uint32_t scale[2] = {};  // codes: in even lanes of the first group, in odd lanes of the second
     if constexpr (kComputes) {
       // A lane makes the scale of one of the groups, and its neighbour that of the other.
       uint32_t largest[2];
@@ -465,7 +509,6 @@ struct Cast : CastNest<OUTER, INNER> {
       const uint32_t code = put_scale(s, most, stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given);
       const float own = computed_factor(code, given), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
       const float factor[2] = {odd ? other : own, odd ? own : other};
-      scale[0] = scale[1] = code;
       if constexpr (Eight<TO>::kRounds) {
         KVBM_UNROLL
         for (uint32_t u = 0; u < 2; ++u)
@@ -475,6 +518,7 @@ struct Cast : CastNest<OUTER, INNER> {
       for (uint32_t u = 0; u < 2; ++u)
         if (!Eight<TO>::kRounds || !finite) put(u, [&](const auto& item) { return cast(item, factor[u]); });
     } else {
+      uint32_t scale[2] = {};
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u)
         if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
@@ -484,17 +528,223 @@ struct Cast : CastNest<OUTER, INNER> {
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u) put(u, [&](const auto& item) { return cast(item, factor[u]); });
     }
-    if constexpr (SUMS) {
-      if (odd) key = is_apart ? second_key : Keys{key.item + p.inner[kGroup].key, key.scale + s.inner[kGroup].key};
-      const bool has = odd ? has_item[1] : has_item[0], has_scale = odd ? has_group[1] : has_group[0];
-      const bool is_last = group - 2 * mine.row + 2 * mine.rows >= tile.last;
-      auto add = [&](const auto& quantised) {
-        sums.add(quantised, has, key.item, odd ? scale[1] : scale[0], has_scale, key.scale, tile.keys, is_last);
-      };
-      if constexpr (kQuantises)
-        add(made);
-      else
-        add(codes);
+  }
+
+  // With digests.
+  static __device__ __forceinline__ void run_sums(const kvbm_args& a, const Lane& mine) {
+    const kvbm_part& p = a.part[0];
+    Sums sums(p, a.part[kHasScales], mine.lane, mine.width, mine.row, Nest::key_of_item(p, 2 * mine.lane));
+    Nest::template for_tiles<true>(a, [&](const Tile& found) {
+      Tile tile = found;
+      uint32_t src = 0, dst = 0, none = 0;
+      Nest::step_item(p, 2 * mine.lane, src, kQuantises ? dst : none);
+      if constexpr (!kQuantises) Nest::step_item(p, stored_item(mine), none, dst);
+      tile.at.src += src;
+      tile.at.dst += dst;
+      for (uint32_t first = tile.first; first < tile.last; first += 2 * mine.rows)
+        run_cells(a, tile, first + 2 * mine.row, mine, first + 2 * mine.rows >= tile.last, sums);
+      add_to_digest<32>(a, p, tile.chunk * p.tiles.n, threadIdx.x % 32, 32, sums.take());
+    });
+  }
+
+  // A group, which has an even number, and the next one.
+  static __device__ __forceinline__ void run_cells(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine,
+                                                   bool is_last, Sums& sums) {
+    const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
+    Place place[2];
+    Keys key[2] = {};
+    place[0] = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group, &key[0]);
+    if (p.inner[kGroup].extent.n % 2) {
+      place[1] = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1, &key[1]);
+    } else {
+      place[1] = Nest::template next<kQuantises>(p, s, place[0]);
+      key[1] = {key[0].item + p.inner[kGroup].key, key[0].scale + s.inner[kGroup].key};
+    }
+    bool has_group[2], has[2];
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < 2; ++u) {
+      has_group[u] = group + u < tile.last;
+      has[u] = has_group[u] && mine.lane < p.tile[1].n;
+    }
+    const float given = p.given_scale;  // one for all, where casts digest
+    uint32_t words[4 * kWords], scale[2] = {};
+    float factor[2];
+    if constexpr (kQuantises) {
+      Codes<FROM> codes[2][2];
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < 2; ++u)
+        if (has[u]) load_items(place[u].src, codes[u]);
+      bool finite = true;
+      if constexpr (kComputes) {
+        uint32_t most[2];
+        finite = find_largest(codes, has, mine.width, most);
+        if constexpr (kHasBoth) {
+          KVBM_UNROLL
+          for (uint32_t u = 0; u < 2; ++u) {
+            scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given);
+            factor[u] = computed_factor(scale[u], given);
+          }
+        } else {  // a lane makes the scale of one of the groups, and its neighbour that of the other
+          const bool odd = mine.lane & 1, stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
+          const uint32_t code =
+              put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given);
+          const float own = computed_factor(code, given), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
+          factor[0] = odd ? other : own;
+          factor[1] = odd ? own : other;
+          scale[0] = scale[1] = code;
+        }
+      } else {
+        factor[0] = factor[1] = stored_factor(0, given);
+      }
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < 2; ++u) {
+        if (!has[u]) continue;
+        KVBM_UNROLL
+        for (uint32_t h = 0; h < 2; ++h) {
+          const Codes<TO> made = cast<kComputes>(codes[u][h], factor[u], finite);
+          KVBM_UNROLL
+          for (int i = 0; i < kWords; ++i) words[(2 * u + h) * kWords + i] = made.x[i];
+        }
+        if (!is_joined(p, mine)) Nest::template store_words<2 * kWords>(place[u].dst, words + 2 * u * kWords);
+      }
+      if (is_joined(p, mine) && has[0]) Nest::template store_words<4>(place[0].dst, words);
+    } else {
+      if (is_joined(p, mine)) {
+        if (has[0]) Nest::template load_words<4>(place[0].src, words);
+      } else {
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < 2; ++u)
+          if (has[u]) Nest::template load_words<2 * kWords>(place[u].src, words + 2 * u * kWords);
+      }
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < 2; ++u) {
+        if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
+        factor[u] = stored_factor(scale[u], given);
+      }
+      put_items(p, tile, group, mine, has_group, place, factor, words);
+    }
+    sums.add(words, has, has_group, key, scale, tile.keys, is_last);
+  }
+
+  // 32-bit words of an item of quantised codes.
+  static constexpr int kWords = (kQuantises ? TO::kBits : FROM::kBits) == 8 ? 2 : 1;
+  // Whether two groups are one cell whose bytes follow each other.
+  static __device__ __forceinline__ bool is_joined(const kvbm_part& p, const Lane& mine) {
+    return kHasBoth && mine.width == 1 && (kQuantises ? p.inner[kGroup].dst : p.inner[kGroup].src) == 8 * kWords;
+  }
+  // Two items that follow each other.
+  static __device__ __forceinline__ void load_items(const char* from, Codes<FROM> (&codes)[2]) {
+    constexpr int kLoads = FROM::kBits / 16;
+    KVBM_UNROLL
+    for (int w = 0; w < 2 * kLoads; ++w) {
+      Word16 v;
+      load_half(v, from + 16 * w);
+      KVBM_UNROLL
+      for (int i = 0; i < 4; ++i) codes[w / kLoads].x[w % kLoads * 4 + i] = v.x[i];
+    }
+  }
+
+  // The largest finite codes of two groups; true if all are finite.
+  static __device__ __forceinline__ bool find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
+                                                      uint32_t (&most)[2]) {
+    find_largest<false>(codes, has, width, most);
+    const bool finite = !__any_sync(~0u, larger(most[0], most[1]) >= FROM::kInfinite);
+    if (!finite) find_largest<true>(codes, has, width, most);
+    return finite;
+  }
+  // FILTERS: of the finite ones.
+  template <bool FILTERS>
+  static __device__ __forceinline__ void find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
+                                                      uint32_t (&most)[2]) {
+    if constexpr (FROM::kBits == 16) {  // of both groups in one word
+      // What is added makes codes that are not finite negative.
+      constexpr uint32_t kAdded = FILTERS ? (0x8000 - FROM::kInfinite) * 0x10001 : 0;
+      uint32_t both[2];
+      KVBM_UNROLL
+      for (int u = 0; u < 2; ++u) {
+        both[u] = kAdded;
+        KVBM_UNROLL
+        for (int i = 0; i < ITEM; ++i) {
+          const uint32_t two = (codes[u][i / 4].x[i % 4] & 0x7fff7fff) + kAdded;
+          both[u] = FILTERS ? larger_signed_halves(both[u], two) : larger_halves(both[u], two);
+        }
+        if (!has[u]) both[u] = kAdded;
+      }
+      uint32_t of_two = larger_halves(__byte_perm(both[0], both[1], 0x5410), __byte_perm(both[0], both[1], 0x7632)) - kAdded;
+      for (uint32_t other = 1; other < width; other *= 2) of_two = larger_halves(of_two, __shfl_xor_sync(~0u, of_two, other));
+      most[0] = of_two & 0xffff;
+      most[1] = of_two >> 16;
+    } else {
+      KVBM_UNROLL
+      for (int u = 0; u < 2; ++u) {
+        const auto& item = codes[u];
+        const uint32_t mine =
+            FILTERS ? largest_finite(item[1], largest_finite(item[0], 0)) : largest_of(item[1], largest_of(item[0], 0));
+        most[u] = Nest::largest_in_group(has[u] ? mine : 0, width);
+      }
+    }
+  }
+
+  // Threads store neighbouring items, so that a warp stores whole sectors: of two items a thread with an even number has the first,
+  // the next thread the second.  `stored_item`: the first that a thread has in its group.
+  static __device__ __forceinline__ uint32_t stored_item(const Lane& mine) {
+    return mine.width == 1 ? threadIdx.x & 1 : 2 * (mine.lane & ~1u) + (mine.lane & 1);
+  }
+  // Casts the items of two groups, after threads have exchanged half of them.
+  static __device__ __forceinline__ void put_items(const kvbm_part& p, const Tile& tile, uint32_t group, const Lane& mine,
+                                                   const bool (&has_group)[2], const Place (&place)[2],
+                                                   const float (&factor)[2], const uint32_t* words) {
+    const bool odd = threadIdx.x & 1;
+    uint32_t first[2][kWords], second[2][kWords];  // of a pair of threads: what the even one had, and what the odd one had
+    KVBM_UNROLL
+    for (int u = 0; u < 2; ++u) {
+      KVBM_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        const uint32_t one = words[2 * u * kWords + i], two = words[(2 * u + 1) * kWords + i];
+        const uint32_t got = __shfl_xor_sync(~0u, odd ? one : two, 1);
+        first[u][i] = odd ? got : one;
+        second[u][i] = odd ? two : got;
+      }
+    }
+    char* to[2][2];
+    float by[2][2];
+    bool stores[2][2];
+    if (kHasBoth && mine.width == 1) {  // both groups of the even thread, and both of the odd one
+      const uint32_t lane = threadIdx.x % 32, offset = uint32_t(place[0].dst - tile.at.dst);
+      KVBM_UNROLL
+      for (int whose = 0; whose < 2; ++whose) {
+        const uint32_t from = (lane & ~1u) + whose;
+        to[whose][0] = tile.at.dst + __shfl_sync(~0u, offset, from);
+        to[whose][1] = to[whose][0] + uint32_t(p.inner[kGroup].dst);
+        KVBM_UNROLL
+        for (int u = 0; u < 2; ++u) {
+          by[whose][u] = float_of(__shfl_sync(~0u, bits_of(factor[u]), from));
+          stores[whose][u] = group - 2 * lane + 2 * from < tile.last;
+        }
+      }
+    } else {
+      const uint32_t item = stored_item(mine), items = 2 * p.tile[1].n;
+      uint32_t none = 0, offset[2] = {0, 0};
+      KVBM_UNROLL
+      for (int whose = 0; whose < 2; ++whose) {
+        Nest::step_item(p, item + 2 * whose, none, offset[whose]);
+        KVBM_UNROLL
+        for (int u = 0; u < 2; ++u) {
+          to[whose][u] = place[u].dst + (offset[whose] - offset[0]);
+          by[whose][u] = factor[u];
+          stores[whose][u] = has_group[u] && item + 2 * whose < items;
+        }
+      }
+    }
+    KVBM_UNROLL
+    for (int u = 0; u < 2; ++u) {
+      KVBM_UNROLL
+      for (int whose = 0; whose < 2; ++whose) {
+        Codes<FROM> codes;
+        KVBM_UNROLL
+        for (int i = 0; i < kWords; ++i) codes.x[i] = whose ? second[u][i] : first[u][i];
+        if (stores[whose][u]) store_item(p, to[whose][u], cast(codes, by[whose][u]));
+      }
     }
   }
 
@@ -590,7 +840,7 @@ struct CastAny : CastNest<OUTER, INNER> {
   using Place = typename Nest::Place;
   using Nest::kThreads;
 
-  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) { return Nest::prepare(a, sms, PAIR * 3, grid); }
+  static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) { return Nest::prepare(a, sms, {PAIR * 3, 1, 2}, grid); }
 
   struct Formats {
     uint32_t from, to, scale;

@@ -264,6 +264,67 @@ KVBM_FORMAT uint32_t largest_of_run(const char* from, uint64_t elements) {
   return largest;
 }
 
+// Rounds elements of bfloat16 to TO, where the scale comes from the largest element of the group.  So its mantissa has 128 values,
+// and there is a table for each.
+//
+// A code of TO grows by 2^m, if its mantissa has m bits, where the exponent of an element grows by one.  In between it grows by
+// one, at mantissas that are more than four apart.  What a table has for four mantissas is added to the element's code.  Then the
+// upper bits are the code of TO.
+template <class TO>
+struct RoundingTables {
+  static constexpr int kShift = TO::kShift - 16;                   // bits of bfloat16's mantissa that TO does not have
+  static constexpr uint32_t kExponent = 127 << 7;                  // of the largest element
+  static constexpr uint32_t kBinades = kSame<TO, E4m3> ? 13 : 28;  // below it, in which all codes of TO are normal
+  uint16_t added[128][32];
+
+  RoundingTables() {
+    constexpr uint32_t kElement = kExponent - (4 << 7);  // the exponent of elements, for example
+    for (uint32_t largest = 0; largest < 128; ++largest) {
+      const float scale = Bf16::value(kExponent | largest) / range_of<TO>().most, factor = 1.0f / scale;
+      auto code = [&](uint32_t mantissa) { return TO::round(Bf16::value(kElement | mantissa) * factor); };
+      for (uint32_t i = 0; i < 32; ++i) {
+        const uint32_t first = code(4 * i);
+        uint32_t greater = 0;
+        for (uint32_t k = 1; k < 4; ++k) greater += code(4 * i + k) > first;
+        const uint32_t made = (first << kShift) + (greater ? (1 << kShift) - 4 + greater : 0);
+        added[largest][i] = uint16_t(made - 4 * i - kElement);
+      }
+    }
+  }
+};
+
+// Codes without sign of contiguous elements: the largest, and how far the smallest one is from 0xffff.
+struct Extremes {
+  uint32_t largest, below;
+};
+KVBM_FORMAT Extremes extremes_of_run(const char* from, uint64_t elements) {
+  using Halves = Vector<uint16_t, 32>;
+  Halves codes, largest = {}, below = {};
+  for (uint64_t i = 0; i < elements; i += 32) {
+    std::memcpy(&codes, from + 2 * i, sizeof codes);
+    codes &= 0x7fff;
+    largest = codes > largest ? codes : largest;
+    below = ~codes > below ? ~codes : below;
+  }
+  return {largest_lane<32>(largest), largest_lane<32>(below)};
+}
+
+// Casts contiguous elements, a multiple of 32, of a group with this largest element.
+template <class TO>
+KVBM_FORMAT void round_by_table(const char* from, char* to, uint64_t elements, uint32_t largest,
+                                const RoundingTables<TO>& tables) {
+  using Halves = Vector<uint16_t, 32>;
+  Halves added, codes;
+  std::memcpy(&added, tables.added[largest & 127], sizeof added);
+  added += uint16_t(tables.kExponent - (largest & 0x7f80));
+  for (uint64_t i = 0; i < elements; i += 32) {
+    std::memcpy(&codes, from + 2 * i, sizeof codes);
+    const Halves sizes = (codes + shuffled(added, codes >> 2)) >> tables.kShift;
+    const auto bytes = __builtin_convertvector((sizes & 0x7f) | (codes >> 8 & 0x80), Vector<uint8_t, 32>);
+    std::memcpy(to + i, &bytes, sizeof bytes);
+  }
+}
+
 // The codes of scales.  `largest`: bits of the largest finite |x|.  See scale_of.
 template <class S, class U, class X>
 KVBM_FORMAT U scales_of(const U& largest, const Range& of, const X& given) {
@@ -337,11 +398,20 @@ KVBM_FORMAT void cast_elements(const HostGroups& of, const kvbm_part& p, uint64_
 template <class FROM, class TO, class SCALE, int N>
 KVBM_FORMAT bool cast_finite(HostGroups& of, const kvbm_part& p, uint64_t elements, uint32_t second, uint32_t third) {
   constexpr bool kQuantises = FROM::kBits >= 16, kComputes = kQuantises && SCALE::kBits;
+  constexpr bool kByTable =
+      kShuffles && N == 16 && kSame<FROM, Bf16> && kSame<SCALE, F32> && (kSame<TO, E4m3> || kSame<TO, E5m2>);
+  const bool is_run = elements % 32 == 0 && second == 1 && third == 1;
+  Extremes extremes[kByTable ? HostGroups::kMost : 1];
   bool finite = kComputes || !kQuantises;
   for (uint32_t g = 0; g < of.count; ++g) {
     uint32_t code = 0;
     if constexpr (kComputes) {
-      code = largest_of_group<FROM, false, N>(of.src[g], p, elements, second, third);
+      if (kByTable && is_run) {
+        extremes[g] = extremes_of_run(of.src[g], elements);
+        code = extremes[g].largest;
+      } else {
+        code = largest_of_group<FROM, false, N>(of.src[g], p, elements, second, third);
+      }
       if (code >= FROM::kInfinite) {
         code = largest_of_group<FROM, true, N>(of.src[g], p, elements, second, third);
         finite = false;
@@ -373,8 +443,21 @@ KVBM_FORMAT bool cast_finite(HostGroups& of, const kvbm_part& p, uint64_t elemen
   if constexpr (kComputes)
     for (uint32_t g = 0; g < of.count; ++g) std::memcpy(of.scale[g], of.codes + g, SCALE::kBits / 8);
   finite &= !largest_lane<N>(wrong);
-  if (finite) cast_elements<FROM, TO, true, N>(of, p, elements, second, third);
-  return finite;
+  if (!finite) return false;
+  if (kByTable && is_run) {
+    static const RoundingTables<std::conditional_t<kByTable, TO, E4m3>> tables;
+    constexpr uint32_t kLess = tables.kBinades << 7;
+    for (uint32_t g = 0; g < of.count; ++g) {
+      const uint32_t exponent = extremes[g].largest & 0x7f80, smallest = 0xffff - extremes[g].below;
+      if (exponent > kLess && smallest >= exponent - kLess)
+        round_by_table(of.src[g], of.dst[g], elements, extremes[g].largest, tables);
+      else  // zero, or codes that may be subnormal
+        cast_run<FROM, TO, true, N>(of.src[g], of.dst[g], elements, of.factor[g]);
+    }
+    return true;
+  }
+  cast_elements<FROM, TO, true, N>(of, p, elements, second, third);
+  return true;
 }
 template <class FROM, class TO, class SCALE, int N>
 KVBM_FORMAT void cast_groups(HostGroups& of, const kvbm_part& p) {

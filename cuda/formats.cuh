@@ -263,8 +263,10 @@ struct Eight {
 template <>
 struct Eight<E2m1> {
   static constexpr bool kRounds = true, kValues = true;
+  // What `round` takes instead of a value that is not finite; the code is the same.
+  static __device__ __forceinline__ float limited(float x) { return x == x ? x : 0.0f; }
 
-  // The codes of finite values.  Adding a number whose last bit is worth the unit of the code (1/2 below 2, 1 below 4, 2 above)
+  // The codes of numbers.  Adding a number whose last bit is worth the unit of the code (1/2 below 2, 1 below 4, 2 above)
   // rounds to that unit.  The number is 2^e * (2^22 + 3), so the sum has the mantissa 6 + the value in units, and the exponent
   // 149 + e.  The code is the value in units + 2 * e, and 2 * 149 + 6 is a multiple of 8.
   static __device__ __forceinline__ void round(const float (&x)[8], uint32_t* made) {
@@ -310,6 +312,10 @@ struct Eight<E2m1> {
 template <>
 struct Eight<I8> {
   static constexpr bool kRounds = true, kValues = true;
+  static __device__ __forceinline__ float limited(float x) {
+    const float most = x < 127.0f ? x : 127.0f, both = most > -127.0f ? most : -127.0f;
+    return x == x ? both : 0.0f;
+  }
 
   // The codes of values from -127 to 127: the lowest bytes after adding a number whose last bit is worth one.
   static __device__ __forceinline__ void round(const float (&x)[8], uint32_t* made) {

@@ -111,9 +111,10 @@ KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t w
   return p.tile_words * p.tile[p.transposes_on_store ? 1 : 0].n * pitch_of_tile(p, side) * word;
 }
 
-constexpr int kGroup = 3;           // casts: inner modes of a group
-constexpr uint32_t kCastTurns = 4;  // casts: pairs of groups that a thread takes, one after the other
-constexpr uint32_t kCastCtas = 12;  // casts: CTAs that a multiprocessor should have before a thread takes more of them
+constexpr int kGroup = 3;              // casts: inner modes of a group
+constexpr uint32_t kCastTurns = 4;     // casts: pairs of groups that a thread takes, one after the other
+constexpr uint32_t kNearBytes = 4096;  // casts: chunks that lie closer than this are jobs one after the other
+constexpr uint32_t kCastCtas = 12;     // casts: CTAs that a multiprocessor should have before a thread takes more of them
 
 inline uint64_t items_of_group(const kvbm_part& p) {
   uint64_t items = 1;
@@ -121,15 +122,25 @@ inline uint64_t items_of_group(const kvbm_part& p) {
   return items;
 }
 
-// Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group of tile[1] items, and a CTA takes tile[2] groups at
-// a time.
-inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_t item_bytes) {
+// Whether neighbouring chunks of a mode lie close together on one side, as K and V of a row do: they share sectors there.
+inline bool is_near(int64_t step, int32_t table_step) {
+  return table_step == 0 && step != 0 && uint64_t(step < 0 ? -step : step) < kNearBytes;
+}
+
+// The items of a cast: bytes of one on both sides, how many a thread takes of a group, and the fewest threads of a group.
+struct CastItems {
+  uint32_t bytes, of_thread, least_width;
+};
+
+// Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group, tile[1] of them have items, and a CTA takes tile[2]
+// groups at a time.  tile[3]: chunks that lie close together; for_tiles has them as jobs one after the other.
+inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, const CastItems& item) {
   kvbm_part& p = a.part[0];
-  const uint64_t items = items_of_group(p);
+  const uint64_t items = divide_up(items_of_group(p), item.of_thread);
   uint64_t chunks = 1, groups = 1;
   for (uint32_t i = 0; i < a.num_parts; ++i)
     if (!set_divisors(a.part[i], s.outer, s.inner, kGroup, chunks, groups)) return false;
-  if (items >= (1u << 31)) return false;
+  if (items_of_group(p) >= (1u << 31)) return false;
   for (uint32_t i = 0; i < a.num_parts; ++i) {  // kernels add the offsets inside a chunk with 32 bits
     uint64_t src = 0, dst = 0;
     for (int k = 0; k < s.inner; ++k) {
@@ -139,13 +150,14 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_
     if ((src | dst) >> 32) return false;
   }
   p.words = uint32_t(groups);
-  uint32_t width = 2;
+  uint32_t width = item.least_width;
   if (sms == 0) {
-    p.tile_words = 16 * divide_up(divide_up(kHostTile, items * item_bytes), 16);  // no cell has scales of more groups
+    p.tile_words =
+        16 * divide_up(divide_up(kHostTile, items_of_group(p) * item.bytes), 16);  // no cell has scales of more groups
   } else {
     while (width < 32 && width < items) width *= 2;
-    const uint32_t pairs = 2 * (s.threads / width);                                      // groups of a turn
-    p.tile_words = pairs * (a.inline_mask & KVBM_DIGEST ? 2 * kCastTurns : kCastTurns);  // a digest is added once a tile
+    const uint32_t pairs = 2 * (s.threads / width);  // groups of a turn
+    p.tile_words = pairs * kCastTurns;
     while (p.tile_words > pairs &&
            a.num_pairs * chunks * divide_up(groups, p.tile_words) * s.threads < uint64_t{kCastCtas} * sms * kRowThreads)
       p.tile_words /= 2;
@@ -155,6 +167,13 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, uint32_
   p.tile[2].n = s.threads / width;
   if (!set_jobs(a, p, s.outer, chunks, divide_up(groups, p.tile_words))) return false;
   p.ctas = p.jobs;
+  uint32_t near = 1;
+  for (int k = 0; k < s.outer && sms && p.pairs_first; ++k) {
+    const kvbm_outer& mode = p.outer[k];
+    if (mode.extent.n > 1 && !is_near(mode.src, mode.src_table) && !is_near(mode.dst, mode.dst_table)) break;
+    near *= mode.extent.n;
+  }
+  p.tile[3] = kvbm_make_div(near);
   for (uint32_t i = 1; i < a.num_parts; ++i) {  // the scales: the same order of jobs, which are those of part 0
     a.part[i].faster = p.faster;
     a.part[i].pairs_first = p.pairs_first;

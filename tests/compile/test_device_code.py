@@ -125,7 +125,6 @@ ROWS, NARROW, TILE, SUM_ROWS = "rows_o1_i3_w16", "rows_o1_i3_w8", "tile_o1_r1_e2
 TO_FP8, TO_FP4, TO_INT8 = (f"cast_bf16_{name}_o4_i6_e8" for name in ("e4m3_f32", "e2m1_e4m3", "i8_f32"))
 FROM_FP4, FROM_INT8 = (f"cast_{name}_o4_i6_e8" for name in ("e2m1_bf16_e4m3", "i8_bf16_f32"))
 TO_ANY = "cast_any_plain_o4_i8_e1"
-SUM_FP4, SUM_FP4_OF_TURNS = "sum_cast_bf16_e2m1_e4m3_o4_i6_e8", "sum_cast_f16_e2m1_e4m3_o4_i6_e8"  # the layouts of each differ
 
 #: Kernels, what of their code is replaced, by what, and what `programs.nests.each` then says of them.
 BROKEN = [
@@ -168,26 +167,40 @@ BROKEN_CASTS = [
     (FROM_INT8, "codes[i] ^ 0x80808080", "codes[i]"),
 ]
 
-#: The same of kernels that also digest, and `programs.casts.fused_digests` for layouts of that format.
-OF_FP4 = range(26, 38)
+#: The same of kernels that also digest, after the layouts of their format for `programs.casts.fused_digests`, and what it says.
+OF_FP8, OF_MXFP8, OF_FP4, OF_MXFP4 = range(8), range(16, 26), range(26, 38), range(38, 46)
+DIGESTS, BYTES = "found == wanted", "bytes differ"
 BROKEN_SUMS = [
-    (SUM_FP4, "number_ % 2 ? 0x3715", "number_ % 2 ? 0x6240"),
-    (SUM_FP4_OF_TURNS, "row % 2 ? 0x3276", "row % 2 ? 0x5410"),
-    (SUM_FP4, "has_item && !is_first", "has_item"),
-    (SUM_FP4, "has_item && !second", "has_item"),
-    (SUM_FP4, "from_lane(cell.x[0], 2 * width_)", "from_lane(cell.x[0], width_)"),
-    (SUM_FP4, "from_lane(cell.x[1], 4 * width_)", "from_lane(cell.x[1], 2 * width_)"),
-    (SUM_FP4_OF_TURNS, "turns_ = count_ < 4 ? count_ : 4", "turns_ = 4"),
-    (SUM_FP4, "if (odd) key = is_apart", "if (false) key = is_apart"),
-    (SUM_FP4, "turn + 1 < turns_ && !is_last", "turn + 1 < turns_"),
-    (SUM_FP4, "key = odd ? key : earlier_key_", "key = earlier_key_"),
-    (SUM_FP4, "sums.take()", "0"),
+    (OF_MXFP8, "bf16_e4m3_e8m0", "number_ % 2 ? 0x3715", "number_ % 2 ? 0x6240", DIGESTS),
+    (OF_MXFP8, "bf16_e4m3_e8m0", "row % 2 ? 0x3276", "row % 2 ? 0x5410", DIGESTS),
+    (OF_MXFP8, "bf16_e4m3_e8m0", "from_lane(cell.x[0], 2 * width_)", "from_lane(cell.x[0], width_)", DIGESTS),
+    (OF_MXFP8, "bf16_e4m3_e8m0", "from_lane(cell.x[1], 4 * width_)", "from_lane(cell.x[1], 2 * width_)", DIGESTS),
+    (OF_MXFP8, "bf16_e4m3_e8m0", "turn + 1 < turns_ && !is_last", "turn + 1 < turns_", DIGESTS),
+    (OF_MXFP8, "f16_e4m3_e8m0", "turns_ = count_ < 4 ? count_ : 4", "turns_ = 4", DIGESTS),
+    (OF_FP8, "bf16_e4m3_f32", "if (p.inner[kGroup].extent.n % 2) {", "if (false) {", BYTES),
+    (OF_FP8, "bf16_e4m3_f32", "factor[0] = odd ? other : own", "factor[0] = own", BYTES),
+    (OF_FP8, "bf16_e4m3_f32", "if (has[1]) sum +=", "sum +=", DIGESTS),
+    (OF_FP8, "e4m3_bf16_f32", "odd ? two : got", "odd ? got : two", BYTES),
+    (OF_FP8, "e4m3_bf16_f32", "item + 2 * whose < items", "item < items", BYTES),
+    (OF_FP4, "bf16_e2m1_e4m3", "number_ % 2 ? 0x3276 : 0x5410", "0x5410", DIGESTS),
+    (OF_FP4, "bf16_e2m1_e4m3", "second ? got : mine", "mine", DIGESTS),
+    (OF_FP4, "bf16_e2m1_e4m3", "rows_ > 4", "rows_ > 8", DIGESTS),
+    (OF_FP4, "bf16_e2m1_e4m3", "number_ < 4)", "true)", DIGESTS),
+    (OF_FP4, "bf16_e2m1_e4m3", "turn < 2 ? two : 0", "two", DIGESTS),
+    (OF_FP4, "bf16_e2m1_e4m3", "turn + 1 < turns_ && !is_last", "turn + 1 < turns_", DIGESTS),
+    (OF_FP4, "bf16_e2m1_e4m3", "odd ? got : words[i]", "words[i]", DIGESTS),
+    (OF_FP4, "bf16_e2m1_e4m3", "sums.take()", "0", DIGESTS),
+    (OF_FP4, "e2m1_bf16_e4m3", "(lane & ~1u) + whose", "lane", BYTES),
+    (OF_MXFP4, "bf16_e2m1_e8m0", "if (is_single_) {", "if (false) {", DIGESTS),
 ]
 
 MUTANTS = [
     *(("nests.each", ((kernel,),), kernel, *rest) for kernel, *rest in BROKEN),
     *(("casts.few", (), *each, "bytes differ") for each in BROKEN_CASTS),
-    *(("casts.fused_digests", (1, "fake", OF_FP4), *each, "found == wanted") for each in BROKEN_SUMS),
+    *(
+        ("casts.fused_digests", (1, "fake", some), f"sum_cast_{values}_o4_i6_e8", *each)
+        for some, values, *each in BROKEN_SUMS
+    ),
 ]
 
 
@@ -203,6 +216,7 @@ def test_nothing_is_broken_without_a_mutant(mutants: partial[str]) -> None:
     mutants("nests.each", (ROWS, NARROW, TILE, SUM_ROWS), FAKE_MUTANT="-1")
     mutants("casts.few", FAKE_MUTANT="-1")
     mutants("casts.fused_digests", 1, "fake", OF_FP4[:2], FAKE_MUTANT="-1")
+    mutants("casts.fused_digests", 1, "fake", OF_MXFP8[:2], FAKE_MUTANT="-1")
 
 
 @pytest.mark.parametrize("number", range(len(MUTANTS)))

@@ -513,6 +513,32 @@ def test_one_huge_value_and_zeros_in_groups() -> None:
         assert (scales == one).any()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, "float8_e5m2"])
+@pytest.mark.parametrize("depth", [9, 13, 14, 27, 29, 40])
+def test_groups_by_the_mantissa_of_their_largest_element(dtype: str, depth: int) -> None:
+    """Rows with each mantissa of the largest element: it chooses a table on CPUs with AVX-512.
+
+    The others have all mantissas, and exponents that are less by 9 at most, in one row of eight by `depth`.  Where codes may
+    be subnormal no table is used.
+    """
+
+    def make(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        del dtype
+        codes = np.tile(np.arange(128, dtype=np.uint32), (1024, 1))
+        rows = np.arange(1024)[:, None]
+        less = rng.integers(1, np.where(rows % 8 < 7, 1 + min(depth, 9), 1 + depth), codes.shape)
+        exponents = (60 + rows // 128 * 20 - less).astype(np.uint32)
+        codes = rng.permuted(codes | exponents << np.uint32(7), axis=1)
+        codes[:, 5] = ((60 + rows // 128 * 20) << 7 | rows % 128)[:, 0]
+        codes[1000:1010, 7], codes[1010:1015] = 0, 0
+        return (codes | rng.integers(0, 2, codes.shape, np.uint32) << np.uint32(15)).reshape(shape)
+
+    sizes = (1, 2, 4, 128, 128)
+    theirs = planar("[b] l o h <>", plane("data", dtype, "t d", "d", 128), plane("scale", "float32", "t"))
+    src, dst = Side(Own("[b] l o h t d"), sizes, "bfloat16", 1, make=make, seed=depth), Side(theirs, sizes, "bfloat16", 1, dst=True)
+    convert_and_check(src, dst, [0], [0])
+
+
 # ---- parts of pools --------------------------------------------------------------------------------------------------
 
 PARTS: tuple[tuple[Part, Part], ...] = (

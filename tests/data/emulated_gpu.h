@@ -248,6 +248,9 @@ inline void __syncthreads() { emulated::wait_at(0, 0); }
 inline uint64_t __shfl_xor_sync(uint32_t mask, unsigned long long value, uint32_t apart) {
   return emulated::exchange(mask, value).given[emulated::current % 32 ^ apart];
 }
+inline uint64_t __shfl_sync(uint32_t mask, unsigned long long value, uint32_t lane) {
+  return emulated::exchange(mask, value).given[lane % 32];
+}
 inline int __any_sync(uint32_t mask, int given) {
   int any = 0;
   const emulated::Lanes all = emulated::exchange(mask, given);

@@ -25,7 +25,7 @@ FILES, SOME = 8, 10
 #: Functions, by what stands before their bodies, and their bodies instead of PTX.
 _INSTEAD = (
     (r"\bevict_last_policy\(\)", "return 0;"),
-    (r"\bload\(\S+& v, const char\* p\)", "emulated::load(v, p);"),
+    (r"\bload(_half)?\(\S+& v, const char\* p\)", "emulated::load(v, p);"),
     (r"\bstore\(char\* p, (const )?\S+ v\)", "emulated::store(p, v);"),
     (r"\bfetch\(char\* shared, const char\* src\)", "emulated::fetch<BYTES>(shared, src);"),
     (r"\bwait_for_fetches\(\)", "__syncthreads();"),

@@ -44,26 +44,27 @@ _SCALED = (
     ("e4m3",), ("e5m2",), ("i8",),
 )  # fmt: skip
 
+#: Those of them for which casts from and to float32 digest, too; more kernels would make the wheel larger.
+_DIGESTED_OF_F32 = (("e4m3", "f32"), ("i8", "f32"), ("e4m3", "e8m0"), ("e2m1", "e4m3"))
 
 
-def _there_and_back(*plain: str) -> frozenset[str]:
+
+def _there_and_back(*plain: str, scaled: Iterable[tuple[str, ...]] = _SCALED) -> frozenset[str]:
     """Casts between formats that are not quantised and those that are."""
     return frozenset(
         "_".join((*formats, *scale))
-        for one, (quantised, *scale) in itertools.product(plain, _SCALED)
+        for one, (quantised, *scale) in itertools.product(plain, scaled)
         for formats in ((one, quantised), (quantised, one))
     )
 
 
 #: The formats of kernels that also digest the quantised side.
-DIGESTED_CASTS = _there_and_back("bf16", "f16")
+DIGESTED_CASTS = _there_and_back("bf16", "f16") | _there_and_back("f32", scaled=_DIGESTED_OF_F32)
 
 #: The formats of kernels for contiguous elements.  Kernels for any formats do the rest.
-WIDE_CASTS = (
-    DIGESTED_CASTS
-    | _there_and_back("f32")
-    | {"_".join(formats) for formats in itertools.permutations(("bf16", "f16", "f32"), 2)}
-)
+WIDE_CASTS = _there_and_back("bf16", "f16", "f32") | {
+    "_".join(formats) for formats in itertools.permutations(("bf16", "f16", "f32"), 2)
+}
 
 #: Inner modes of these kernels.
 WIDE_MODES = 6
