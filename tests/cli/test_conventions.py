@@ -101,7 +101,8 @@ def _parse(command: click.Command, words: list[str], above: click.Context | None
         _parse(found, rest, context)
 
 
-@pytest.mark.slow  # 15 s
+@pytest.mark.slow  # 8 s
+@pytest.mark.usefixtures("small_caches")
 def test_the_examples_of_the_help_run(folder: Path) -> None:
     """In one folder, in the order of the help: some use what others wrote."""
     seen = []
