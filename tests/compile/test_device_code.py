@@ -92,10 +92,10 @@ LONG = {"casts.fused_digests", "casts.random_digests", "digests.rows", "reshards
 
 
 def first_or_full(number: int) -> list[pytest.MarkDecorator]:
-    """Each short program runs once; all in all forms under sanitizers, which are part of .ci/run, and in `make full`."""
+    """Each program runs once under sanitizers, which are part of .ci/run; without them, short ones; in all forms in `make full`."""
     program = PROGRAMS[number][0]
     is_first = program not in [one for one, _ in PROGRAMS[:number]]
-    return [] if (is_first and program not in LONG) or "KVBM_SANITIZE" in os.environ else [pytest.mark.full]
+    return [] if is_first and (program not in LONG or "KVBM_SANITIZE" in os.environ) else [pytest.mark.full]
 
 
 @pytest.mark.sanitize
