@@ -361,6 +361,7 @@ def test_a_missing_package_has_one_code(
     assert "pip install" in done.stderr and not list(folder.glob("x.svg"))
 
 
+@pytest.mark.slow  # 1.5 s
 def test_smoke_without_torch_tests_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: README's `pip install .` brings no torch, and the first command to try ended with an error."""
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -720,6 +720,8 @@ def test_two_threads_with_one_transfer() -> None:
         casting.check(src, dst, want, name)
 
 
+@pytest.mark.slow  # 0.8 s
+@pytest.mark.sanitize
 def test_scales_that_change_with_each_call_do_not_pile_up() -> None:
     """A scale computed from each batch is a new one each time: what `convert` keeps for a pair of pools stays bounded."""
     src, dst = Side("nhd", (1, 2, 1, 2, 16), "bfloat16", 2), Side("hnd", (1, 2, 1, 2, 16), "int8", 2, dst=True)

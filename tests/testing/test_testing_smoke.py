@@ -136,6 +136,7 @@ def test_a_wrong_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong at l=0 o=0 h=0 t=0 d=0 of block" in str(report.tests[2].error)
 
 
+@pytest.mark.slow  # 2 s
 def test_suites_have_their_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoke, "PAIRS", ())
     monkeypatch.setattr("kvbm.testing.cases.TestCase.data", lambda case, **_: case)
