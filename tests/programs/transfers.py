@@ -883,7 +883,7 @@ def aside() -> None:
 
 
 def explain_and_auto() -> None:
-    large = replace(SHAPE, nl=8, nh=4, hd=256)
+    large = replace(SHAPE, nl=16, nh=8, hd=256)
     for direction in SIDES:
         names = ("universal", "nhd") if direction == "h2d" else ("nhd", "universal")  # whole blocks on the host's side
         s, d = ends(direction, *names, 16, 16, shape=large)
