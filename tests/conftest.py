@@ -34,11 +34,12 @@ for _folder in (*sorted({str(path.parent) for path in HERE.glob("*/test_*.py")})
         sys.path.insert(0, _folder)
 
 import processes  # noqa: E402
+from few import spread  # noqa: E402
 
 # Derandomised: a red run stays red.  KVBM_HYPOTHESIS=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("quick", derandomize=True, database=None, max_examples=15, **_common)
-settings.register_profile("ci", derandomize=True, database=None, max_examples=100, **_common)
+settings.register_profile("ci", derandomize=True, database=None, max_examples=50, **_common)
 settings.register_profile("full", derandomize=True, database=None, max_examples=1000, **_common)
 settings.register_profile("deep", derandomize=True, database=None, max_examples=5000, **_common)
 settings.register_profile("explore", max_examples=2000, **_common)
@@ -93,13 +94,6 @@ QUICK = 1
 PROCESSES = {"subprocess", "multiprocessing", "processes", "fork", "sshd", "server", "pytester", "fake_driver", "fake_gpu", "place"}
 
 
-def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """At most `count` of the items: the first, the last, and some between them; one is the middle one."""
-    last = len(items) - 1
-    steps = {last // 2} if count == 1 else {last * i // (count - 1) for i in range(count)}
-    return [items[i] for i in sorted(steps)]
-
-
 @cache
 def starts_process(function: FunctionType) -> bool:
     """Whether a function of the tests names one of `PROCESSES`, itself or in what it calls of its own module's functions."""
@@ -112,7 +106,7 @@ def starts_process(function: FunctionType) -> bool:
         for name in code.co_names:
             named = function.__globals__.get(name)
             for one in vars(named).values() if isinstance(named, type) else (named,):
-                if isinstance(one, FunctionType) and one not in seen and Path(one.__code__.co_filename).is_relative_to(HERE):
+                if isinstance(one, FunctionType) and one not in seen and one.__code__.co_filename.startswith(f"{HERE}{os.sep}"):
                     seen.add(one)
                     codes.append(one.__code__)
     return False

@@ -19,10 +19,11 @@ PYTHON=${PYTHON:-.venv/bin/python}
 # Tests that run no compiled code of kvbm, or mostly that of others: PyTorch, JAX, NVRTC (which does not find its own
 # libraries where a sanitizer stands before dlopen).
 set -f # the shell must not take them for files here
-others=(*_gpu address_map advice autotune bench* bridge* build cache calling catalogue cli codegen command_messages conventions
-  cost_model declare derived docs* engines figure figures gpu_extra identity import install layout locks log messages
-  modules nvcc nvrtc operate_docs oracle packaging placement plan presets processes readme report reshard reshard_docs
-  reshard_figure schema shapes site spec store taken testing* torch*)
+others=(*_gpu address_map advice autotune bench* bridge* build cache calling catalogue cli codegen command_messages
+  connect_docs conventions cost_model declare derived docs* engines examples* facts figure figures files_docs gpu_extra identity
+  import install keys layout locks log loops messages modules naming notebook nvcc nvrtc operate_docs oracle overlap packaging
+  pages placement plan presets private processes readme release report reshard reshard_docs reshard_figure schema secret
+  serve_check shapes site spec store taken testing* torch* vllm_identity vllm_setting_names)
 skip=()
 set +f
 for name in "${others[@]}"; do skip+=("--ignore-glob=*/test_$name.py"); done

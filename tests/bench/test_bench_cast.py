@@ -25,6 +25,7 @@ def test_every_layout_is_measured_in_both_directions() -> None:
     assert {row["beside"] for row in rows} == {"memcpy"} and {row["n"] for row in rows} == {"8"}
 
 
+@pytest.mark.slow  # 0.6 s
 def test_quick_runs_and_the_table(tmp_path: Path) -> None:
     out = tmp_path / "cast.csv"
     found = run(cast.cast, *ON_CPU, "--quick", "--out", str(out))

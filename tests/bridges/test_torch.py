@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -553,6 +553,7 @@ def test_ids_whose_number_is_data() -> None:
 @pytest.mark.slow
 def test_inductor_with_gradients() -> None:
     """The real compiler, once: forward, backward, the operator that writes, and inputs that it must make contiguous."""
+    from torch._inductor import config as inductor
 
     def step(one: Any, out: Any, ids: Any) -> Any:
         names = ("vllm/LBHNC", "vllm/BLHNC", SIZES)
@@ -562,7 +563,7 @@ def test_inductor_with_gradients() -> None:
 
     (tensor,) = random("vllm/LBHNC", 3)
     results = []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), inductor.patch(cpp_cache_precompile_headers=False):  # which pay for many programs
         warnings.simplefilter("ignore")  # of inductor about itself
         for run in (step, torch.compile(step, fullgraph=True)):
             one = tensor.transpose(2, 3).contiguous().requires_grad_()
@@ -720,7 +721,11 @@ def test_gradients_that_cannot_be_had() -> None:
 # ---- the contract at the border --------------------------------------------------------------------------------------
 
 
-def bad(**change: Any) -> tuple[list[Any], str, str, str]:
+def bad(**change: Any) -> Callable[[], tuple[list[Any], str, str, str]]:
+    return lambda: arguments(change)
+
+
+def arguments(change: dict[str, Any]) -> tuple[list[Any], str, str, str]:
     tensors = random("vllm/flash_attn_nhd", 3)  # [l o] b t h d
     for index, new in change.get("at", {}).items():
         tensors[index] = new(tensors[index])
@@ -799,9 +804,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_remedy(name: str) -> None:
-    arguments, error, match = REFUSED[name]
+    made, error, match = REFUSED[name]
+    given = made()
     with pytest.raises(error, match=match) as info:
-        kvbm.torch.convert(*arguments)
+        kvbm.torch.convert(*given)
     if name != "sparse":
         assert isinstance(info.value, kvbm.KvbmError)
 

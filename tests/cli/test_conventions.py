@@ -101,7 +101,8 @@ def _parse(command: click.Command, words: list[str], above: click.Context | None
         _parse(found, rest, context)
 
 
-@pytest.mark.slow  # 15 s
+@pytest.mark.slow  # 8 s
+@pytest.mark.usefixtures("small_caches")
 def test_the_examples_of_the_help_run(folder: Path) -> None:
     """In one folder, in the order of the help: some use what others wrote."""
     seen = []
@@ -360,6 +361,7 @@ def test_a_missing_package_has_one_code(
     assert "pip install" in done.stderr and not list(folder.glob("x.svg"))
 
 
+@pytest.mark.slow  # 1.5 s
 def test_smoke_without_torch_tests_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: README's `pip install .` brings no torch, and the first command to try ended with an error."""
     monkeypatch.setitem(sys.modules, "torch", None)

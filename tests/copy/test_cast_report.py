@@ -150,6 +150,8 @@ def test_own_layouts(number: int) -> None:
         assert found == reported(src, dst, [2, 0], [1, 2])
 
 
+@pytest.mark.slow  # 0.6 s
+@pytest.mark.sanitize
 def test_scales_of_the_caller() -> None:
     """By layer, for K and V, in sections, of tensors; planes that are only copied are not counted."""
     rng, sizes = np.random.default_rng(0), (4, 2, 3, 8, 32)

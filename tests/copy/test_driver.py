@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from few import few
 from processes import FakeDriver, server
 
 
@@ -87,9 +88,10 @@ def test_the_batch_call_and_a_capture(fake_gpu: FakeDriver) -> None:
     fake_gpu("launches.the_batch_call_and_a_capture")
 
 
-def test_every_call_fails_once(fake_gpu: FakeDriver) -> None:
+@pytest.mark.parametrize("step", few([2, 1], 1))
+def test_every_call_fails_once(fake_gpu: FakeDriver, step: int) -> None:
     """Any failing call of the driver raises an exception, the next try is right, and nothing leaks."""
-    met = set(alone(fake_gpu, "import programs.failing_calls", FAKE_DEVICES="2").split())
+    met = set(alone(fake_gpu, f"from programs import failing_calls; failing_calls.main({step})", FAKE_DEVICES="2").split())
     assert {"cuMemAlloc_v2", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernel", "cuMemcpyPeerAsync"} <= met, met
 
 

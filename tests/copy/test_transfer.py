@@ -22,6 +22,7 @@ from test_plan import at_slot, execute, has_whole_runs, run_two_steps, step
 import kvbm
 import matrix
 import oracle
+from few import in_full
 from kvbm import _core
 from kvbm.compile import prepare
 from kvbm.digest import run
@@ -776,7 +777,13 @@ def test_the_transfer_keeps_its_pools() -> None:
 
 
 @pytest.mark.parametrize("direction", ["d2d", "d2h", "h2d"])
-@pytest.mark.parametrize("strategy", ["direct", "staged", "engine", "auto", "aside"])
+def test_every_pair_beside_a_model(fake_gpu: FakeDriver, direction: str) -> None:
+    """As each strategy below: `aside` is one of the others then."""
+    fake_gpu("transfers.every_pair", direction, "aside")
+
+
+@pytest.mark.parametrize("direction", ["d2d", "d2h", "h2d"])
+@pytest.mark.parametrize("strategy", ["direct", "staged", "engine", "auto", in_full("aside")])
 class TestStrategies:
     def test_every_pair(self, fake_gpu: FakeDriver, direction: str, strategy: str) -> None:
         """Bit-exact, other bytes unchanged, skipped pairs skipped, in any order of the streams."""

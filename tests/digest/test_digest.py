@@ -34,6 +34,7 @@ import oracle
 import plane_oracle
 import strategies
 from digest_oracle import MASK, Block
+from few import few
 from kvbm import BindError, BlockShape, DigestError, LayoutError, Model, PlanError, Pool
 from kvbm.layout import spec
 from kvbm.testing.digests import digest as defined
@@ -276,7 +277,7 @@ def chosen(rng: random.Random, sizes: Mapping[str, int], unit: int, share: float
     return Meant(unit, {axis: some(rng, n) for axis, n in sizes.items() if rng.random() < share})
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", few(HEADS, 15))
 def test_parts(name: str) -> None:
     """Units of every divisor, alone and with coordinates of any axes but d."""
     rng = random.Random(name)
@@ -701,7 +702,7 @@ def transferred(s: Any, d: Any, rng: random.Random, verify: bool) -> None:
         assert expected(d, [dst_ids[k] for k in kept], tokens=at) == want, (s.pool, d.pool)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", few(HEADS, 15))
 def test_copies_digest(name: str) -> None:
     """To and from other layouts, fused or not: digests of the source, and afterwards of the destination."""
     rng = random.Random(name)
@@ -744,7 +745,7 @@ def test_groups_without_an_order(other: str, back: bool) -> None:
     transferred(s, d, random.Random(1), verify=True)
 
 
-@pytest.mark.parametrize(("src", "dst"), plane_oracle.pairs())
+@pytest.mark.parametrize(("src", "dst"), few(plane_oracle.pairs(), 28))
 def test_copies_of_planes_digest(src: str, dst: str) -> None:
     rng = random.Random(src + dst)
     for number, shape in enumerate(shapes(src)):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cast_oracle
-from conftest import Program, has_avx512, result
+from conftest import Program, has_avx512, program, result
 from ports import free_ports
 
 Models = Callable[[str], Path]
@@ -71,17 +71,17 @@ def disaggregated(
             cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if tp[side] == 2 else "01"[side]}
             llm |= (decode_llm if side else prefill_llm) or {}
             settings = json.dumps({"llm": llm, "steps": steps, "port": at, "tp": tp[0], "again": again, "dump": dump})
-            programs.append(Program("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
+            programs.append(program("disaggregate", role, settings, folder, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **cores))
         prefill, decode = programs
         found: list[dict[str, Any]] = result(decode.end(beside=prefill))
         if not any(step.get("kill") or step.get("die") for step in steps):
             found[0]["prefill"] = result(prefill.end())[0]
-        found[0]["log"] = "\n".join(program.printed for program in programs)
-        print(*(program.printed[-8000:] for program in programs), sep="\n")  # for a test that fails
+        found[0]["log"] = "\n".join(one.printed for one in programs)
+        print(*(one.printed[-8000:] for one in programs), sep="\n")  # for a test that fails
         return found
     finally:
-        for program in programs:
-            program.kill()
+        for one in programs:
+            one.kill()
 
 
 def same(one: dict[str, Any], other: dict[str, Any], most: float = MOST) -> bool:

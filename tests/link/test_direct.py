@@ -706,6 +706,8 @@ def test_a_layout_that_is_written_is_read_as_the_same(name: str) -> None:
     assert parse(write(layout)) == layout
 
 
+@pytest.mark.slow  # 0.6 s
+@pytest.mark.sanitize
 def test_memory_of_a_pool_that_is_shared() -> None:
     """All zero, aligned, writable, and copied as any other; the file goes with the last array."""
     shape = kvbm.load_shape("llama-3.1-8b,nl=2")

@@ -79,8 +79,14 @@ def require_right(kind: Kind, seeds: range, read: Any = np.asarray, **options: A
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["ring", "direct"])
-@pytest.mark.parametrize("kind", KINDS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("kind", "direct"),
+    [
+        pytest.param(kind, direct, id=f"{name}-{'direct' if direct else 'ring'}", marks=[pytest.mark.full] * (number % 2 != direct))
+        for number, (kind, name) in enumerate(zip(KINDS, NAMES, strict=True))
+        for direct in (False, True)
+    ],
+)
 def test_every_byte(kind: Kind, direct: bool) -> None:
     """Random placements, block sizes, ranges, windows of layers, holes, stripes, shares that are passed on, pushed and pulled."""
     assert require_right(kind, range(2), direct=direct)

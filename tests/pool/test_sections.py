@@ -23,6 +23,7 @@ import kvbm
 import matrix
 import oracle
 import plane_oracle
+from few import few
 from kvbm import BlockShape, PlanError, Pool
 from kvbm.layout import spec
 from memory import FakeCuda, interface_views, numpy_views, placed
@@ -196,7 +197,7 @@ def cannot(order: oracle.Order, meant: Meant, tokens: int) -> bool:
     return tied or (meant.unit not in (0, tokens) and split)
 
 
-@pytest.mark.parametrize("name", matrix.names())
+@pytest.mark.parametrize("name", few(matrix.names(), 23))
 def test_a_part_moves_and_nothing_else(name: str) -> None:
     """Units of every divisor, alone and with coordinates of any axes; every byte of the destination is compared."""
     rng = random.Random(name)
@@ -216,7 +217,7 @@ def test_a_part_moves_and_nothing_else(name: str) -> None:
                 raise
 
 
-@pytest.mark.parametrize(("src", "dst"), plane_oracle.pairs())
+@pytest.mark.parametrize(("src", "dst"), few(plane_oracle.pairs(), 41))
 def test_parts_of_planes(src: str, dst: str) -> None:
     """Also of some of the planes; parts that would separate elements of one byte, or one common element, are refused."""
     rng = random.Random(src + dst)

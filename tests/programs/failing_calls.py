@@ -102,13 +102,15 @@ WANTED = {
 }
 
 
-met = set[str]()
-for copy, (dst, call) in COPIES.items():
+def main(step: int) -> None:
+    """Of each copy, every call fails (1), or every second one (2)."""
+    met = set[str]()
+    for copy, (dst, call) in COPIES.items():
 
-    def again(copy: str = copy, dst: int = dst, call: Callable[[], None] = call) -> None:
-        D[dst].buffer[:] = D[dst].before
-        call()
-        assert right(copy, dst), "wrong bytes"
+        def again(copy: str = copy, dst: int = dst, call: Callable[[], None] = call) -> None:
+            D[dst].buffer[:] = D[dst].before
+            call()
+            assert right(copy, dst), "wrong bytes"
 
-    met |= set(every_call(copy, call, again))
-print(*sorted(met))
+        met |= set(every_call(copy, call, again, step=lambda: step))
+    print(*sorted(met))

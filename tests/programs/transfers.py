@@ -298,26 +298,26 @@ def a_batch_moves_what_its_pairs_say(direction: str, strategy: str) -> None:
         both = [ends(direction, *names, *blocks, shape=SMALL) for names in (("universal", "nhd"), ("nhd", "universal"))]
         for column, n in enumerate((1, 2, 5, 20, 64, 65, 500)):
             # Each number of pairs with each share that is skipped; ids on the device with half of them.
-            for turn in (row + column, row + column + 1):
-                skipped = (0, 0.5, 0.97)[turn % 3]
-                seed(turn % 5)
-                s, d = both[turn % 2]
-                d.refill(0)
-                with kvbm.Transfer(s.pool, d.pool, strategy, chunk_bytes=slot) as move:
-                    src = random.integers(0, blocks[0], n)
-                    dst = np.full(n, -1)
-                    order = random.permutation(n)[: blocks[1]]
-                    dst[order] = random.permutation(blocks[1])[: len(order)]
-                    src[random.random(n) < skipped] = -1
-                    kept = (src >= 0) & (dst >= 0)
-                    kind = (np.int32, np.int64)[turn % 2]
-                    given, to = src.astype(kind), dst.astype(kind)
-                    on_device = device_ids and (row + turn) % 2 == 0
-                    done = move.copy(given, ids_on_gpu(to) if on_device else to, stream=5)
-                    pump()
-                    check(s, d, src[kept], dst[kept], (blocks, n, skipped, on_device, done.strategy))
-                    done.synchronize()
-                    assert on_device or move.stats()["blocks"] == kept.sum()
+            turn = row + column
+            skipped = (0, 0.5, 0.97)[turn % 3]
+            seed(turn % 5)
+            s, d = both[turn % 2]
+            d.refill(0)
+            with kvbm.Transfer(s.pool, d.pool, strategy, chunk_bytes=slot) as move:
+                src = random.integers(0, blocks[0], n)
+                dst = np.full(n, -1)
+                order = random.permutation(n)[: blocks[1]]
+                dst[order] = random.permutation(blocks[1])[: len(order)]
+                src[random.random(n) < skipped] = -1
+                kept = (src >= 0) & (dst >= 0)
+                kind = (np.int32, np.int64)[turn % 2]
+                given, to = src.astype(kind), dst.astype(kind)
+                on_device = device_ids and row % 2 == 0
+                done = move.copy(given, ids_on_gpu(to) if on_device else to, stream=5)
+                pump()
+                check(s, d, src[kept], dst[kept], (blocks, n, skipped, on_device, done.strategy))
+                done.synchronize()
+                assert on_device or move.stats()["blocks"] == kept.sum()
 
 
 def layers(direction: str, strategy: str) -> None:
@@ -367,13 +367,13 @@ def graphs(direction: str, strategy: str) -> None:
             pump()
             check(s, d, order, to, (n, turn))
         slots, held = count("slots"), count("allocated_bytes")
-        for again in range(8 if n < 800 else 3):
+        for again in range(5 if n < 800 else 2):
             for graph in graphs:
                 driver.fake_destroy_graph(graph)
             d.refill(0)
             graphs = [capture(order[:n].copy(), to[:n].copy()), capture(order[n:].copy(), to[n:].copy())]
             assert (count("slots"), count("allocated_bytes")) == (slots, held), again
-        for turn in range(1, 9):  # what two graphs took again is each one's own
+        for turn in range(1, 5 if n < 800 else 3):  # what two graphs took again is each one's own
             s.refill(1 + turn)
             d.refill(0)
             seed(turn)
@@ -886,7 +886,7 @@ def explain_and_auto() -> None:
     large = replace(SHAPE, nl=16, nh=8, hd=256)
     for direction in SIDES:
         names = ("universal", "nhd") if direction == "h2d" else ("nhd", "universal")  # whole blocks on the host's side
-        s, d = ends(direction, *names, 20, 20, shape=large)
+        s, d = ends(direction, *names, 16, 16, shape=large)
         with kvbm.Transfer(s.pool, d.pool) as move:
             text = move.explain()
             for n in (1, 4, 16):

@@ -18,7 +18,7 @@ from kvbm.store import header
 
 #: Cases of a kind.
 CASES = {
-    "layout": 2000, "shape": 500, "shape file": 300, "placement": 800, "preset": 500, "file": 500, "arrays": 500, "ids": 500
+    "layout": 1000, "shape": 250, "shape file": 150, "placement": 400, "preset": 250, "file": 250, "arrays": 250, "ids": 250
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/logging.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # 1 s
 def test_the_page_names_every_logger_and_level() -> None:
     found = set()
     for path in Path(kvbm.__file__).parent.rglob("*.py"):

@@ -21,9 +21,9 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "torture.py"
 
 #: Rounds of a kind.
 ROUNDS = {
-    ("host", "copies"): 30, ("host", "reshards"): 30, ("host", "flips"): 20, ("host", "threads"): 20, ("host", "kills"): 2,
-    ("host", "readers"): 5, ("host", "full disk"): 8, ("host", "host memory"): 1, ("fake", "copies"): 20, ("fake", "flips"): 30,
-    ("fake", "threads"): 20, ("fake", "device memory"): 4, ("fake", "calls"): 1,
+    ("host", "copies"): 15, ("host", "reshards"): 15, ("host", "flips"): 10, ("host", "threads"): 10, ("host", "kills"): 1,
+    ("host", "readers"): 3, ("host", "full disk"): 4, ("host", "host memory"): 1, ("fake", "copies"): 10, ("fake", "flips"): 15,
+    ("fake", "threads"): 10, ("fake", "device memory"): 2, ("fake", "calls"): 1,
 }  # fmt: skip
 
 

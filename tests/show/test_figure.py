@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import kvbm
+from few import few
 from kvbm.cli.app import main
 from kvbm.errors import MissingPackageError, SpecError
 from kvbm.layout import spec
@@ -289,8 +290,7 @@ def test_narrow_terminals(name: str, width: int) -> None:
         assert {word for cell in row for word in cell.split()} <= set(" ".join(lines).split()), row
 
 
-# Every second layout; with -m full all: 0.25 s each.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (n % 2)) for n, name in enumerate(distinct())])
+@pytest.mark.parametrize("name", few(distinct(), 16))
 def test_boxes_and_texts(name: str) -> None:
     """Both checks on the same drawing, as drawing is slow."""
     boxes_are_the_rows(name)

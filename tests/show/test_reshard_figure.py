@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from test_figure import _nothing_overlaps, boxes, texts
 
+from few import few
 from kvbm import Placement, load_shape, reshard
 from kvbm.errors import KvbmError
 from kvbm.reshard.report import sentence
@@ -92,7 +93,7 @@ def labels(figure: Any, pattern: str) -> list[tuple[str, ...]]:
     return [match.groups() for match in found if match]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, 7))
 def test_all_ranks_and_messages_are_drawn_once_and_nothing_overlaps(name: str) -> None:
     steps, figure = drawn(name)
     said = texts(figure)

@@ -237,7 +237,7 @@ PLACES = [
 
 
 @given(st.sampled_from(PLACES), VALUES | VALUES.map(json.dumps))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @pytest.mark.slow  # 0.4 s
 def test_any_header(tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
     with contextlib.suppress(kvbm.KvbmError):
@@ -912,7 +912,7 @@ def test_a_file_that_is_replaced_at_any_step_is_the_old_or_the_new_one(tmp_path:
     for name, call in reads(tmp_path).items():
         put(0)
         calls = at_call(-1, call, None)
-        for last in range(1, calls, max(1, calls // 60)):
+        for last in range(1, calls, max(1, calls // 24)):
             put(0)
             found: list[Any] = []
             at_call(last, lambda call=call, found=found: found.append(call()), lambda: put(1))
@@ -933,7 +933,7 @@ def test_a_file_that_is_cut_at_any_step_is_an_error(tmp_path: Path) -> None:
     for name, call in calls_.items():
         (tmp_path / "in").write_bytes(whole)
         calls = at_call(-1, call, None)
-        for last in range(1, calls, max(1, calls // 40)):
+        for last in range(1, calls, max(1, calls // 16)):
             (tmp_path / "in").write_bytes(whole)
             found: list[Any] = []
 

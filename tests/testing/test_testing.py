@@ -278,6 +278,7 @@ def test_what_is_no_array() -> None:
     assert check(lambda x: None, reference=lambda x: 1.0) == "dtype: expected float64, got object"
 
 
+@pytest.mark.slow  # 0.8 s
 def test_inputs_of_any_container() -> None:
     given = collections.defaultdict(list, x=X, y=[X])
     given["y"].append(X)
@@ -594,6 +595,7 @@ def test_inputs_take_turns(clock: list[int], nbytes: int, runs: int, sets: int) 
     assert all(a != b for a, b in zip(seen, seen[1:], strict=False))
 
 
+@pytest.mark.slow  # 1 s
 def test_inputs_without_arrays() -> None:
     result = benchmark_kernel(lambda x: x + 1, 1, 1, 2)
     assert result.error is None and result.avg_time_ms > 0 and result.record.input_sets == 1

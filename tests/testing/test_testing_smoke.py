@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import sshd
+from few import in_full
 from kvbm import errors
 from kvbm.cli.app import main
 from kvbm.testing import remote, smoke
@@ -102,10 +103,10 @@ def test_a_kernel_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
             1,
             "the process ended by SIGKILL before the last test",
         ),
-        ("def mine(data):\n    import os; os._exit(11)", 1, "the process ended with exit code 11 before the last test"),
-        ("import os; os._exit(1)", 1, "the process ended with exit code 1 before the last test"),
+        in_full(("def mine(data):\n    import os; os._exit(11)", 1, "the process ended with exit code 11 before the last test")),
+        in_full(("import os; os._exit(1)", 1, "the process ended with exit code 1 before the last test")),
         ("import sys; sys.exit(0)", 11, "it cannot be loaded: SystemExit: 0 (line 1 of mine.py)"),
-        ("def mine(:", 11, "it cannot be loaded: SyntaxError"),
+        in_full(("def mine(:", 11, "it cannot be loaded: SyntaxError")),
     ],
 )
 def test_a_kernel_that_ends_the_process(tmp_path: Path, capfd: Any, body: str, code: int, said: str) -> None:
@@ -135,6 +136,7 @@ def test_a_wrong_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong at l=0 o=0 h=0 t=0 d=0 of block" in str(report.tests[2].error)
 
 
+@pytest.mark.slow  # 2 s
 def test_suites_have_their_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoke, "PAIRS", ())
     monkeypatch.setattr("kvbm.testing.cases.TestCase.data", lambda case, **_: case)
