@@ -48,6 +48,10 @@ void kvbm_mail_open(kvbm_mail* mail) { own(mail).reads.store(1, std::memory_orde
 
 int kvbm_mail_is_read(const kvbm_mail* mail) { return far(mail).reads.load(std::memory_order_acquire) == 1; }
 
+int kvbm_mail_is_taken(const kvbm_mail* mail) { return far(mail).taken.load(std::memory_order_acquire) != 0; }
+
+int kvbm_mail_has_note(const kvbm_mail* mail) { return far(mail).posted.load(std::memory_order_acquire) != mail->taken; }
+
 int kvbm_mail_post(kvbm_mail* mail, const void* note, uint32_t bytes) {
   // A peer that counts wrongly loses its own notes: nothing outside of the slots is written.
   if (mail->posted - far(mail).taken.load(std::memory_order_acquire) >= KVBM_MAIL_SLOTS) return 0;
@@ -80,7 +84,7 @@ int kvbm_mail_wait(kvbm_mail* const* mails, uint32_t num_mails, const uint32_t* 
     for (int turn = 0; turn < 16; ++turn) {
       if (flag && reinterpret_cast<const std::atomic<uint32_t>*>(flag)->load(std::memory_order_acquire)) return 1;
       for (uint32_t i = 0; i < num_mails; ++i)
-        if (far(mails[i]).posted.load(std::memory_order_acquire) != mails[i]->taken) return 1;
+        if (kvbm_mail_has_note(mails[i])) return 1;
       relax();
     }
     for (uint32_t i = 0; i < num_events; ++i) {

@@ -37,6 +37,7 @@ __all__ = [
     "Table",
     "Watch",
     "MAIL_BYTES",
+    "MAIL_SLOTS",
     "add_kernel",
     "alloc_device",
     "check_pairs",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
+import os
 import random
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -80,7 +84,7 @@ def test_notes_take_the_box_as_soon_as_both_read(ends: tuple[End, End]) -> None:
     assert near.wire.post(near.peer, b"2")
     near.wire.note(near.peer, b"")
     near.wire.note(near.peer, bytes(4096))
-    assert [note for _, note in far.other._inbox] == [_mail.MARKER]
+    assert {note for _, note in far.other._inbox} == {_mail.MARKER}
     assert far.notes() == [b"1", b"2", b"", bytes(4096)]
     with pytest.raises(BindError, match="at most 4096 bytes"):
         near.wire.note(near.peer, bytes(4097))
@@ -208,6 +212,99 @@ def test_a_peer_that_dropped_this_side_is_lost(ends: tuple[End, End]) -> None:
         far.wire.note(far.peer, b"2")
     far.wire.post(far.peer, b"3")
     assert near.notes() == []
+
+
+def test_what_a_peer_posted_before_it_ended_comes_first(ends: tuple[End, End]) -> None:
+    """Red: a side that had just something to say never read that the peer had all, and was done."""
+    near, far = ends
+    meet(ends)
+    near.wire.note(near.peer, b"1")
+    assert far.notes() == [b"1"]
+    near.wire.note(near.peer, b"all has arrived")
+    near.wire.drop(near.peer, 0.0)
+    far.wire.note(far.peer, b"still there?")
+    assert far.notes() == [b"all has arrived"]
+    with pytest.raises(PeerLostError, match="has ended the connection"):
+        far.wire.note(far.peer, b"still there?")
+
+
+def test_a_marker_may_be_lost(ends: tuple[End, End]) -> None:
+    """Red: then nothing of that side was read any more.  Any other note of a link may be lost."""
+    near, far = ends
+    meet(ends)
+    near.wire.note(near.peer, b"1")
+    far.other._inbox.clear()
+    assert far.notes() == []
+    near.wire.note(near.peer, b"2")
+    assert far.notes() == [b"1", b"2"]
+    near.wire.note(near.peer, b"3")
+    assert not far.other._inbox and far.notes() == [b"3"]
+
+
+def test_a_peer_that_posts_as_fast_as_it_is_read_delays_no_other(ends: tuple[End, End]) -> None:
+    """Red: `poll` did not return, and took memory."""
+    near, far = ends
+    meet(ends)
+    near.wire.note(near.peer, b"1")
+    assert far.notes() == [b"1"]
+    mail, posted = far.lane.mail, itertools.count()
+
+    class Flood:
+        def take(self) -> bytes | None:
+            if next(posted) < 10_000:
+                near.wire.post(near.peer, b"more")
+            return mail.take()
+
+    far.lane.mail = Flood()
+    try:
+        assert 0 < len(far.notes()) <= SLOTS
+    finally:
+        far.lane.mail = mail
+
+
+def test_a_box_of_another_peer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: a box was closed, the next one had its descriptor, and the first peer posted where nobody read."""
+    hub = wire.Hub()
+    one, two, three = (End(name, hub) for name in ("one", "two", "three"))
+    with contextlib.ExitStack() as stack:
+        for end in (one, two, three):
+            stack.callback(end.close)
+        two.peer = one.wire.connect(two.wire.card())
+        assert two.wire.connect(one.wire.card())
+        first = one.wire._peers[two.peer].lane.file
+        with monkeypatch.context() as patch:  # no descriptor is left, for a moment
+            patch.setattr(_mail, "open_memory_file", mock.Mock(side_effect=OSError(24, "too many open files")))
+            one.notes()
+        assert one.wire._peers[two.peer].lane is None
+        os.dup2(one.ring.slab.file, first)  # so that it is free for the next box
+        stack.callback(os.close, first)
+        three.peer = one.wire.connect(three.wire.card())
+        [name] = {three.wire.connect(one.wire.card())}
+        os.dup2(one.wire._peers[three.peer].lane.file, first)
+        for _ in range(3):
+            for end in (one, two, three):
+                end.wire._look_at = 0.0
+                end.notes()
+        for number in range(3):
+            two.wire.note(name, b"%d" % number)
+            one.wire.note(three.peer, b"to three")
+            assert one.notes() == [b"%d" % number] and two.notes() == [] and three.notes() == [b"to three"]
+
+
+def test_a_child_posts_nothing_in_the_name_of_its_parent(ends: tuple[End, End]) -> None:
+    """Red: its note came, and took the place of the parent's next one."""
+    near, far = ends
+    meet(ends)
+    near.wire.note(near.peer, b"1")
+    assert far.notes() == [b"1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may have left threads
+        pid = os.fork()
+    if not pid:
+        os._exit(near.wire.post(near.peer, b"of the child"))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert near.wire.post(near.peer, b"2")
+    assert far.notes() == [b"2"]
 
 
 def test_a_watch_ends_with_a_note_a_latch_or_its_time(ends: tuple[End, End]) -> None:

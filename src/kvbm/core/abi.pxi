@@ -227,7 +227,7 @@ cdef extern from "kvbm.h" nogil:
 
 
 cdef extern from "mail.h" nogil:
-    int KVBM_MAIL_NOTE, KVBM_MAIL_NONE
+    int KVBM_MAIL_NOTE, KVBM_MAIL_SLOTS, KVBM_MAIL_NONE
     ctypedef struct kvbm_mail:
         void *own
         const void *far
@@ -238,6 +238,8 @@ cdef extern from "mail.h" nogil:
     uint64_t kvbm_mail_bytes() noexcept
     void kvbm_mail_open(kvbm_mail *mail) noexcept
     int kvbm_mail_is_read(const kvbm_mail *mail) noexcept
+    int kvbm_mail_is_taken(const kvbm_mail *mail) noexcept
+    int kvbm_mail_has_note(const kvbm_mail *mail) noexcept
     int kvbm_mail_post(kvbm_mail *mail, const void *note, uint32_t bytes) noexcept
     int64_t kvbm_mail_take(kvbm_mail *mail, void *note) noexcept
     void kvbm_flag_set(uint32_t *flag, uint32_t value) noexcept

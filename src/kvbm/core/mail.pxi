@@ -3,7 +3,7 @@
 cdef enum:
     MOST_WATCHED = 64
 
-MAIL_BYTES = kvbm_mail_bytes()
+MAIL_BYTES, MAIL_SLOTS = kvbm_mail_bytes(), KVBM_MAIL_SLOTS
 
 
 @cython.final
@@ -34,6 +34,16 @@ cdef class Mail:
     def is_read(self):
         """Whether the peer reads what is posted."""
         return self.mail.own != NULL and kvbm_mail_is_read(&self.mail) != 0
+
+    @property
+    def is_taken(self):
+        """Whether the peer has taken a note."""
+        return self.mail.own != NULL and kvbm_mail_is_taken(&self.mail) != 0
+
+    @property
+    def has_note(self):
+        """Whether there is a note to take."""
+        return self.mail.own != NULL and kvbm_mail_has_note(&self.mail) != 0
 
     def post(self, bytes note not None):
         """Post a note.  False if the peer has not taken the earlier ones, so that no slot is free."""

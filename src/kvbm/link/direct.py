@@ -503,6 +503,10 @@ class Reader:
         made = self._packer.made
         return bool(made.casts) and made.coded == self._packer.side
 
+    def require_usable(self) -> None:
+        """Raise `BindError` if this rank's pool was closed since `receive`: nothing may be written to it any more."""
+        self._packer.require_usable()
+
     def written(self) -> None:
         """Copies into this rank's pool have ended."""
         self._packer.pool.written()
@@ -510,7 +514,6 @@ class Reader:
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
         packer, (part, far), on_gpu = self._packer, piece, self._packer.device >= 0
-        packer.require_usable()  # it may have been closed since `receive`
         launches, casts, keep = part.launches, bool(packer.made.casts), (packer, self)
         digest = functools.partial(_digest, packer=packer, at=part.at, into=into, order=order, keep=keep)
         if not (copies and part.is_copied):
@@ -575,10 +578,13 @@ class Prepared:
         self._packer, self._reader, self._copies = packer, reader, copies
         self.parts, self.entries = parts, entries
 
+    def require_usable(self) -> None:
+        """As `Reader.require_usable`."""
+        self._reader.require_usable()
+
     def begin(self, table: bytes | memoryview, into: Pass, order: Mapping[str, Any]) -> bool:
         """Enqueue the copies.  False if the table names blocks that the peer does not have: some may be enqueued then."""
         packer, on_gpu = self._packer, self._packer.device >= 0
-        packer.require_usable()
         for part, copy in zip(self.parts, self._copies, strict=True):
             found = Sums(len(part.own), on_gpu)
             done = copy.copy(table, found.address, on_gpu, order.get("stream"), (packer, self._reader, found))

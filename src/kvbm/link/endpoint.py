@@ -622,8 +622,9 @@ class Endpoint:
                 link.count("notes_wrong")
             else:
                 link.heard(peer, note, ahead)
-            if ahead is not None:
-                ahead.leave(link)
+            finally:
+                if ahead is not None:
+                    ahead.leave(link)
         now, is_closing = time.monotonic(), False
         for link in self._links:
             busy |= link.tick(now)

@@ -48,9 +48,10 @@ class Ahead:
         if not link.hold(self.peer):
             return False
         arrival, copies = self.arrival, Pass()
-        if arrival.zero is None:  # from now on something is written
-            arrival.zero = functools.partial(link.zero, arrival, self._group, self._origin)
         try:
+            self.prepared.require_usable()
+            if arrival.zero is None:  # from now on something is written
+                arrival.zero = functools.partial(link.zero, arrival, self._group, self._origin)
             self.copies = copies if self.prepared.begin(blocks, copies, arrival.order) else None
         except KvbmError:  # it is raised when the offer was read
             pass
@@ -241,6 +242,7 @@ class Pull(Incoming):
         """Enqueue what is to do: on the CPU one piece, as the call copies it."""
         arrival = self.arrival
         assert self._pass is not None
+        self._reader.require_usable()
         if self._copies and arrival.zero is None:  # from now on something is written
             arrival.zero = functools.partial(self.link.zero, arrival, self.offer.group, self.offer.origin)
         while self._todo:

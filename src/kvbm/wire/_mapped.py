@@ -182,7 +182,7 @@ class Mapped:
             failing.callback(slab.close)
             if process.is_over():
                 raise BindError("its process has ended")
-            lane = Lane(functools.partial(self._wire.note, peer)) if self._has_mail else None
+            lane = Lane(self._name(), peer, functools.partial(self._wire.note, peer)) if self._has_mail else None
             if lane is not None:
                 failing.callback(lane.close)
             self._page.add(peer, -1 if lane is None else lane.file)  # from now on the peer may borrow: this side can read its loans
@@ -276,14 +276,23 @@ class Mapped:
             raise PeerLostError(f"{peer} is lost: {known.lost}", peer=peer)
         return known
 
-    def _require_running(self, peer: str, known: _Peer) -> None:
-        """Raise `PeerLostError` if a mapped peer has ended, or has dropped this side: a box of notes does not say so."""
+    def _is_running(self, peer: str, known: _Peer) -> bool:
+        """False if a mapped peer has ended, or has dropped this side: a box of notes does not say so.
+
+        Raises `PeerLostError` then, unless the peer has posted notes before that this side has not read: they may be all that it
+        waits for.
+        """
         at = known.page.find(known.key)
         if known.process.is_over():
-            known.lost = "its process has ended"
+            why = "its process has ended"
         elif at is not None and known.page.is_dropped(at):
-            known.lost = "it has ended the connection"
-        self._require(peer)
+            why = "it has ended the connection"
+        else:
+            return True
+        if known.lane is None or not known.lane.has_note:
+            known.lost = why
+            self._require(peer)
+        return False
 
     # ---- calls of the wrapped wire -----------------------------------------------------------------------------------
 
@@ -303,14 +312,15 @@ class Mapped:
             self._wire.note(peer, note)
             return
         require_bytes(note, NOTE_BYTES, f"{peer}: note")
-        self._require_running(peer, known)
-        known.open_mail()
-        known.lane.note(note)
+        if self._is_running(peer, known):
+            known.open_mail()
+            known.lane.note(note)
 
     def post(self, peer: str, note: bytes) -> bool:
         """Send a note through shared memory.  False: it was not sent.  Any thread may call it."""
         known = self._peers.get(peer)
-        return known is not None and known.lane is not None and not known.lost and known.lane.post(note)
+        lane = None if known is None or known.lost else known.lane
+        return lane is not None and lane.post(note)
 
     def poll(self) -> list[tuple[str, bytes]]:
         found: list[tuple[str, bytes]] = []
@@ -339,7 +349,8 @@ class Mapped:
 
     def watch(self, latch: _core.Latch, microseconds: int, dones: Sequence[Any] = ()) -> bool:
         """Wait until there is a note in shared memory, the latch is set or a copy is done.  False after some microseconds."""
-        mails = [known.lane.mail for known in self._peers.values() if known.lane is not None and known.lane.mail is not None]
+        lanes = [known.lane for known in self._peers.values() if known.lane is not None and not known.lost]
+        mails = [lane.mail for lane in lanes if lane.mail is not None]
         return latch.wait(microseconds, mails, dones)
 
     def _take(self, peer: str, known: _Peer, found: list[tuple[str, bytes]]) -> None:
