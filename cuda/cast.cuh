@@ -270,7 +270,7 @@ struct Cast : CastNest<OUTER, INNER> {
   using Place = typename Nest::Place;
   using Nest::larger;
   // With digests a thread needs more registers.
-  static constexpr uint32_t kThreads = SUMS ? 512 : Nest::kThreads;
+  static constexpr uint32_t kThreads = SUMS ? 768 : Nest::kThreads;
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>, kComputes = kQuantises && kHasScales;
   static constexpr int ITEM = 8;
 

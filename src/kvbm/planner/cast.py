@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -44,22 +44,21 @@ _SCALED = (
     ("e4m3",), ("e5m2",), ("i8",),
 )  # fmt: skip
 
-#: Those of them for which casts from and to float32 digest, too; more kernels would make the wheel larger.
-_DIGESTED_OF_F32 = (("e4m3", "f32"), ("i8", "f32"), ("e4m3", "e8m0"), ("e2m1", "e4m3"))
+#: Casts from float32 that digest, too.  Others would make the wheel larger, and back a pass of its own is faster.
+_DIGESTED_OF_F32 = {"f32_e4m3_f32", "f32_i8_f32", "f32_e4m3_e8m0", "f32_e2m1_e4m3"}
 
 
-
-def _there_and_back(*plain: str, scaled: Iterable[tuple[str, ...]] = _SCALED) -> frozenset[str]:
+def _there_and_back(*plain: str) -> frozenset[str]:
     """Casts between formats that are not quantised and those that are."""
     return frozenset(
         "_".join((*formats, *scale))
-        for one, (quantised, *scale) in itertools.product(plain, scaled)
+        for one, (quantised, *scale) in itertools.product(plain, _SCALED)
         for formats in ((one, quantised), (quantised, one))
     )
 
 
 #: The formats of kernels that also digest the quantised side.
-DIGESTED_CASTS = _there_and_back("bf16", "f16") | _there_and_back("f32", scaled=_DIGESTED_OF_F32)
+DIGESTED_CASTS = _there_and_back("bf16", "f16") | _DIGESTED_OF_F32
 
 #: The formats of kernels for contiguous elements.  Kernels for any formats do the rest.
 WIDE_CASTS = _there_and_back("bf16", "f16", "f32") | {
