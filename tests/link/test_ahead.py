@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 from test_direct import OneEach
 
-from kvbm import KvbmError, Span
+from kvbm import KvbmError, Span, wire
 from kvbm.errors import BindError, TransferError
 from kvbm.link import notes, pulls
 from kvbm.link.link import Link
-from linking import ended, until
+from linking import LIMIT, ended, until
+from programs.wires import Polled
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory files are of Linux")
 
@@ -171,3 +173,115 @@ def test_a_pool_that_is_closed_is_not_written(found: OneEach) -> None:
     assert "closed" in str(error) and "hold a part" not in str(error)
     assert all((np.asarray(array) == 0x5555).all() for array in arrays)
     until(lambda: loans(found) == [0, 0], "all loans have ended")
+
+
+class Lossy:
+    """A mapped wire that loses, doubles and delays notes, also those that came through memory."""
+
+    def __init__(self, below: Any, rate: float, seed: int) -> None:
+        self.below, self.rate, self.rng = wire.mapped(Polled(below), drop_seconds=1), rate, random.Random(seed)
+        self.late: list[tuple[float, tuple[str, bytes]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        now, ready = time.monotonic(), []
+        for note in self.below.poll():
+            kind = self.rng.random() / self.rate if self.rate else 9.0
+            if kind < 1:
+                continue
+            if kind < 3:  # late, or twice
+                self.late.append((now + self.rng.random() * 0.2, note))
+            if not kind < 2:
+                ready.append(note)
+        ready += [note for at, note in self.late if at <= now]
+        self.late = [one for one in self.late if one[0] > now]
+        return ready
+
+
+class Message:
+    """A message between blocks that nothing else uses; or a reader that comes too early, too late, or never."""
+
+    def __init__(self, found: OneEach, rng: random.Random, key: str, free: tuple[set[int], set[int]]) -> None:
+        self.found, self.free = found, free
+        self.count = rng.randrange(1, 100)
+        self.blocks = [rng.sample(sorted(free[side]), -(-self.count // each)) for side, each in ((0, 16), (1, 32))]
+        for own, taken in zip(free, self.blocks, strict=True):
+            own.difference_update(taken)
+        self.scribble(0)
+        near = np.stack([np.asarray(array) for array in found.pools[0].arrays])[:, :, self.blocks[0]]
+        self.right = np.moveaxis(near.reshape(*near.shape[:2], -1, *near.shape[4:]), 3, 0)[..., : self.count, :]
+        tokens, limits = range(self.count), [rng.choice([0.001, 0.02, 1.0, 1.0, 1.0]) for _ in range(2)]
+        calls = [
+            lambda: found.links[0].send(key, Span(self.blocks[0], tokens), timeout=limits[0]),
+            lambda: found.links[1].receive(key, Span(self.blocks[1], tokens), timeout=limits[1]),
+        ]
+        self.handles: list[Any] = [None, None]
+        for side in rng.sample((0, 1), 2):
+            self.handles[side] = calls[side]()
+            if rng.random() < 0.05:
+                self.handles[side].abort()
+        self.open = {0, 1}
+
+    def scribble(self, side: int) -> None:
+        """New contents for blocks of the sender, which are its own now; of the receiver, those that show what was written."""
+        for block in self.blocks[side]:
+            if side == 0:
+                for array in self.found.pools[0].arrays:
+                    array[:, block] = np.random.default_rng().integers(1, 1 << 16, array[:, block].shape)
+            else:
+                self.found.pools[1].arrays[block][...] = 0x5555
+
+    def settle(self) -> str:
+        """Check and free what has ended.  Returns what came of the receive, or nothing."""
+        outcome = ""
+        for side in [side for side in self.open if self.handles[side].has_ended]:
+            if side == 1:
+                far = np.concatenate([np.asarray(self.found.pools[1].arrays[block]) for block in self.blocks[1]], axis=-2)
+                written, rest = far[..., : self.count, :], far[..., self.count :, :]
+                assert (rest == 0x5555).all(), "what is behind the tokens"
+                if self.handles[1].error is None:
+                    np.testing.assert_array_equal(written, self.right)
+                    outcome = "right"
+                else:
+                    assert (written == 0).all() or (written == 0x5555).all(), self.handles[1].error
+                    outcome = "failed"
+            self.scribble(side)
+            self.free[side].update(self.blocks[side])
+            self.open.discard(side)
+        return outcome
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(("rate", "spins"), [(0.0, True), (0.04, False)], ids=["whole, spins", "lossy"])
+def test_random_messages_are_right_or_leave_nothing(rate: float, spins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timeouts and aborts on either side, keys that are used again; blocks change as soon as they are a side's own again."""
+    begin, begun = pulls.Ahead.begin, []
+    monkeypatch.setattr(pulls.Ahead, "begin", lambda self, *rest: (begun.append(begin(self, *rest)), begun[-1])[1])
+    rng, seeds = random.Random(rate), iter(range(2))
+    with OneEach("shared", "shared", num_blocks=32, wrap=lambda below: Lossy(below, rate, next(seeds))) as found:
+        found.meet()
+        for array in found.pools[1].arrays:
+            array[...] = 0x5555
+        for end in found.ends:
+            end.spins = spins
+        free = set(range(32)), set(range(32))
+        running: dict[str, Message] = {}
+        outcomes: list[str] = []
+        last = time.monotonic()
+        while (left := 50 - len(outcomes) - len(running)) > 0 or running:
+            key = f"{rng.randrange(8)}"
+            if left > 0 and key not in running and min(map(len, free)) >= 7 and len(running) < 4:
+                running[key] = Message(found, rng, key, free)
+            for key, message in list(running.items()):
+                if outcome := message.settle():
+                    outcomes.append(outcome)
+                    last = time.monotonic()
+                if not message.open:
+                    del running[key]
+            assert time.monotonic() < last + LIMIT, running
+            time.sleep(0.0002)
+        until(lambda: loans(found) == [0, 0], "all loans have ended")
+        assert not any(link._ahead or link.handles for link in found.links)
+    assert outcomes.count("right") > 10 and any(begun), outcomes

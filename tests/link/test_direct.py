@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -344,6 +344,10 @@ def test_blocks_are_lent_until_the_reader_has_ended(who: str, monkeypatch: pytes
                 assert not any(one._page.count_of(peer) for peer in one._peers), "all loans have ended"
 
 
+def _mapped(below: wire.Wire) -> wire.Mapped:
+    return wire.mapped(below, drop_seconds=1)
+
+
 class OneEach:
     """Two engines of one rank each, with pools of the given kinds."""
 
@@ -352,6 +356,7 @@ class OneEach:
         *devices: str,
         layouts: tuple[str, str] = ("vllm/flash_attn_nhd", "universal"),
         num_blocks: int = 16,
+        wrap: Callable[[Any], Any] = _mapped,
         **options: Any,
     ) -> None:
         model = kvbm.load_shape("llama-3.1-8b,nl=2,hd=16,dtype=uint16")
@@ -366,7 +371,7 @@ class OneEach:
                 random = np.random.default_rng(number).integers(0, 1 << 16, array.shape)
                 array[...] = random if name == "prefill" else 0x5555
             self.pools.append(pool)
-            its = wire.mapped(wire.memory(name, self.hub), drop_seconds=1)
+            its = wrap(wire.memory(name, self.hub))
             self.ends.append(Endpoint(name, place, 0, pool, wire=its, chunk_bytes=1 << 14, ring_bytes=1 << 18, **options))
 
     def meet(self, card: bytes = b"") -> Any:
