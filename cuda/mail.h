@@ -21,12 +21,12 @@ typedef struct kvbm_event {
   uint64_t event;
 } kvbm_event;
 uint64_t kvbm_mail_bytes(void);
-void kvbm_mail_open(kvbm_mail* mail);                                    /* tells the peer that this side reads its box */
-int kvbm_mail_is_read(const kvbm_mail* mail);                            /* whether the peer has done so */
-int kvbm_mail_is_taken(const kvbm_mail* mail);                           /* whether the peer has taken a note */
-int kvbm_mail_has_note(const kvbm_mail* mail);                           /* whether there is a note to take */
-int kvbm_mail_post(kvbm_mail* mail, const void* note, uint32_t bytes);   /* 0: no slot is free */
-int64_t kvbm_mail_take(kvbm_mail* mail, void* note);                     /* bytes of the next note, or KVBM_MAIL_NONE, _BROKEN */
+void kvbm_mail_open(kvbm_mail* mail);                                  /* tells the peer that this side reads its box */
+int kvbm_mail_is_read(const kvbm_mail* mail);                          /* whether the peer has done so */
+int kvbm_mail_is_taken(const kvbm_mail* mail);                         /* whether the peer has taken a note */
+int kvbm_mail_has_note(const kvbm_mail* mail);                         /* whether there is a note to take */
+int kvbm_mail_post(kvbm_mail* mail, const void* note, uint32_t bytes); /* 0: no slot is free */
+int64_t kvbm_mail_take(kvbm_mail* mail, void* note);                   /* bytes of the next note, or KVBM_MAIL_NONE, _BROKEN */
 /* Sets a flag that another thread waits for. */
 void kvbm_flag_set(uint32_t* flag, uint32_t value);
 /* Returns 1 as soon as there is a note, an event is done, or *flag is not 0 (null: no flag); 0 after some microseconds. */

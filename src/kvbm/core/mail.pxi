@@ -13,8 +13,8 @@ cdef class Mail:
     Parameters
     ----------
     own, far : int
-        Addresses of this side's box, which it writes, and of the peer's, which it reads: `MAIL_BYTES` bytes of shared memory,
-        zero when they are made.
+        Addresses of this side's box, which it writes, and of the peer's, which it reads: `MAIL_BYTES` bytes of shared
+        memory, zero when they are made.
     keep : object
         Keeps both mapped.
     """

@@ -562,7 +562,7 @@ cdef class Expected:
         self.entries, self.rests, self.each, self.blocks = entries, rests, each, blocks
         self.pairs = Pairs(None, dst_ids, count, route.dst_blocks, False, route.route.device)
         if self.pairs.count != count or rests.shape[0] != count or each < 1 or blocks * each > INDEX_LIMIT:
-            raise BindError(f"{count} entries, {rests.shape[0]} rests, {self.pairs.count} ids: expected as many of each")
+            raise BindError(f"{count} entries, {rests.shape[0]} rests, {self.pairs.count} ids: expected one number")
         self.positions = Positions(positions, <uint32_t> count, route.route.device)
         self.pairs.src.blocks = <uint32_t> (blocks * each)
 
