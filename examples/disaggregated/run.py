@@ -81,7 +81,7 @@ def main() -> None:
             link.send("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60).synchronize()
             if given.mapped:
                 chunks = link.stats()
-                print(f"prefill {rank}: {chunks['chunks_mapped']} of {chunks['chunks_sent']} chunks packed there", flush=True)
+                print(f"prefill {rank}: {chunks['chunks_mapped']} of {chunks['chunks_sent']} chunks packed there\n", end="", flush=True)
         else:
             begin = time.perf_counter()
             arrival = link.receive("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60)
@@ -95,7 +95,8 @@ def main() -> None:
             size = link.stats()["bytes_received"] / 1e6
             took = f"{size:.0f} MB in {seconds * 1e3:.0f} ms"
             how = f", {', '.join(sorted(set(link.paths.values())))}" if given.direct else ""
-            print(f"decode {rank}: {given.tokens} tokens, {took}, digest {arrival.digest:#018x}{how}", flush=True)
+            # Its end is a part of the text: lines of several ranks stay whole where the output has no buffer.
+            print(f"decode {rank}: {given.tokens} tokens, {took}, digest {arrival.digest:#018x}{how}\n", end="", flush=True)
         store.set(f"done {number}", b"")
         store.wait([f"done {other}" for other in range(PREFILL + DECODE)])
 
