@@ -81,7 +81,8 @@ def main() -> None:
             link.send("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60).synchronize()
             if given.mapped:
                 chunks = link.stats()
-                print(f"prefill {rank}: {chunks['chunks_mapped']} of {chunks['chunks_sent']} chunks packed there\n", end="", flush=True)
+                how = f"{chunks['chunks_mapped']} of {chunks['chunks_sent']} chunks packed there"
+                print(f"prefill {rank}: {how}\n", end="", flush=True)
         else:
             begin = time.perf_counter()
             arrival = link.receive("request-17", kvbm.Span(table, range(given.tokens)), wait=written, timeout=60)
