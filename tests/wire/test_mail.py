@@ -298,7 +298,7 @@ def test_a_child_posts_nothing_in_the_name_of_its_parent(ends: tuple[End, End]) 
     near.wire.note(near.peer, b"1")
     assert far.notes() == [b"1"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may have left threads
+        warnings.simplefilter("ignore")  # other tests may have left threads; JAX warns, too
         pid = os.fork()
     if not pid:
         os._exit(near.wire.post(near.peer, b"of the child"))
