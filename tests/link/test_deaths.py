@@ -120,7 +120,7 @@ def test_nothing_is_left_of_many_messages(where: str, count: int) -> None:
 
         files, loans, memory = go(count // 3)
         end = go(count)
-        assert end[:2] == (files, loans) == (files, 0)
+        assert end[0] <= files and (loans, end[1]) == (0, 0)  # fewer files: what an earlier test left is collected meanwhile
         assert end[2] - memory < 32 << 20, f"{(end[2] - memory) / count:.0f} bytes a message are kept"
         assert not other.link.handles and not other.link._ahead and not other.link._inflows
     engine.end.close()
