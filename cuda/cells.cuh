@@ -87,33 +87,41 @@ __device__ __forceinline__ void wait_for_clear() {
 #endif
 }
 
+// The sum over the threads of a row, which are a warp or a part of one.  All threads must call it.
+__device__ __forceinline__ uint64_t sum_of_row(uint32_t width, uint64_t sum) {
+  if (width < 32) {
+    for (uint32_t distance = width / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, distance);
+    return sum;
+  }
+  // Three limbs of 21 or 22 bits: the sum of 32 of each fits 32 bits.
+  const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu),
+                 middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
+                 high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
+  return low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
+}
+
+// Adds to the digest of a job's pair.
+__device__ __forceinline__ void put_digest(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint64_t sum) {
+  wait_for_clear();
+  uint32_t place = quotient(job, p.tiles);
+  atomicAdd(reinterpret_cast<unsigned long long*>(a.digest.out) + pair_of(p, place), (unsigned long long)sum);
+}
+
 // Adds the sum of the threads of a row to the digest of their pair.  All threads must call it.  One atomic addition per row,
 // because additions at one address are serialised.
 template <uint32_t THREADS>
 __device__ __forceinline__ void add_to_digest(const kvbm_args& a, const kvbm_part& p, uint32_t job, uint32_t lane,
                                               uint32_t width, uint64_t sum) {
-  if (width < 32) {
-    for (uint32_t distance = width / 2; distance; distance /= 2) sum += __shfl_xor_sync(~0u, (unsigned long long)sum, distance);
-  } else {
-    // Three limbs of 21 or 22 bits: the sum of 32 of each fits 32 bits.
-    const uint32_t low = __reduce_add_sync(~0u, uint32_t(sum) & 0x3fffffu),
-                   middle = __reduce_add_sync(~0u, uint32_t(sum >> 22) & 0x1fffffu),
-                   high = __reduce_add_sync(~0u, uint32_t(sum >> 43));
-    sum = low + (uint64_t(middle) << 22) + (uint64_t(high) << 43);
-    if (width > 32) {
-      __shared__ uint64_t of_warp[THREADS / 32];
-      const uint32_t warp = threadIdx.x / 32;
-      if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
-      __syncthreads();
-      if (lane == 0)
-        for (uint32_t i = 1; i < width / 32; ++i) sum += of_warp[warp + i];
-    }
+  sum = sum_of_row(width, sum);
+  if (width > 32) {
+    __shared__ uint64_t of_warp[THREADS / 32];
+    const uint32_t warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) of_warp[warp] = sum;
+    __syncthreads();
+    if (lane == 0)
+      for (uint32_t i = 1; i < width / 32; ++i) sum += of_warp[warp + i];
   }
-  if (lane == 0 && job < p.jobs) {
-    wait_for_clear();
-    uint32_t place = quotient(job, p.tiles);
-    atomicAdd(reinterpret_cast<unsigned long long*>(a.digest.out) + pair_of(p, place), (unsigned long long)sum);
-  }
+  if (lane == 0 && job < p.jobs) put_digest(a, p, job, sum);
 }
 #else
 inline void add_to_digest(const kvbm_args& a, uint32_t pair, uint64_t sum) {

@@ -3,6 +3,7 @@
 
 #include "cast.cuh"
 #include "digest.cuh"
+#include "few.cuh"
 #include "planes.cuh"
 #include "rows.cuh"
 #include "tile.cuh"
@@ -78,6 +79,9 @@ struct Kernel<P, Q> {
   static constexpr decltype(&run_host) host() { return run_host; }
 #endif
 };
+
+template <int OUTER, int INNER, int WORD>
+struct Kernel<FewRows<OUTER, INNER, WORD>> : FewRows<OUTER, INNER, WORD> {};
 
 template <int OUTER, int INNER, bool SUMS>
 struct Kernel<Record<OUTER, INNER, SUMS>> : Record<OUTER, INNER, SUMS> {};

@@ -9,6 +9,7 @@
 //   team.cuh      the threads that work on one piece
 //   square.cuh    transposes a square of elements
 //   rows.cuh      Rows: copies whole runs
+//   few.cuh       FewRows: the same on few multiprocessors
 //   tile.cuh      Tile: transposes
 //   digest.cuh    Digest: digests, and copies nothing
 //   planes.cuh    Record, Page: all planes of a block in one launch
@@ -19,8 +20,8 @@
 //   kernel.cuh    kernels of one part or more
 //
 // The structure of a loop nest is a template parameter; sizes and strides are arguments.  So one kernel serves all models, and
-// a division by an extent is one multiply-high. Kernels named few_ run on a limited number of multiprocessors: several teams of
-// threads share a CTA, and loop (team.cuh). Every template is correct for all sizes.  The planner chooses the word by the
+// a division by an extent is one multiply-high. Kernels named few_ run on a limited number of multiprocessors: several warps,
+// or teams of threads (team.cuh), share a CTA, and loop. Every template is correct for all sizes.  The planner chooses the word by the
 // alignment of addresses and strides.
 #pragma once
 

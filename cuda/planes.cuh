@@ -13,7 +13,7 @@ namespace kvbm {
 template <int OUTER, int INNER, bool SUMS = false>
 struct Record {
   template <int WORD>
-  using Plane = Rows<OUTER, INNER, WORD, kRowThreads, 1, SUMS>;
+  using Plane = Rows<OUTER, INNER, WORD, kRowThreads, SUMS>;
   static constexpr uint32_t kTeams = 1, kThreads = kRowThreads, kMinCtas = Plane<16>::kMinCtas, kWords = Plane<16>::kWords;
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
@@ -132,14 +132,16 @@ struct Page {
       for (uint32_t i = 0; i < a.num_parts; ++i)
         for (uint32_t w = threadIdx.x; w < a.part[i].segment_bytes / 16; w += kThreads)
           fetch<16>(shared + a.part[i].segment_offset + w * 16, found[i].at.src + w * 16);
-      wait_for_fetches();
+      wait_for_fetches<0>();
+      __syncthreads();
       for (uint32_t i = 0; i < a.num_parts; ++i) move(a.part[i], shared + a.part[i].segment_offset, found[i].at.dst);
     } else {
       // Asynchronous copies are issued first, and waited for after the parts that pass through registers.
       for (uint32_t i = 0; i < a.num_parts; ++i) fetch_items(a.part[i], shared + a.part[i].segment_offset, found[i].at.src);
       for (uint32_t i = 0; i < a.num_parts; ++i)
         if (!is_fetched(a.part[i])) move(a.part[i], shared + a.part[i].segment_offset, const_cast<char*>(found[i].at.src));
-      wait_for_fetches();
+      wait_for_fetches<0>();
+      __syncthreads();
       for (uint32_t i = 0; i < a.num_parts; ++i) {
         const Word16* words = reinterpret_cast<const Word16*>(shared + a.part[i].segment_offset);
         KVBM_UNROLL_4
@@ -147,21 +149,6 @@ struct Page {
           store(found[i].at.dst + w * 16, words[w]);
       }
     }
-  }
-
-  // An asynchronous copy from global to shared memory, without registers.
-  template <int BYTES>
-  static __device__ __forceinline__ void fetch(char* shared, const char* src) {
-    const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
-    if constexpr (BYTES == 16)
-      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(src), "l"(evict_last_policy())
-                   : "memory");
-    else
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(src), "n"(BYTES) : "memory");
-  }
-  static __device__ __forceinline__ void wait_for_fetches() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
   }
 
   // Whether a part can use asynchronous copies: its items are whole words on both sides.

@@ -11,6 +11,8 @@ constexpr uint32_t kTileThreads = 64;
 constexpr uint32_t kSharedBytes = 8192;  // of a tile's words; padding adds at most half as much
 // Teams in a CTA of a few_ kernel.  They use the named barriers 1 to 8, and their tiles fit the shared memory of every GPU.
 constexpr uint32_t kFewTeams = 8;
+// FewRows: warps in a CTA, words of a thread in a step, and steps in flight: 96 KiB of words of 16 bytes, which every GPU has.
+constexpr uint32_t kFewWarps = 16, kFewUnroll = 4, kFewAhead = 3;
 
 inline uint32_t divide_up(uint64_t n, uint64_t by) { return uint32_t((n + by - 1) / by); }
 
@@ -57,15 +59,15 @@ inline bool set_jobs(const kvbm_args& a, kvbm_part& p, int outer, uint64_t chunk
 struct Structure {
   int outer, inner;  // number of modes; tiles: inner ones without A and B
   uint32_t element, word, threads, teams;
-  uint32_t loads = 0;  // words per thread at most; 0: loads_of_rows
+  uint32_t loads = 0;  // words per thread at most; 0: kRowLoads
 };
 
 constexpr uint32_t kMinWidth = 8;          // rows: fewest threads of a row
 constexpr uint64_t kHostTile = 128 << 10;  // rows: fewest bytes of a job on the host
 constexpr uint32_t kHostTileFactor = 2;  // tiles: on the host they are larger, as a core's cache is, and rows of stores longer
+constexpr uint32_t kFewTurns = 32;       // few_ rows: most words of a thread in a tile
 constexpr uint32_t kMostLoads = 4;       // rows: words that a thread loads before it stores; it moves more in several turns
-// Words that a thread of a row has in flight.  Few CTAs need more each.
-constexpr uint32_t loads_of_rows(uint32_t teams) { return teams > 1 ? 4 : 2; }
+constexpr uint32_t kRowLoads = 2;        // rows: words of a thread in flight
 constexpr uint32_t words_of_tile(uint32_t word) { return kSharedBytes / word < 4096 ? kSharedBytes / word : 4096; }
 
 // On the GPU a row of tile[0] threads takes a tile of a chunk.  tile[1] rows share a CTA: several, if chunks are short.
@@ -81,20 +83,39 @@ inline bool prepare_rows(const Structure& s, const kvbm_args& a, kvbm_part& p, u
     p.tile_words = uint32_t(divide_up(divide_up(kHostTile, s.word), run) * run);
     return set_jobs(a, p, s.outer, chunks, divide_up(words, p.tile_words));
   }
-  uint32_t loads = s.loads ? s.loads : loads_of_rows(s.teams), width = s.threads;
+  uint32_t loads = s.loads ? s.loads : kRowLoads, width = s.threads;
   while (width > min_width && width / 2 * loads >= words) width /= 2;
   // Small batches take smaller tiles, until every multiprocessor has enough of them.  Tiles of several turns need many per
   // multiprocessor, because the launch waits for the last one.
   for (; loads > 1; loads /= 2) {
-    const uint64_t busy = s.teams > 1          ? s.teams
-                          : loads > kMostLoads ? 12
-                                               : 4;  // CTAs, or teams, that a multiprocessor should have
+    const uint64_t busy = loads > kMostLoads ? 12 : 4;  // CTAs that a multiprocessor should have
     if (a.num_pairs * chunks * divide_up(words, width * loads) * width >= busy * sms * s.threads) break;
   }
   const uint32_t tiles = divide_up(words, width * loads);
   p.tile_words = divide_up(words, uint64_t{tiles} * width) * width;  // tiles of one size
   p.tile[0] = kvbm_make_div(width);
   p.tile[1].n = s.threads / width;
+  if (!set_jobs(a, p, s.outer, chunks, divide_up(words, p.tile_words))) return false;
+  p.ctas = divide_up(p.jobs, s.threads / width);
+  return true;
+}
+
+// A row of tile[0] threads takes a tile of a chunk: tile[2] turns of a word a thread.  tile[1]: words of a segment.  Tiles are
+// small only if there are few of them.
+inline bool prepare_few(const Structure& s, const kvbm_args& a, kvbm_part& p, uint32_t sms) {
+  uint64_t chunks, words;
+  if (!set_divisors(p, s.outer, s.inner, 0, chunks, words)) return false;
+  uint32_t width = 32, segment = 1, log = 0, turns = kFewTurns;
+  while (width > kMinWidth && width / 2 >= words) width /= 2;
+  for (; segment < width && p.inner[0].extent.n % (2 * segment) == 0; ++log) segment *= 2;
+  while (turns > kFewUnroll && a.num_pairs * chunks * divide_up(words, turns * width) < 4ull * sms * (s.threads / width)) turns /= 2;
+  const uint32_t step = kFewUnroll * width;
+  turns = divide_up(divide_up(words, divide_up(words, turns * width)), step) * kFewUnroll;  // tiles of one size, whole steps
+  p.words = uint32_t(words);
+  p.tile_words = turns * width;
+  p.tile[0] = kvbm_make_div(width);
+  p.tile[1] = {segment, 0, log};
+  p.tile[2].n = turns;
   if (!set_jobs(a, p, s.outer, chunks, divide_up(words, p.tile_words))) return false;
   p.ctas = divide_up(p.jobs, s.threads / width);
   return true;

@@ -4,28 +4,23 @@
 #include "address.cuh"
 #include "cells.cuh"
 #include "prepare.cuh"
-#include "team.cuh"
 
 namespace kvbm {
 
 // OUTER, INNER: number of modes.  WORD: bytes of a load and store.  SUMS: each word is a cell, and is digested too.
-template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, int TEAMS = 1, bool SUMS = false>
+template <int OUTER, int INNER, int WORD, int THREADS = kRowThreads, bool SUMS = false>
 struct Rows {
-  using Mine = Team<THREADS, TEAMS>;
-  static constexpr uint32_t kThreads = THREADS, kTeams = TEAMS;
+  static constexpr uint32_t kThreads = THREADS, kTeams = 1;
   static constexpr uint32_t kMinCtas =
       (SUMS ? 1024 : 2048) / THREADS;  // as many warps as a multiprocessor can hold; with digests as its registers allow
-  static constexpr uint32_t kLoads = SUMS ? 4 : loads_of_rows(TEAMS);
+  static constexpr uint32_t kLoads = SUMS ? 4 : kRowLoads;
 
   // Words per thread and tile.  With digests more words share the row's lookup and the sum at its end.
   static constexpr uint32_t kWords = SUMS ? 2 * kLoads : kLoads;
 
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
-    return prepare_rows({OUTER, INNER, 0, WORD, THREADS, TEAMS, kWords}, a, p, sms, shared_bytes);
+    return prepare_rows({OUTER, INNER, 0, WORD, THREADS, kTeams, kWords}, a, p, sms, shared_bytes);
   }
-
-  // Bytes of dynamic shared memory.
-  static KVBM_INLINE uint32_t team_bytes(const kvbm_part&) { return 0; }
 
 #ifdef __CUDACC__
   static __device__ __forceinline__ void run(const kvbm_args& a, const kvbm_part& p, uint32_t cta, char*) {
@@ -33,12 +28,12 @@ struct Rows {
     __shared__ struct {
       Bases at;
       bool copies;
-    } found[TEAMS][kThreads / kMinWidth];
+    } found[kThreads / kMinWidth];
     __shared__ uint64_t keys[SUMS ? kThreads / kMinWidth : 1];
     const uint32_t width = p.tile[0].n;
-    uint32_t row = Mine::thread();
+    uint32_t row = threadIdx.x;
     const uint32_t lane = take(row, p.tile[0]);
-    auto& here = found[Mine::number()][row];
+    auto& here = found[row];
     const uint32_t job = cta * p.tile[1].n + row;
     uint32_t chunk = job;
     const uint32_t tile = take(chunk, p.tiles);
@@ -52,16 +47,14 @@ struct Rows {
     uint64_t from[kLoads], to[kLoads];
     uint32_t key[kLoads];
     find(p, first, width, from, to, key);
-    Mine::sync();
+    __syncthreads();
     const bool copies = here.copies;
     const Bases at = here.at;
-    Mine::sync_turn();
     if (!SUMS && !copies) return;
     Word<WORD> v[kLoads];
     if constexpr (!SUMS) {
       move(at, first, last, width, from, to, v);
     } else {
-      static_assert(TEAMS == 1, "the sum needs all threads of a warp, which may return from a team's turn at different times");
       uint64_t sum = 0;
       for (uint32_t i = first; copies && i < last;) {
         move(at, i, last, width, from, to, v);

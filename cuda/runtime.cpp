@@ -43,11 +43,11 @@ Compiled* compiled_at(int kernel) {
 
 bool is_word(int32_t bytes) { return bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16; }
 
-// Whether Rows or Tile has an instance of this form.
+// Whether Rows or Tile has an instance of this form.  All of FewRows are built in.
 bool is_form(const kvbm_form& form, uint32_t parts) {
   if (form.outer < 0 || form.outer > KVBM_MAX_OUTER || !is_word(form.word)) return false;
   if (form.sm_limited < 0 || form.sm_limited > 1 || (form.sm_limited && parts > 1)) return false;
-  if (form.kind == KVBM_ROWS) return form.inner >= 1 && form.inner <= KVBM_MAX_INNER;
+  if (form.kind == KVBM_ROWS) return form.inner >= 1 && form.inner <= KVBM_MAX_INNER && !form.sm_limited;
   return form.kind == KVBM_TILE && form.inner >= 0 && form.inner + 2 <= KVBM_MAX_INNER && is_word(form.element) &&
          (form.word == form.element || form.word == 16);
 }

@@ -7,6 +7,7 @@
 #define KVBM_INLINE __host__ __device__ __forceinline__
 #define KVBM_UNROLL _Pragma("unroll")
 #define KVBM_UNROLL_4 _Pragma("unroll 4")
+#define KVBM_NO_UNROLL _Pragma("unroll 1")
 #else
 #include <cstring>
 #ifdef __SSE2__
@@ -86,6 +87,31 @@ __device__ __forceinline__ void store(char* p, const Word8& v) {
 __device__ __forceinline__ void store(char* p, uint32_t v) { *reinterpret_cast<uint32_t*>(p) = v; }
 __device__ __forceinline__ void store(char* p, uint16_t v) { *reinterpret_cast<uint16_t*>(p) = v; }
 __device__ __forceinline__ void store(char* p, uint8_t v) { *reinterpret_cast<uint8_t*>(p) = v; }
+
+// An asynchronous copy from global to shared memory, without registers; of less than 4 bytes it is an ordinary one.
+template <int BYTES>
+__device__ __forceinline__ void fetch(char* shared, const char* src) {
+  const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(src), "l"(evict_last_policy())
+                 : "memory");
+  } else if constexpr (BYTES >= 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(src), "n"(BYTES) : "memory");
+  } else {
+    Word<BYTES> v;
+    load(v, src);
+    *reinterpret_cast<Word<BYTES>*>(shared) = v;
+  }
+}
+// Makes a group of the thread's copies since the last one; waits until at most so many groups are under way.
+__device__ __forceinline__ void close_fetches() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int GROUPS>
+__device__ __forceinline__ void wait_for_fetches() {
+  if constexpr (GROUPS == 0)
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
 #else
 template <class W>
 inline void load(W& v, const char* p) {

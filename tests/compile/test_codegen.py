@@ -361,7 +361,7 @@ def test_runs_of_casts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sms", [1, 8, 132])
 @pytest.mark.parametrize("extents", [(2, 3, 1, 2, 64, 32, 1, 3, 1, 1, 2, 1), (1, 1, 1, 1, 16, 16, 1, 1, 1, 1, 1, 1)])
 def test_grids(program: Callable[..., str], sms: int, extents: tuple[int, ...]) -> None:
-    """Eight teams per CTA; enough CTAs for all the work at once; no host half; at most a CTA's shared memory."""
+    """Eight teams or sixteen warps per CTA; enough CTAs for all the work at once; no host half; at most a CTA's shared memory."""
     told = {
         line.split()[0]: [int(n) for n in line.split()[1:]] for line in program("grids", sms, 41, *extents).splitlines()
     }
@@ -371,12 +371,13 @@ def test_grids(program: Callable[..., str], sms: int, extents: tuple[int, ...]) 
         if name == "copy_o0_w16":
             assert (teams, has_host, ctas, threads, shared) == (1, 1, virtual, 128, 0)
             continue
-        assert (teams, has_host, ctas) == (8, 0, -(-virtual // 8)), name
         assert virtual > 0
+        assert threads == 512
         if "rows" in name:
-            assert (threads, shared) == (1024, 0)
+            assert (teams, has_host, ctas) == (16, 0, virtual), name
+            assert shared == 6144 * int(name.rpartition("_w")[2])
         else:
-            assert threads == 512
+            assert (teams, has_host, ctas) == (8, 0, -(-virtual // 8)), name
             assert 0 < shared <= 96 << 10
             assert shared % (8 * int(name.rpartition("_w")[2])) == 0, "each team's words are aligned"
 

@@ -1,15 +1,16 @@
 // emulated_gpu.h: enough of CUDA C++ that a host compiler compiles the kernels' device code, and runs it: a thread is a fiber.
 //
 // emulation.py puts it in front of permute.cuh, whose statements in PTX become calls of `load`, `store`, `fetch`, `wait_at` and
-// `wait_for_clear`.
+// `wait_for_clear`, `close_fetches` and `wait_for_fetches`.
 //
 // What it emulates
 //   Threads    Those of a CTA take turns; in every other CTA from the last one to the first. One runs until it waits or returns.
 //   Waiting    __syncthreads, named barriers, shuffles and sums of a warp. Who waits for a thread that never comes is a deadlock.
 //   Memory     Of host and GPU alike. Shared memory is noise at first. An address that is not a multiple of its word is an error.
+//   Copies     Asynchronous ones (cp.async) read and write when their thread waits for them, which it must do.
 //   CTAs       One after the other.
 //
-// What it does not: time, caches, memory that arrives late (cp.async), races between threads that run at the same moment.
+// What it does not: time, caches, races between threads that run at the same moment.
 #pragma once
 
 #include <setjmp.h>
@@ -50,6 +51,12 @@ struct Index {
   uint32_t x;
 };
 
+struct Fetch {
+  char* shared;
+  const char* src;
+  uint32_t bytes, group;
+};
+
 struct Thread {
   ucontext_t context;  // where it begins; behind that, jumps, which ask the system nothing
   jmp_buf at;
@@ -58,6 +65,8 @@ struct Thread {
   uint32_t barrier, wanted;  // AT_BARRIER: its number, and how many threads meet there; 0: all of the CTA
   uint64_t given;            // IN_WARP: to the others
   std::vector<char> stack;
+  std::vector<Fetch> fetches;  // that are under way, and the number of groups that are closed
+  uint32_t groups;
   uint32_t mask;     // the lanes that exchange
   void* fake_stack;  // AddressSanitizer's
 };
@@ -95,6 +104,7 @@ inline void begin() {
 #endif
   for (;;) {
     work(work_of);
+    if (!threads[current].fetches.empty()) fail("a thread does not wait for what it fetches");
     leave(DONE);
   }
 }
@@ -213,7 +223,16 @@ void store(char* p, const W& v) {
 template <int BYTES>
 void fetch(char* shared, const char* src) {
   if ((uintptr_t(shared) | uintptr_t(src)) % BYTES) fail("cp.async of an address that is not a multiple of its bytes");
-  memcpy(shared, src, BYTES);
+  threads[current].fetches.push_back({shared, src, BYTES, threads[current].groups});
+}
+inline void close_fetches() { ++threads[current].groups; }
+inline void wait_for_fetches(uint32_t groups) {
+  Thread& me = threads[current];
+  if (groups == 0) ++me.groups;  // cp.async.wait_all
+  size_t done = 0;
+  for (; done < me.fetches.size() && me.fetches[done].group + groups < me.groups; ++done)
+    memcpy(me.fetches[done].shared, me.fetches[done].src, me.fetches[done].bytes);
+  me.fetches.erase(me.fetches.begin(), me.fetches.begin() + done);
 }
 
 template <class ARGS>

@@ -34,7 +34,7 @@ def pages() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "_pci_address", GPUS.__getitem__)
+    monkeypatch.setattr(numa, "pci_address", GPUS.__getitem__)
     monkeypatch.setattr(numa, "_refused", set())
     monkeypatch.setattr(_core, "device_count", lambda: len(GPUS))
 

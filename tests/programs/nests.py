@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
-from test_kernels import FEW, OF_PLANES, ONE_PART, Nest, Page
+from test_kernels import FEW, OF_PLANES, ONE_PART, Nest, Page, ways
 
 from kvbm import _core
 from memory import aligned
@@ -26,15 +28,15 @@ def each(names: tuple[str, ...] = ()) -> None:
     """Every kernel of one part, or those of these names, bit for bit, guards and digests included."""
     for name in names or ONE_PART:
         for short in (True, False):
-            for most in (1, 3) if name in FEW else (0,):
-                nest = Nest(name, short)
+            for most, (run, keyed) in itertools.product((1, 3) if name in FEW else (0,), ways(name)):
+                nest = Nest(name, short, run, keyed)
                 source, got = aligned(nest.src.data), aligned(nest.dst.data)
                 tables = [_core.Table(s.addresses(b.ctypes.data)) for s, b in ((nest.src, source), (nest.dst, got))]
                 digests = np.full(len(nest.digests), 7, np.uint64)
                 address = digests.ctypes.data if nest.digests else 0
                 nest.copy().launch(*tables, nest.pairs, 0, 5, max_sms=most, digests=address)
                 nest.check(source, got)
-                assert digests.tolist() == nest.digests, f"{name}: digests"
+                assert digests.tolist() == nest.digests, f"{name}: digests, runs of {run}"
 
 
 def few_launches() -> None:

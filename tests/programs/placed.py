@@ -31,7 +31,7 @@ def a_policy_is_seen() -> None:
 
 
 def pools_are_placed_before_they_are_touched(root: str, gpus: Sequence[str]) -> None:
-    assert [numa._pci_address(device) for device in (0, 1, 2)] == [*gpus, ""]
+    assert [numa.pci_address(device) for device in (0, 1, 2)] == [*gpus, ""]
     numa.place = functools.partial(numa.place, root=root)
     touch, seen = _core.host_touch, []
     _core.host_touch = lambda at, *rest: (seen.append(sysfs.policy(at)), touch(at, *rest))

@@ -335,9 +335,11 @@ def _types(name: str) -> str:
             sizes = [form.outer, form.inner, form.element, form.word]
             extra = ["kFewTeams"] if form.sm_limited else ["1", "true"] if form.sums else []
             return f"Tile<{_commas(*sizes, *extra)}>"
-        extra = [threads, "kFewTeams"] if form.sm_limited else [threads] if threads != "kRowThreads" else []
+        if form.sm_limited:
+            return f"FewRows<{_commas(form.outer, form.inner, form.word)}>"
+        extra = [threads] if threads != "kRowThreads" else []
         if form.sums:
-            extra = [threads, "1", "true"]
+            extra = [threads, "true"]
         return f"Rows<{_commas(form.outer, form.inner, form.word, *extra)}>"
 
     return _commas(*map(of, forms))
@@ -372,12 +374,11 @@ def _comment(name: str, pairs: Sequence[Pair]) -> str:
             inside = "move a run of the plane's items between shared memory and memory"
         else:
             loops += [f"row{k}" for k in reversed(range(1, form.inner))]
-            inside = f"copy{' and digest' if form.sums else ''} a run of {form.word}-byte words"
+            inside = f"copy{' and digest' * form.sums}{', and digest if asked,' * form.sm_limited} a run of {form.word}-byte words"
         lines.append(f"// {label if '__' in name else ''}for {', '.join(loops)}: {inside}")
         if form.sm_limited:
-            lines.append(
-                "// by teams of threads that share a CTA and take turns: on as few multiprocessors as it is given"
-            )
+            who = "teams of threads" if form.kind == "tile" else "warps"
+            lines.append(f"// by {who} that share a CTA and take turns: on as few multiprocessors as it is given")
     if pairs:
         shown = ", ".join(f"{src} -> {dst}" for src, dst in pairs[:3])
         more = f" and {len(pairs) - 3} more pairs" if len(pairs) > 3 else ""

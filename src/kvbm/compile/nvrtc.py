@@ -420,7 +420,7 @@ def kernel(name: str, device: int) -> Origin:
 
 def is_known_kind(kernel: Kernel) -> bool:
     """True if the compiled part can launch such a kernel."""
-    return not any(form.of_planes or form.sums or form.kind == "cast" for form in kernel)
+    return not any(form.of_planes or form.digests or form.kind == "cast" for form in kernel)
 
 
 def origin(name: str, device: int) -> Origin | None:

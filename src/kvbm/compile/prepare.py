@@ -145,7 +145,7 @@ def digest_copies(
 def _digesting() -> tuple[Kernel, ...]:
     """The kernels that digest, the leanest first."""
     built = map(parse_kernel, _core.kernel_names())
-    chosen = [kernel for kernel in built if kernel[0].sums or kernel[0].kind == "digest"]
+    chosen = [kernel for kernel in built if kernel[0].digests]
     return tuple(sorted(chosen, key=lambda kernel: sorted((form.inner, form.outer) for form in kernel)[::-1]))
 
 

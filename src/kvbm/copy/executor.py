@@ -277,9 +277,7 @@ class Executor:
         ) -> list[_core.Copy] | str:
             if self.on_host and any(_has_small_cells(part) for part in found.plan.casts):
                 return "on the CPU that is faster for codes of 4 bits, and for scales of 8"
-            if sm_limited and not all(isinstance(part, CastPart) for part in found.plan.parts):
-                return "kernels with a limit of multiprocessors do not digest"
-            made = fused(*sides, keys, alignments, self.title, found.plan.cast)
+            made = fused(*sides, keys, alignments, self.title, found.plan.cast, sm_limited=sm_limited)
             return fused_copies(made, keys.lanes, *ends, sm_limited=sm_limited)
 
         none = Steps()

@@ -240,7 +240,8 @@ cdef class Copy:
         if not 0 < len(parts) <= KVBM_MAX_PARTS or (
                 index >= 0 and kvbm_kernel_at(index).parts not in (0, len(parts))):
             raise PlanError(f"kernel {kernel!r} does not copy {len(parts)} part(s)")
-        if kernel is not None and kernel.startswith(("digest_", "sum_")) != (digest is not None):
+        cdef bint may_digest = kernel is not None and kernel.startswith("few_rows_")
+        if kernel is not None and not may_digest and kernel.startswith(("digest_", "sum_")) != (digest is not None):
             raise PlanError(f"kernel {kernel!r}: expected keys for a kernel that digests, and none for another")
         cdef bint casts = kernel is not None and kernel.startswith(("cast_", "sum_cast_"))
         memset(&self.args, 0, sizeof(kvbm_args))

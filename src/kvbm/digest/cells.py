@@ -463,9 +463,18 @@ def _cell_params(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Cell
 
 
 def fused(
-    src: Section, dst: Section, keys: Keys, alignments: tuple[int, int], title: str, cast: Scale | None = None
+    src: Section,
+    dst: Section,
+    keys: Keys,
+    alignments: tuple[int, int],
+    title: str,
+    cast: Scale | None = None,
+    *,
+    sm_limited: bool = False,
 ) -> list[tuple[Launch, list[CellParams]]] | str:
     """The launches that copy and digest at once, or the reason why there are none.
+
+    `sm_limited`: by kernels that accept a limit of multiprocessors.
 
     Each word that such a kernel copies is a cell of ``docs/reference/digest.md``, at least on one side.  This is proved: the
     loops of each part go through whole cells, the kernel's word has the size of the plane's cells (`_require_cells`), and there
@@ -485,7 +494,12 @@ def fused(
     words = sum(part.nbytes // form.word for part, form, _ in work) + sum(_cells_of_cast(part, keys) for part in made.casts)
     if words != keys.count:  # what is required of each part must keep this true
         return f"{words} words are copied, and there are {keys.count} cells"
-    return [*_shared(work), *casts]
+    if not sm_limited:
+        return [*_shared(work), *casts]
+    if any(form.kind == "tile" for _, form, _ in work):
+        return "kernels with a limit of multiprocessors do not digest what they transpose"
+    limited = [(part, replace(form, sm_limited=True, sums=False), params) for part, form, params in work]
+    return [*((Launch((form,), ((part, form),), (form,)), [params]) for part, form, params in limited), *casts]
 
 
 def _fused_cast(part: CastPart, alignments: tuple[int, int], keys: Keys) -> tuple[Launch, list[CellParams]]:

@@ -22,6 +22,7 @@ from ..layout.grammar import parse, write
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape
 from ..memory.allocation import find_ranges
+from ..memory.numa import pci_address
 from ..memory.shared import file_of, opened_arrays
 from ..planner.plan import between
 from ..pool.pool import Pool
@@ -43,6 +44,13 @@ _MOST_ARRAYS = 1024
 
 #: Most characters and opening brackets of a layout's text in a card.
 _MOST_TEXT, _MOST_BRACKETS = 2 << 10, 64
+
+#: Most characters of the address of a GPU in a card.
+_MOST_ADDRESS = 64
+
+#: Default multiprocessors of a copy out of another GPU.  More do not make NVLink faster (benchmarks/NOTES.md), and would keep a
+#: model's kernels from them.
+_SMS_ACROSS = 16
 
 #: Most ids of a launch that only digests.
 _MOST_IDS = (1 << 31) - 1
@@ -67,12 +75,15 @@ class Shared(NamedTuple):
         Memory: the number of its memory file, or the digits of its CUDA IPC handle; its bytes; its address in the owner.
     places : tuple of (int, int)
         For each allocation of the layout's table: its piece, and its first byte there.
+    gpu : str
+        PCI address of the GPU that has the memory; empty for host memory, or if it is not known.
     """
 
     layout: str
     num_blocks: int
     pieces: tuple[tuple[str, int, int], ...]
     places: tuple[tuple[int, int], ...]
+    gpu: str = ""
 
 
 def shared(pool: Pool, *, scales: bool = False) -> Shared:
@@ -95,10 +106,11 @@ def shared(pool: Pool, *, scales: bool = False) -> Shared:
         raise BindError("its layout promises no order of some axes")
     text = told(pool.layout, scales=scales)
     if pool.device == "cpu":
-        files = [file_of(int(begin), int(end)) for begin, end in pool.spans]
+        gpu, files = "", [file_of(int(begin), int(end)) for begin, end in pool.spans]
         pieces = {begin: (str(file), end - begin, begin) for file, begin, end in files}
     else:
         device = device_of(pool.device)
+        gpu = pci_address(device)
         ranges = find_ranges(pool.spans.tolist(), (), functools.partial(_core.memory_range, pinned=False))
         if ranges is None:
             raise BindError("the driver does not know its memory")
@@ -109,7 +121,7 @@ def shared(pool: Pool, *, scales: bool = False) -> Shared:
     begins = np.array(sorted(pieces), np.uint64)
     at = np.searchsorted(begins, pool.addresses, side="right") - 1
     places = zip(at.tolist(), (pool.addresses - begins[at]).tolist(), strict=True)
-    return Shared(text, pool.num_blocks, tuple(pieces[int(begin)] for begin in begins), tuple(places))
+    return Shared(text, pool.num_blocks, tuple(pieces[int(begin)] for begin in begins), tuple(places), gpu)
 
 
 def told(layout: Layout, *, scales: bool) -> str:
@@ -160,7 +172,10 @@ def read_shared(given: Any) -> Shared:
     used, distinct = {piece for piece, _ in places}, {(handle, begin) for handle, _, begin in pieces}
     if not len(pieces) == len(used) == len(distinct):
         raise BindError(f"card: expected pieces of shared memory that arrays use, each once, got {len(pieces)} for {len(used)}")
-    return Shared(given["layout"], given["num_blocks"], tuple(map(tuple, pieces)), tuple(map(tuple, places)))
+    gpu = given.get("gpu", "")  # cards of earlier versions have none
+    if not isinstance(gpu, str) or len(gpu) > _MOST_ADDRESS:
+        raise BindError(f"card: expected the PCI address of a GPU, got {quoted(gpu, 60)}")
+    return Shared(given["layout"], given["num_blocks"], tuple(map(tuple, pieces)), tuple(map(tuple, places)), gpu)
 
 
 def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[str, int, int], Slab]) -> Pool:
@@ -404,13 +419,17 @@ class Reader:
         Rank of the peer.
     far : Pool
         The peer's pool, opened.
+    gpu : str
+        PCI address of the peer's GPU (`Shared`).
     """
 
-    def __init__(self, packer: Packer, peer: int, far: Pool) -> None:
+    def __init__(self, packer: Packer, peer: int, far: Pool, gpu: str = "") -> None:
         made = packer.made
         if made.casts and made.layouts and meaning_of(far.layout) != meaning_of(made.layouts[0]):
             raise BindError(f"{made.title}: its card tells of two layouts of its pool")
         self._packer, self._peer, self.far = packer, peer, far
+        is_across = packer.device >= 0 and gpu != pci_address(packer.device)
+        self._limits = dict.fromkeys([packer.max_sms or (_SMS_ACROSS if is_across and not made.casts else 0), packer.max_sms])
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
         self._launches: dict[tuple[Message, bool], _Launches] = {}
 
@@ -545,15 +564,19 @@ class Reader:
         first, keys = packer.keys(message, single)
         sections, sides = (peer_section.of, own.of), (far, own.pool)
         alignments, steps = [side.alignment for side in sides], [side.steps for side in sides]
-        made = None if packer.max_sms or casts else fused(*sections, keys, tuple(alignments), title)  # type: ignore[arg-type]
-        sums = None if made is None else fused_copies(made, keys.lanes, *steps)
+        for max_sms in self._limits:  # the default limit holds only for copies that digest within it
+            limited = max_sms > 0
+            made = None if casts else fused(*sections, keys, tuple(alignments), title, sm_limited=limited)  # type: ignore[arg-type]
+            sums = None if made is None else fused_copies(made, keys.lanes, *steps, sm_limited=limited)
+            if isinstance(sums, list):
+                break
         copies = sums if isinstance(sums, list) else prepare(
             between(*sections, title, cast=packer.made.cast_of(message) if casts else None), *alignments,
-            sm_limited=packer.max_sms > 0, device=packer.device, src_steps=steps[0], dst_steps=steps[1],
+            sm_limited=limited, device=packer.device, src_steps=steps[0], dst_steps=steps[1],
         )  # fmt: skip
         route = _core.Route(
             packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=_warmed(copies, packer),
-            sum_direct=copies if isinstance(sums, list) else (), max_sms=packer.max_sms,
+            sum_direct=copies if isinstance(sums, list) else (), max_sms=max_sms,
             # Of what was written: the peer's memory may change between two passes.
             digests=((), [] if casts else _digest_copies(own, packer, message, single, 1)), digests_dst=True,
         )  # fmt: skip

@@ -116,7 +116,8 @@ class Endpoint:
         Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With as many slots as peers, any number
         of peers may stop, and the others have a slot each.  With fewer, the others take turns.  Several peers need two.
     max_sms : int, optional
-        Multiprocessors that kernels may use.
+        Multiprocessors that kernels may use.  Default: 16 for direct copies out of another GPU, which fill NVLink and leave the
+        others to the model; all for other copies.
     direct : bool
         Let peers on this host copy out of the pools, and copy out of theirs, if the wire is `wire.mapped` and the memory can be
         shared: GPU memory with a CUDA IPC handle, or ``Pool.allocate(…, device="shared")``.  `Link.paths` says what came of it.

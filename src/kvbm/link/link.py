@@ -682,7 +682,7 @@ class Link:
                 try:
                     name = f"{self.engine} rank {rank}"
                     far = opened(path, made.src.shape(rank), name, functools.partial(lend, peer))
-                    self._readers[peer, number] = Reader(self._packer(group, sends=False), rank, far)
+                    self._readers[peer, number] = Reader(self._packer(group, sends=False), rank, far, path.gpu)
                     path = "direct"
                 except KvbmError as error:
                     path = str(error)

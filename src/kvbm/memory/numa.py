@@ -65,12 +65,12 @@ def node_of_gpu(device: int, root: str | os.PathLike[str] = "/") -> int:
         The folder with ``sys``.
     """
     with contextlib.suppress(OSError, ValueError):
-        path = Path(root) / "sys/bus/pci/devices" / _pci_address(device) / "numa_node"
+        path = Path(root) / "sys/bus/pci/devices" / pci_address(device) / "numa_node"
         return int(path.read_text(encoding="ascii"))
     return -1
 
 
-def _pci_address(device: int) -> str:
+def pci_address(device: int) -> str:
     """The name of a GPU in sysfs, such as ``0000:3b:00.0``; empty if cuda.bindings cannot ask this driver."""
     from ..system.machine import cuda
 

@@ -148,6 +148,11 @@ class Form:
         return self.kind in ("record", "page_in", "page_out")
 
     @property
+    def digests(self) -> bool:
+        """True if the kernel digests; one that is `sm_limited` does if it is given keys."""
+        return self.sums or self.kind == "digest" or (self.sm_limited and self.kind == "rows")
+
+    @property
     def modes(self) -> int:
         """Number of inner modes in its arguments, including the two sides of a tile."""
         return self.inner + 2 if self.kind == "tile" else self.inner

@@ -322,10 +322,9 @@ class Packer:
         nbytes = slot.accesses[0].block[0]
         slot = replace(slot, accesses=tuple(replace(access, block=(_ALIGNMENT, 0)) for access in slot.accesses))
         ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
-        made = (
-            None if self.max_sms or self.casts else fused(*ends, keys, alignments, self._title)
-        )  # kernels with a limit of multiprocessors do not digest, nor those that cast
-        sums = None if made is None else fused_copies(made, keys.lanes, *steps)
+        limited = self.max_sms > 0
+        made = None if self.casts else fused(*ends, keys, alignments, self._title, sm_limited=limited)
+        sums = None if made is None else fused_copies(made, keys.lanes, *steps, sm_limited=limited)
         is_fused = isinstance(sums, list)
         copies = sums if isinstance(sums, list) else self._prepared(self._between((part, slot), message))
         digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
