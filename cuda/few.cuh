@@ -33,13 +33,13 @@ struct FewRows {
     const kvbm_args& a;
     const kvbm_part& p;
     uint32_t width, lane, rows;
-    uint32_t job;             // of the next step
-    uint32_t turn = 0;        // of the job
-    uint32_t first = 0;       // word of the job's tile
-    uint32_t words = 0;       // of the tile; 0: there is no such job, or its pair is skipped
-    uint64_t base = 0;        // address of its chunk
-    uint64_t chunk_key = 0;   // scaled
-    uint64_t offset = 0;      // of the segment that this thread has computed
+    uint32_t job;            // of the next step
+    uint32_t turn = 0;       // of the job
+    uint32_t first = 0;      // word of the job's tile
+    uint32_t words = 0;      // of the tile; 0: there is no such job, or its pair is skipped
+    uint64_t base = 0;       // address of its chunk
+    uint64_t chunk_key = 0;  // scaled
+    uint64_t offset = 0;     // of the segment that this thread has computed
     uint32_t segment_key = 0;
 
     __device__ __forceinline__ Walk(const kvbm_args& a, const kvbm_part& p)
