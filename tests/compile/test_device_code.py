@@ -84,11 +84,12 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("casts.digests", ("h2d", "staged")),
     ("casts.digests", ("d2h", "staged")),
     ("reshards.casts_on_few", (1500, 1)),
+    ("reshards.out_of_another_gpu", (700, 8)),
 ]
 
 
 #: Programs that take two seconds of processor time or more; `MUTANTS` have a part of some.
-LONG = {"casts.fused_digests", "casts.random_digests", "digests.rows", "reshards.casts_on_few"}
+LONG = {"casts.fused_digests", "casts.random_digests", "digests.rows", "reshards.casts_on_few", "reshards.out_of_another_gpu"}
 
 
 def first_or_full(number: int) -> list[pytest.MarkDecorator]:
@@ -128,20 +129,25 @@ def test_rounds(emulated: partial[str], tmp_path: Path) -> None:
 # Not under sanitizers: what is broken there says nothing of the code that is shipped.
 
 ROWS, NARROW, TILE, SUM_ROWS = "rows_o1_i3_w16", "rows_o1_i3_w8", "tile_o1_r1_e2_w16", "sum_rows_o1_i3_w16"
+FEW_ROWS = "few_rows_o4_i8_w16"
 TO_FP8, TO_FP4, TO_INT8 = (f"cast_bf16_{name}_o4_i6_e8" for name in ("e4m3_f32", "e2m1_e4m3", "i8_f32"))
 FROM_FP4, FROM_INT8 = (f"cast_{name}_o4_i6_e8" for name in ("e2m1_bf16_e4m3", "i8_bf16_f32"))
 TO_ANY = "cast_any_plain_o4_i8_e1"
 
 #: Kernels, what of their code is replaced, by what, and what `programs.nests.each` then says of them.
 BROKEN = [
-    (ROWS, "    Mine::sync();\n    const bool copies", "    const bool copies", "bytes differ"),
+    (ROWS, "    __syncthreads();\n    const bool copies", "    const bool copies", "bytes differ"),
     (ROWS, "index + u * width < last) load(", "index + u * width + 1 < last) load(", "bytes differ"),
     (NARROW, "load(v[u], at.src + from[u])", "load(v[u], at.src + from[u] + 4)", "multiple of its word"),
     (TILE, "words[slot[u] + j * tb]", "words[slot[u] + j]", "bytes differ"),
     (TILE, "    Mine::sync();\n\n    const uint32_t stores", "    const uint32_t stores", "bytes differ"),
     (SUM_ROWS, "distance = width / 2; distance;", "distance = width / 2; distance > 1;", "digests"),
-    (SUM_ROWS, "    wait_for_clear();\n", "", "digests"),
+    (SUM_ROWS, "  wait_for_clear();\n", "", "digests"),
     (SUM_ROWS, "    if (!SUMS && !copies) return;", "    if (!copies) return;", "never comes"),
+    (FEW_ROWS, "      wait_for_fetches<kFewAhead - 1>();\n", "", "does not wait"),
+    (FEW_ROWS, "wait_for_fetches<kFewAhead - 1>", "wait_for_fetches<kFewAhead>", "bytes differ"),
+    (FEW_ROWS, "inside * width + lane) >> log", "inside * width) >> log", "bytes differ"),
+    (FEW_ROWS, "start_key = rest *", "start_key = 0 *", "digests"),
 ]
 
 #: The same of kernels that cast, and `programs.casts.few`.

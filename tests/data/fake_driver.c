@@ -248,8 +248,13 @@ static void digest_tile(const kvbm_args *a, const kvbm_part *p, int64_t element,
   summing = NO_DIGEST; /* until the elements are moved */
 }
 
+/* Kernels of rows on few multiprocessors digest if they are given keys. */
+static int does_digest(const char *name, const kvbm_args *a) {
+  return !strncmp(name, "sum_", 4) || (!strncmp(name, "few_rows", 8) && a->inline_mask & KVBM_DIGEST);
+}
+
 static void run_kernel(const char *name, const kvbm_args *a) {
-  summing = !strncmp(name, "digest", 6) ? ALONE : !strncmp(name, "sum_", 4) ? BESIDE : NO_DIGEST;
+  summing = !strncmp(name, "digest", 6) ? ALONE : does_digest(name, a) ? BESIDE : NO_DIGEST;
   if (!!summing != !!(a->inline_mask & KVBM_DIGEST)) abort();
   turned = summing == ALONE && strstr(name, "_e") ? atoi(strstr(name, "_e") + 2) : 0;
   if (summing) ++digests;
@@ -339,7 +344,7 @@ static int run_device_code(const Work *work) {
   start_early(work);
   launch(&work->args, work->bytes, work->threads, work->shared);
   clear_now();
-  digests += !strncmp(work->from, "digest", 6) || !strncmp(work->from, "sum_", 4);
+  digests += !strncmp(work->from, "digest", 6) || does_digest(work->from, &work->args);
   return ++emulated;
 }
 

@@ -7,6 +7,7 @@ import itertools
 import mmap
 import random
 import types
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -357,7 +358,7 @@ def casts_on_few(first: int, cases: int) -> None:
         [made] = run.plans(layouts=layouts, cuts=[cuts_of(side) for side in run.pools])
         few.value = 0
         try:
-            read += sum(_read(run, made, rank) for rank in {message.dst for message in made.messages})
+            read += sum(len(_read(run, made, rank)) for rank in {message.dst for message in made.messages})
         except kvbm.BindError as error:
             assert "has no block for some of the tokens" in str(error)
             continue
@@ -366,15 +367,35 @@ def casts_on_few(first: int, cases: int) -> None:
     assert most == [3, 3] and read > len(kinds), (most, read)
 
 
-def _read(run: CastRun, made: reshard.Resharding, rank: int) -> int:
-    """Copy what a rank receives out of its peers' pools; the number of copies."""
-    packer, count = reshard.Packer(made, rank, run.pools[1][rank], side="dst", max_sms=3), 0
+def out_of_another_gpu(first: int, cases: int) -> None:
+    """Direct copies out of pools that seem to be on another GPU: on 16 multiprocessors, digests included."""
+    drawn_cases = (reshard_oracle.random_case(number) for number in itertools.count(first))
+    plain = (replace(case, clear_tail=False) for case in drawn_cases if not case.gather)
+    fused = 0
+    for case in itertools.islice(plain, cases):
+        run = reshard_oracle.Run(case, on_pages, arrays)
+        before = count("launches"), count("digests")
+        try:
+            for rank in {message.dst for message in run.plans[0].messages}:
+                near, far = (_read(run, run.plans[0], rank, max_sms=None, gpu=gpu) for gpu in ("0000:3b:00.0", "another"))
+                assert near == far, "digests"
+        except kvbm.BindError as error:
+            assert "has no block for some of the tokens" in str(error)
+            continue
+        run.check(np.asarray)
+        fused += count("launches") - before[0] == count("digests") - before[1]
+    assert 0 < count("few_ctas") <= 16 and fused > cases // 4, (count("few_ctas"), fused)
+
+
+def _read(run: Any, made: reshard.Resharding, rank: int, max_sms: int | None = 3, gpu: str = "") -> list[int]:
+    """Copy what a rank receives out of its peers' pools; the digest of each copy."""
+    packer, found = reshard.Packer(made, rank, run.pools[1][rank], side="dst", max_sms=max_sms), []
     for peer, (tokens, *told) in itertools.product(dict.fromkeys(packer.peers), run.case.sequences):
-        reader, work = direct.Reader(packer, peer, run.pools[0][peer]), direct.Pass()
+        reader, work = direct.Reader(packer, peer, run.pools[0][peer], gpu), direct.Pass()
         here, there = (kvbm.Span(one.tables[at], tokens, one.origins[at]) for one, at in zip(told, (peer, rank), strict=True))
         parts = reader.parts(there, here.origin, run.case.layers or range(run.case.nl))
         for piece in reader.pieces(parts, here.table):
             reader.begin(piece, work, {"stream": 5, "wait": None})
-            count += 1
         work.synchronize()
-    return count
+        found.append(work.total)
+    return found

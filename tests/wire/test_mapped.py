@@ -651,5 +651,9 @@ def test_on_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:
     fake_gpu("reshards.mapped", 500, 20)
 
 
+def test_out_of_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:
+    fake_gpu("reshards.out_of_another_gpu", 500, 20)
+
+
 def test_handles_that_fail(fake_gpu: FakeDriver) -> None:
     fake_gpu("reshards.handles_that_fail")
