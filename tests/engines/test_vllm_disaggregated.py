@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import cast_oracle
 from conftest import Program, has_avx512, program, result
@@ -32,7 +33,7 @@ BEHIND_A_WINDOW: list[Step] = [{"length": length} for length in (257, 300, 319, 
 MOST = float(os.environ.get("KVBM_ENGINE_LOGPROBS", "1e-4"))
 
 OURS = {"kv_connector": "KvbmConnector", "kv_connector_module_path": "kvbm.integrations.vllm"}
-STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+STOCK = {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda" if torch.cuda.is_available() else "cpu"}
 
 
 def disaggregated(
@@ -173,6 +174,7 @@ def test_failures_fail_where_that_is_wanted(models: Models, tmp_path: Path) -> N
     [
         pytest.param("llama", (32, 32), (1, 2), id="llama, tp 1 to 2"),
         pytest.param("llama", (64, 32), (2, 1), id="llama, blocks of 64 to 32, tp 2 to 1", marks=pytest.mark.long),
+        pytest.param("llama", (32, 64), (2, 2), id="llama, blocks of 32 to 64, tp 2 to 2", marks=pytest.mark.long),
         pytest.param("sliding", (32, 64), (1, 1), id="sliding, blocks of 32 to 64"),
         pytest.param("sliding", (64, 32), (1, 2), id="sliding, blocks of 64 to 32, tp 1 to 2", marks=pytest.mark.long),
     ],

@@ -1,8 +1,8 @@
-"""Time to the first token of a prompt whose blocks come back from host memory: ``reload.py MODEL [TOKENS [ROUNDS]]``.
+"""Time to the first token of a prompt from host memory: ``reload.py MODEL [TOKENS [ROUNDS [VALUES]]]``.
 
 Engines in processes of their own take turns: without offloading, with vLLM's, and with kvbm as the copier.  vLLM's copier needs a
-GPU: without one a memmove a page and layer stands for it, with vLLM's connector, scheduler and manager as they are.  Prints JSON
-behind RESULT.
+GPU: without one a memmove a page and layer stands for it, with vLLM's connector, scheduler and manager as they are.  For each of
+VALUES, which are separated by commas, there is one more engine with kvbm and that ``host_values``.  Prints JSON behind RESULT.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ HOST = int(os.environ.get("KVBM_ENGINE_HOST", 1 << 29))
 
 STAND_IN = {} if cuda.is_available() else {"spec_name": "MemmoveSpec", "spec_module_path": "memmove_spec"}
 
+#: ``host_values`` that an engine may have.
+VALUES = ("fp8", "mxfp8", "nvfp4")
+
 #: Seconds until the threads of the engine before sleep.
 PAUSE = 0.5
 
@@ -40,6 +43,7 @@ WAYS = {
     "vLLM": connector("OffloadingConnector", **STAND_IN),
     "kvbm": connector("KvbmOffloadingConnector"),
     "kvbm, no digests": connector("KvbmOffloadingConnector", verify=False),
+    **{f"kvbm, {values}": connector("KvbmOffloadingConnector", host_values=values) for values in VALUES},
 }
 
 
@@ -85,10 +89,11 @@ def answer(process: subprocess.Popen[str]) -> Any:
     raise AssertionError("".join(seen[-40:]))
 
 
-def main(model: str, tokens: str = "4096", rounds: str = "9") -> None:
-    found: dict[str, list[Any]] = {way: [] for way in WAYS}
+def main(model: str, tokens: str = "4096", rounds: str = "9", values: str = "") -> None:
+    left_out = {f"kvbm, {one}" for one in VALUES if one not in values.split(",")}
+    found: dict[str, list[Any]] = {way: [] for way in WAYS if way not in left_out}
     processes = {}
-    for way in WAYS:
+    for way in found:
         command = [sys.executable, __file__, "serve", model, way, tokens]
         processes[way] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -102,6 +107,7 @@ def main(model: str, tokens: str = "4096", rounds: str = "9") -> None:
                 time.sleep(PAUSE)
                 print(turn, file=process.stdin, flush=True)
                 result = answer(process)
+                print(f"{turn} {way}: {result['seconds'] * 1e3:.1f} ms", flush=True)
                 found[way] += [result] if turn else []
     finally:
         for process in processes.values():
