@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,7 +64,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             part = folder / f"{name}.{os.getpid()}"
             kind, *seed = name.split()
             run("models", kind, str(part), *seed)
-            part.rename(path)
+            try:
+                part.rename(path)
+            except OSError:  # another process was first
+                if not path.exists():
+                    raise
+                shutil.rmtree(part)
         return path
 
     return model
