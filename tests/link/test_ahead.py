@@ -24,15 +24,28 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="me
 HERE, THERE = Span([5, 3, 8, 1], range(60)), Span([2, 0], range(60))
 
 
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneEach]:
+def boxed(below: Any) -> wire.Mapped:
+    """A wire whose notes come through memory, and are seen without a lock of Python's."""
+    return wire.mapped(Polled(below), drop_seconds=1)
+
+
+@pytest.fixture(params=["by a wire", "through memory"])
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneEach]:
     """Two ends whose next message is lent at once; `found.begun` has what begins with an offer."""
     begin, begun = pulls.Ahead.begin, []
     monkeypatch.setattr(pulls.Ahead, "begin", lambda self, *rest: (begun.append(self), begin(self, *rest))[1])
-    with OneEach("shared", "shared") as made:
+    is_boxed = request.param == "through memory"
+    with OneEach("shared", "shared", **({"wrap": boxed} if is_boxed else {})) as made:
         made.meet()
+        for end in made.ends:
+            end.spins = is_boxed
         assert made.go() == [None, None] and not begun
         made.require_right()
+        for _ in range(is_boxed):  # after it, all notes come through memory
+            assert made.go() == [None, None]
+            made.require_right()
+        assert all(known.lane.takes for end in made.ends for known in end.wire._peers.values() if is_boxed)  # type: ignore[attr-defined]
+        begun.clear()
         made.begun = begun  # type: ignore[attr-defined]
         yield made
 
@@ -94,8 +107,8 @@ def require_nothing_left(found: OneEach) -> None:
 def test_an_offer_that_is_refused_after_its_copy_has_begun(found: OneEach, age: float) -> None:
     arrival = found.links[1].receive("x", THERE)
     say(found, notes.write(offer_of(found, "x", age=age)))
-    until(lambda: found.links[1].stats()["notes_wrong"], "it is refused")
-    assert found.begun and loans(found) == [0, 0] and not arrival.has_ended  # type: ignore[attr-defined]
+    until(lambda: found.links[1].stats()["notes_wrong"] and loans(found) == [0, 0], "it is refused")
+    assert found.begun and not arrival.has_ended  # type: ignore[attr-defined]
     assert ended([found.links[0].send("x", HERE), arrival]) == [None, None]
     found.require_right()
 

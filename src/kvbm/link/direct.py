@@ -474,14 +474,7 @@ class Reader:
         if packer.device < 0 and sum(part.nbytes for part in parts) > _PIECE_BYTES:
             return None
         far = next(packer.ends(message)[1] for message in packer.fitting(0) if packer.peer(message) == self._peer)
-        entries = -(-far.extent(span)[1] // far.nt)
-        copies = [
-            _core.Expected(
-                part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self.far.num_blocks
-            )
-            for part in parts
-        ]
-        return Prepared(packer, self, parts, copies, entries)
+        return Prepared(packer, self, parts, -(-far.extent(span)[1] // far.nt))
 
     def _blocks(self, part: Part, table: Ids) -> Ids:
         name = f"{self._packer.made.src.name} rank {self._peer}"
@@ -564,31 +557,42 @@ class Reader:
 class Prepared:
     """Copies out of a peer's pool that begin as soon as its table has come.
 
-    Attributes
+    Parameters
     ----------
+    packer : Packer
+    reader : Reader
     parts : list of Part
         What they copy.
     entries : int
         Entries of the table.
     """
 
-    def __init__(
-        self, packer: Packer, reader: Reader, parts: list[Part], copies: list[_core.Expected], entries: int
-    ) -> None:
-        self._packer, self._reader, self._copies = packer, reader, copies
-        self.parts, self.entries = parts, entries
+    def __init__(self, packer: Packer, reader: Reader, parts: list[Part], entries: int) -> None:
+        self._packer, self._reader, self.parts, self.entries = packer, reader, parts, entries
+        self._sums: list[Sums] = []
+
+    def foreseen(
+        self, note: tuple[bytes, bytes, tuple[int, int]], loans: _core.Loans, order: Mapping[str, Any]
+    ) -> _core.Foreseen:
+        """The copies, which begin with a note that ends with the table.  `note`: as `foreseen` of `kvbm.link.notes` returns it."""
+        packer, on_gpu = self._packer, self._packer.device >= 0
+        self._sums = [Sums(len(part.own), on_gpu) for part in self.parts]
+        copies = [
+            _core.Expected(
+                part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self._reader.far.num_blocks,
+                sums.address, on_gpu, (packer, self._reader, sums),
+            )
+            for part, sums in zip(self.parts, self._sums, strict=True)
+        ]  # fmt: skip
+        return _core.Foreseen(copies, *note, self.entries, loans, packer.pool.watch, order.get("stream"))
+
+    def begun(self, dones: list[_core.Done]) -> Pass:
+        """The copies under way, of which these are the ends."""
+        found = Pass()
+        for done, sums in zip(dones, self._sums, strict=True):
+            found.add(done if self._packer.device >= 0 else None, sums)
+        return found
 
     def require_usable(self) -> None:
         """As `Reader.require_usable`."""
         self._reader.require_usable()
-
-    def begin(self, table: bytes | memoryview, into: Pass, order: Mapping[str, Any]) -> bool:
-        """Enqueue the copies.  False if the table names blocks that the peer does not have: some may be enqueued then."""
-        packer, on_gpu = self._packer, self._packer.device >= 0
-        for part, copy in zip(self.parts, self._copies, strict=True):
-            found = Sums(len(part.own), on_gpu)
-            done = copy.copy(table, found.address, on_gpu, order.get("stream"), (packer, self._reader, found))
-            if done is None:
-                return False
-            into.add(done if on_gpu else None, found)
-        return True

@@ -624,7 +624,7 @@ class Endpoint:
                 link.heard(peer, note, ahead)
             finally:
                 if ahead is not None:
-                    ahead.leave(link)
+                    ahead.leave()
         now, is_closing = time.monotonic(), False
         for link in self._links:
             busy |= link.tick(now)

@@ -189,7 +189,10 @@ class Link:
         """
         arrival = self._arriving(key, span, layers, group, verify, wait, stream, timeout)
         if group not in self._gathered:
-            self.endpoint.submit(lambda: self._begin_arrival(arrival))
+            self.endpoint.submit(lambda: self._begin_arrival(arrival), wakes=False)
+            for ahead in arrival.ahead:  # their copies begin here if the offers have come
+                self.endpoint.wire.expect(ahead.peer, ahead.copies)  # type: ignore[attr-defined]
+            self.endpoint.wake()
             return arrival
         near, name = self._sibling_link(), f"{self.engine}: {key}"
         rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
@@ -249,10 +252,11 @@ class Link:
         """What begins with the offers of all that is received, if they are of complete blocks."""
         found, (group, key), span, peers = [], arrival.identity, arrival.span, {rank: peer for peer, rank in self.peers.items()}
         for rank, reader in readers.items():
+            loans = self.endpoint.wire.loans(peers[rank])  # type: ignore[attr-defined]
             prepared = reader.prepared(arrival.parts[rank, span.origin, arrival.layers], span)
-            if prepared is not None and prepared.entries <= MOST_OFFERED:
+            if loans is not None and prepared is not None and prepared.entries <= MOST_OFFERED:
                 offer = Offer(0, self.plans(group)[1], key, group, arrival.layers, span.tokens, span.origin, False)
-                found.append(Ahead(arrival, peers[rank], rank, offer, prepared))
+                found.append(Ahead(arrival, peers[rank], rank, offer, prepared, loans))
         return found
 
     fetch = receive
@@ -368,7 +372,7 @@ class Link:
         self._handles.append(arrival)
         self.count("arrivals")
         for ahead in arrival.ahead:
-            self._ahead.setdefault((ahead.peer, ahead.offer.what), ahead)
+            self._ahead.setdefault((ahead.peer, ahead.what), ahead)
         ranks = {rank for rank, missing in arrival.missing.items() if missing}
         for peer, rank in self.peers.items():
             if peer in self.lost and rank in ranks:
@@ -386,22 +390,30 @@ class Link:
                     self._match(peer, offer, began, arrival)
 
     def early(self, peer: str, note: bytes) -> Ahead | None:
-        """Begin the copies of an expected offer before it is read.  None if a note is no such offer."""
+        """What begins with an offer that is expected, or has begun with it, before it is read.  None if a note is no such offer."""
         number, what = offered(note)
         ahead = self._ahead.get((peer, what))
-        blocks = None if ahead is None else ahead.offer.blocks(note)
-        if ahead is None or blocks is None or (peer, number) in self._inflows or (peer, number) in self._ended:
+        if ahead is None or not (ahead.copies.has_begun or self._is_next(ahead, number)) or not ahead.begin(note):
             return None
         del self._ahead[peer, what]
-        arrival = ahead.arrival
-        is_next = arrival.is_awaited and arrival.identity not in self._failed
-        if not is_next or any(flow.rank == ahead.rank for flow in arrival.flows) or not ahead.begin(self, blocks):
-            return None
         return ahead
+
+    def _is_next(self, ahead: Ahead, number: int) -> bool:
+        """True if an offer of this number would be the first of its arrival."""
+        arrival, at = ahead.arrival, (ahead.peer, number)
+        return (
+            at not in self._inflows
+            and at not in self._ended
+            and arrival.is_awaited
+            and arrival.identity not in self._failed
+            and not any(flow.rank == ahead.rank for flow in arrival.flows)
+        )
 
     def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival, ahead: Ahead | None = None) -> None:
         """Match an offer with the arrival that waits for it."""
         rank = self.peers[peer]
+        if ahead is None or ahead.arrival is not arrival:  # what has begun with another offer must not write beside it
+            arrival.expect_no_more(rank)
         missing = arrival.missing.get(rank, set())
         for flow in [one for one in arrival.flows if one.rank == rank]:
             if _overlap(flow.offer.layers, offer.layers) and self.leaves(flow):

@@ -13,7 +13,7 @@ from ..wire import NOTE_BYTES
 from .secret import NOTE
 
 __all__ = [
-    "Ask", "Done", "Foreseen", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "offered", "read",
+    "Ask", "Done", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "foreseen", "offered", "read",
     "write",
 ]  # fmt: skip
 
@@ -37,18 +37,13 @@ _FORMS: Final = {
 }
 
 
-_OFFER, _TABLE = _FORMS["Offer"][1], _FORMS["Table"][1]
+_OFFER: Final = _FORMS["Offer"][1]
 
-#: Places in an offer with a table: the number of the sending, in both; what it is of; the table's head and blocks.
+#: Places in an offer with a table: the number of the sending, in both; what it is of; its age.
 _NUMBER: Final = slice(4, _HEAD.size)
 _WHAT: Final = slice(_HEAD.size + 8, _HEAD.size + 26)
-_WHAT_FORM: Final = struct.Struct("<16sH")
-_TABLE_HEAD: Final = slice(_HEAD.size + _OFFER.size, _HEAD.size + _OFFER.size + 4)
-_TABLE_NUMBER: Final = slice(_TABLE_HEAD.stop, _TABLE_HEAD.start + _HEAD.size)
-_BLOCKS_AT: Final = _TABLE_NUMBER.stop + _TABLE.size
-
-#: What is before the number in an offer, and in its table.
-_OFFER_HEAD, _TABLE_BEGINS = (_HEAD.pack(_MAGIC, _VERSION, _FORMS[kind][0], 0)[:4] for kind in ("Offer", "Table"))
+_AGE: Final = slice(_HEAD.size + _OFFER.size - 9, _HEAD.size + _OFFER.size - 1)
+_TABLE_NUMBER: Final = slice(_HEAD.size + _OFFER.size + 4, _HEAD.size + _OFFER.size + _HEAD.size)
 
 
 def offered(note: bytes) -> tuple[int, bytes]:
@@ -133,8 +128,8 @@ class Offer(NamedTuple):
         return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent, table)  # type: ignore[arg-type]
 
 
-class Foreseen:
-    """An offer that is expected, of complete blocks and with their table.  It is recognised before it is read.
+def foreseen(offer: Offer, entries: int) -> tuple[bytes, bytes, tuple[int, int]]:
+    """How an offer of complete blocks with their table is recognised before it is read.
 
     Parameters
     ----------
@@ -143,25 +138,16 @@ class Foreseen:
     entries : int
         Entries of the table.
 
-    Attributes
-    ----------
-    what : bytes
-        As `offered` returns it.
+    Returns
+    -------
+    tuple
+        The note up to the blocks of the table; the bits of it that must be so; and the two places of its number.
     """
-
-    def __init__(self, offer: Offer, entries: int) -> None:
-        self.what = _WHAT_FORM.pack(offer.key, offer.group)
-        self._fields = offer._replace(is_lent=True).fields()
-        self._table = (0, 0, entries, True)
-
-    def blocks(self, note: bytes) -> bytes | None:
-        """The blocks of the table, as little-endian 32-bit integers, if a note is this offer."""
-        entries = self._table[2]
-        if len(note) != _BLOCKS_AT + 4 * entries or note[: _NUMBER.start] != _OFFER_HEAD or note[_TABLE_HEAD] != _TABLE_BEGINS:
-            return None
-        fields, table = _OFFER.unpack_from(note, _HEAD.size), _TABLE.unpack_from(note, _TABLE_NUMBER.stop)
-        is_same = fields[:-2] == self._fields[:-2] and fields[-1] and table == self._table and note[_NUMBER] == note[_TABLE_NUMBER]
-        return note[_BLOCKS_AT:] if is_same else None
+    note = write(offer._replace(is_lent=True, table=Table(offer.sending, 0, 0, entries, True, b"")))
+    mask = bytearray(b"\xff") * len(note)
+    for free in (_NUMBER, _AGE, _TABLE_NUMBER):
+        mask[free] = bytes(free.stop - free.start)
+    return note, bytes(mask), (_NUMBER.start, _TABLE_NUMBER.start)
 
 
 class Want(NamedTuple):
