@@ -42,6 +42,7 @@ __all__ = [
     "MAIL_SLOTS",
     "add_kernel",
     "alloc_device",
+    "blocks_fit",
     "check_pairs",
     "chunk_tensors",
     "copy_now",

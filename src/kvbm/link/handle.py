@@ -175,7 +175,7 @@ class Arrival(Handle):
         self.verify, self.identity, self.layers = verify, identity, layers
         self.digest = 0
         self.failed_at = 0.0
-        self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that have not arrived
+        self.missing: dict[int, frozenset[int]] = {}  # rank of the other engine → layers that have not arrived
         self.zero: Callable[[], None] | None = None
         self.parts: dict[tuple[int, int, range], list[Part]] = {}
         self.ahead: list[Ahead] = []

@@ -28,9 +28,10 @@ def are_complete(order: Mapping[str, Any], stream: Any) -> bool:
     """
     if order.get("stream") is not (stream if order else None):
         return False
-    wait = order.get("wait")
+    if (wait := order.get("wait")) is None:
+        return True
     with contextlib.suppress(Exception):  # an event of any kind
-        return wait is None or bool(wait.query())
+        return bool(wait.query())
     return False
 
 

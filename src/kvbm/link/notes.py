@@ -5,6 +5,7 @@ Each note is complete in itself and may be repeated: an `Offer` until it is answ
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -39,9 +40,13 @@ _FORMS: Final = {
 
 _OFFER: Final = _FORMS["Offer"][1]
 
+#: The same of each kind, with the head.
+_WHOLE: Final = {name: (number, struct.Struct(_HEAD.format + form.format[1:])) for name, (number, form) in _FORMS.items()}
+
 #: Places in an offer with a table: the number of the sending, in both; what it is of; its age.
 _NUMBER: Final = slice(4, _HEAD.size)
 _WHAT: Final = slice(_HEAD.size + 8, _HEAD.size + 26)
+_KEY: Final = slice(_WHAT.start, _WHAT.start + 16)
 _AGE: Final = slice(_HEAD.size + _OFFER.size - 9, _HEAD.size + _OFFER.size - 1)
 _TABLE_NUMBER: Final = slice(_HEAD.size + _OFFER.size + 4, _HEAD.size + _OFFER.size + _HEAD.size)
 
@@ -143,11 +148,17 @@ def foreseen(offer: Offer, entries: int) -> tuple[bytes, bytes, tuple[int, int]]
     tuple
         The note up to the blocks of the table; the bits of it that must be so; and the two places of its number.
     """
-    note = write(offer._replace(is_lent=True, table=Table(offer.sending, 0, 0, entries, True, b"")))
+    note, mask = _foreseen(offer._replace(key=bytes(16), is_lent=True), entries)
+    return note[: _KEY.start] + offer.key + note[_KEY.stop :], mask, (_NUMBER.start, _TABLE_NUMBER.start)
+
+
+@functools.lru_cache(64)
+def _foreseen(offer: Offer, entries: int) -> tuple[bytes, bytes]:
+    note = write(offer._replace(table=Table(offer.sending, 0, 0, entries, True, b"")))
     mask = bytearray(b"\xff") * len(note)
     for free in (_NUMBER, _AGE, _TABLE_NUMBER):
         mask[free] = bytes(free.stop - free.start)
-    return note, bytes(mask), (_NUMBER.start, _TABLE_NUMBER.start)
+    return note, bytes(mask)
 
 
 class Want(NamedTuple):
@@ -370,11 +381,14 @@ _KINDS: dict[int, tuple[Any, struct.Struct]] = {
 }
 
 
+_WITH_TAIL: Final = (Offer, Want, Stop, Table)
+
+
 def write(note: Note) -> bytes:
     """Return the note as bytes, at most `NOTE_BYTES`."""
-    tail = note.tail() if isinstance(note, Offer | Want | Stop | Table) else b""
-    number, layout = _FORMS[type(note).__name__]
-    return _HEAD.pack(_MAGIC, _VERSION, number, note.sending) + layout.pack(*note.fields()) + tail
+    number, layout = _WHOLE[type(note).__name__]
+    data = layout.pack(_MAGIC, _VERSION, number, note.sending, *note.fields())
+    return data + note.tail() if isinstance(note, _WITH_TAIL) else data
 
 
 def read(data: bytes) -> Note:
