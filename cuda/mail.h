@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-enum { KVBM_MAIL_NOTE = 4096, KVBM_MAIL_SLOTS = 32, KVBM_MAIL_NONE = -1, KVBM_MAIL_BROKEN = -2 };
+enum { KVBM_MAIL_NOTE = 16384, KVBM_MAIL_SLOTS = 32, KVBM_MAIL_NONE = -1, KVBM_MAIL_BROKEN = -2 };
 /* A lock of threads of this process, for a few instructions or a launch.  0: it is free.  Nobody who holds one waits for a lock of
  * Python's. */
 void kvbm_lock(uint32_t* lock);

@@ -27,6 +27,7 @@ MAX_PARTS: int
 MAX_UNIT_DIGITS: int
 MAX_SCALES: int
 MAIL_BYTES: int
+MAIL_NOTE: int
 MAIL_SLOTS: int
 
 class _DeviceInfo(TypedDict):

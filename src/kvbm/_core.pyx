@@ -39,6 +39,7 @@ __all__ = [
     "Table",
     "Watch",
     "MAIL_BYTES",
+    "MAIL_NOTE",
     "MAIL_SLOTS",
     "add_kernel",
     "alloc_device",

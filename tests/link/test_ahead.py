@@ -18,7 +18,7 @@ from test_direct import OneEach
 
 from kvbm import KvbmError, Pool, Span, wire
 from kvbm.errors import BindError, TransferError
-from kvbm.link import notes, pulls
+from kvbm.link import direct, endpoint, notes, pulls
 from kvbm.link.link import Link
 from kvbm.reshard import Endpoint
 from linking import LIMIT, ended, until
@@ -371,6 +371,38 @@ def test_a_child_begins_nothing(near_far: OneEach) -> None:
         assert is_written(near_far)
     assert ended([sending, arrival]) == [None, None]
     near_far.require_right()
+
+
+@pytest.mark.parametrize("is_posted", [True, False])
+def test_a_long_table_comes_with_the_offer(is_posted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a note that only shared memory has room for; else it comes in parts.  Red: it always did."""
+    monkeypatch.setattr(direct, "_PIECE_BYTES", 1 << 30)
+    offers, begin, seen = [], pulls.Ahead.begin, []
+    read = notes.read
+    monkeypatch.setattr(endpoint, "read", lambda data: (offers.append(read(data)), offers[-1])[1])
+    monkeypatch.setattr(pulls.Ahead, "begin", lambda self, note: (seen.append(begin(self, note)), seen[-1])[1])
+    with OneEach("shared", "shared", wrap=boxed, num_blocks=1100) as made:
+        made.meet()
+        for end in made.ends:
+            end.spins = True
+        near, far = made.links
+        tokens = range(16 * (notes.MOST_OFFERED + 50))
+        rng = np.random.default_rng(3)
+        for turn in range(4):
+            if not is_posted:
+                monkeypatch.setattr(Link, "_post", lambda *_: False)
+            spans = [Span(rng.permutation(1100)[: -(-len(tokens) // each)], tokens) for each in (16, 32)]
+            arrival, sending = far.receive(f"{turn}", spans[1]), near.send(f"{turn}", spans[0])
+            assert ended([arrival, sending]) == [None, None]
+            near_blocks = np.stack([np.asarray(array) for array in made.pools[0].arrays])[:, :, spans[0].table]
+            far_blocks = blocks(made)[spans[1].table]  # [nb, nh, nl, no, nt, hd]
+            right = np.moveaxis(near_blocks.reshape(2, 2, -1, 8, 16)[:, :, : len(tokens)], 3, 0)
+            got = np.concatenate(list(far_blocks), axis=-2)[..., : len(tokens), :]
+            np.testing.assert_array_equal(got, right)
+        assert loans(made) == [0, 0]
+        found = [one for one in offers if isinstance(one, notes.Offer)]
+        tables = [one.table.entries for one in found if one.table is not None]
+        assert any(seen) is is_posted and tables == [len(tokens) // 16] * len(tables) and bool(tables) is is_posted
 
 
 def test_memory_that_moves_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

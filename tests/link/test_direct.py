@@ -445,7 +445,8 @@ def test_a_peer_that_asks_for_all_is_lent_the_next_sequence_at_once(monkeypatch:
             assert len(asks) == count, (tokens, first)
             found.require_right(tokens)
         assert not wants and found.links[1].stats()["pulls"] == len(steps)
-        monkeypatch.setattr(type(found.ends[1].wire), "hold", lambda *_: False)  # no loan is left
+        for name in ("hold", "loans"):  # no loan is left
+            monkeypatch.setattr(type(found.ends[1].wire), name, lambda *_: None)
         assert found.go() == [None, None] and wants and found.links[1].stats()["pulls"] == len(steps)
         found.require_right()
 

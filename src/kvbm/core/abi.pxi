@@ -227,7 +227,10 @@ cdef extern from "kvbm.h" nogil:
 
 
 cdef extern from "mail.h" nogil:
-    int KVBM_MAIL_NOTE, KVBM_MAIL_SLOTS, KVBM_MAIL_NONE
+    enum:
+        KVBM_MAIL_NOTE
+        KVBM_MAIL_SLOTS
+        KVBM_MAIL_NONE
     ctypedef struct kvbm_mail:
         void *own
         const void *far

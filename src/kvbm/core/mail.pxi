@@ -4,7 +4,7 @@ cdef enum:
     MOST_WATCHED = 64
     MOST_EXPECTED = 16
 
-MAIL_BYTES, MAIL_SLOTS = kvbm_mail_bytes(), KVBM_MAIL_SLOTS
+MAIL_BYTES, MAIL_NOTE, MAIL_SLOTS = kvbm_mail_bytes(), KVBM_MAIL_NOTE, KVBM_MAIL_SLOTS
 
 
 @cython.final
@@ -67,7 +67,7 @@ cdef class Mail:
         BindError
             The peer's box holds something that no end writes.
         """
-        cdef unsigned char note[4096]
+        cdef unsigned char note[KVBM_MAIL_NOTE]
         cdef int64_t nbytes
         if self.mail.own == NULL:
             return None
@@ -120,7 +120,7 @@ cdef class Mail:
 
     cdef void _begin_next(self) noexcept nogil:
         """Begin what is expected with the next note.  With one note one of them begins."""
-        cdef unsigned char note[4096]
+        cdef unsigned char note[KVBM_MAIL_NOTE]
         cdef int64_t nbytes
         cdef uint32_t i
         kvbm_lock(&self.lock)

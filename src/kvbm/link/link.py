@@ -26,7 +26,7 @@ from .direct import Lender, Reader, Shared, opened
 from .flows import Incoming, Inflow, Outflow, Start
 from .handle import Arrival, Gathering, Handle, Sending, require_call
 from .loans import are_complete, with_table
-from .notes import MOST_OFFERED, Ask, Done, Note, Offer, Put, Ready, Stop, Stopped, Table, Want, offered, write
+from .notes import MOST_POSTED, Ask, Done, Note, Offer, Put, Ready, Stop, Stopped, Table, Want, offered, write
 from .pulls import Ahead, Pull
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ class Link:
             peer = course.peers[rank]
             loans = self.endpoint.wire.loans(peer)  # type: ignore[attr-defined]
             prepared = reader.prepared(arrival.parts[rank, span.origin, some], span, some)
-            if loans is not None and prepared is not None and prepared.entries <= MOST_OFFERED:
+            if loans is not None and prepared is not None and prepared.entries <= MOST_POSTED:
                 offer = Offer(0, course.packer.fingerprint, key, group, some, span.tokens, span.origin, False)
                 found.append(Ahead(arrival, peer, rank, offer, prepared, loans))
         return found

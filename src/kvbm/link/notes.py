@@ -9,6 +9,7 @@ import functools
 import struct
 from typing import Any, Final, NamedTuple, NoReturn
 
+from .._core import MAIL_NOTE
 from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
 from .secret import NOTE
@@ -120,6 +121,12 @@ class Offer(NamedTuple):
 
     def tail(self) -> bytes:
         return b"" if self.table is None else write(self.table)
+
+    @property
+    def short(self) -> Offer:
+        """The same for any wire: without its table, if that is long."""
+        is_long = self.table is not None and self.table.entries > MOST_OFFERED
+        return self._replace(table=None) if is_long else self
 
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Offer:
@@ -352,8 +359,9 @@ class Table(NamedTuple):
 #: Most blocks of a `Table`.  With a secret it has its code in addition.
 MOST_BLOCKS = (NOTE_BYTES - NOTE - _HEAD.size - _FORMS["Table"][1].size) // 4
 
-#: Most blocks of the table of an `Offer`.
+#: Most blocks of the table of an `Offer`; of one that is posted through shared memory, which takes longer notes than other wires.
 MOST_OFFERED = MOST_BLOCKS - (_HEAD.size + _FORMS["Offer"][1].size + 3) // 4
+MOST_POSTED = MOST_OFFERED + (MAIL_NOTE - NOTE_BYTES) // 4
 
 
 class Ready(NamedTuple):
@@ -385,7 +393,7 @@ _WITH_TAIL: Final = (Offer, Want, Stop, Table)
 
 
 def write(note: Note) -> bytes:
-    """Return the note as bytes, at most `NOTE_BYTES`."""
+    """Return the note as bytes: at most `NOTE_BYTES`, but for an offer with a longer table."""
     number, layout = _WHOLE[type(note).__name__]
     data = layout.pack(_MAGIC, _VERSION, number, note.sending, *note.fields())
     return data + note.tail() if isinstance(note, _WITH_TAIL) else data
@@ -399,7 +407,7 @@ def read(data: bytes) -> Note:
     BindError
         The bytes are not a note, or have another version.
     """
-    if not _HEAD.size <= len(data) <= NOTE_BYTES:
+    if not _HEAD.size <= len(data) <= MAIL_NOTE:
         _refuse("a note")
     magic, version, number, sending = _HEAD.unpack_from(data)
     if magic != _MAGIC:
