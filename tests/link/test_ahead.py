@@ -296,7 +296,7 @@ def test_an_arrival_that_fails_while_its_copy_begins(near_far: OneEach) -> None:
 @pytest.mark.parametrize("what", ["another offer", "the same again"])
 def test_two_offers_in_the_box(near_far: OneEach, what: str) -> None:
     """Copies begin once.  Another offer of the same fails the arrival, as what it wrote may be of either."""
-    near, far = near_far.links
+    _, far = near_far.links
     with paused(near_far.ends[1]):
         first = offer_of(near_far, "x")
         say(near_far, notes.write(first))
@@ -312,7 +312,7 @@ def test_two_offers_in_the_box(near_far: OneEach, what: str) -> None:
 
 def test_an_offer_behind_another_note_waits_for_it(near_far: OneEach) -> None:
     """Red: a copy that began out of turn wrote beside that of the note before."""
-    near, far = near_far.links
+    _, far = near_far.links
     with paused(near_far.ends[1]):
         say(near_far, notes.write(offer_of(near_far, "x", tokens=range(61))))
         say(near_far, notes.write(offer_of(near_far, "x")))

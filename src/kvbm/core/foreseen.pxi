@@ -47,8 +47,8 @@ cdef enum ForeseenState:
 cdef class Foreseen:
     """Copies out of a peer's memory that begin with an expected note.
 
-    They begin on the first thread that sees the note: the one that calls `Mail.expect`, or one that waits, without a lock
-    of Python's.  Before that, the arrays of the destination are checked, and a loan begins.
+    They begin on the first thread that sees the note: the one that calls `Mail.expect`, or one that waits, without a
+    lock of Python's.  Before that, the arrays of the destination are checked, and a loan begins.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ cdef class Foreseen:
         return True
 
     cdef bint _may_begin(self, const unsigned char *table) noexcept nogil:
-        """Begin the copies.  False if the table names blocks that the peer does not have, or they may not be written."""
+        """Begin the copies.  False if the table names blocks that the peer does not have, or nothing may be written."""
         cdef uint32_t i
         cdef bint begins
         for i in range(self.count):

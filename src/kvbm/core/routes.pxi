@@ -573,8 +573,9 @@ cdef class Expected:
         self.entries, self.rests, self.each, self.blocks = entries, rests, each, blocks
         self.pairs = Pairs(None, dst_ids, count, route.dst_blocks, False, device)
         self.ids = self.pairs.more if self.pairs.more != NULL else self.pairs.few
-        if (count == 0 or self.pairs.count != count or rests.shape[0] != count or each < 1 or blocks * each > INDEX_LIMIT
-                or self.pairs.dst.ids == self.ids or route.ring is not None or route.route.crosses):
+        if (count == 0 or self.pairs.count != count or rests.shape[0] != count or each < 1
+                or blocks * each > INDEX_LIMIT or self.pairs.dst.ids == self.ids or route.ring is not None
+                or route.route.crosses):
             raise BindError(f"{count} entries, {rests.shape[0]} rests, {self.pairs.count} ids: expected one number")
         for i in range(count):
             if entries[i] < 0 or not 0 <= rests[i] < each:
@@ -595,7 +596,7 @@ cdef class Expected:
         self.route = route
 
     cdef bint _take(self, const unsigned char *table) noexcept nogil:
-        """Take the source ids from a table of more than `most` entries.  False if they are not all blocks of the source."""
+        """Take the source ids from a table of more than `most` entries.  False if one is no block of the source."""
         cdef int64_t i
         cdef int32_t block = 0
         for i in range(self.pairs.count):

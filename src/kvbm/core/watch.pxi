@@ -192,7 +192,7 @@ cdef class Watch:
         return 0
 
     def close(self):
-        """Release the arrays.  Later checks raise the error of a closed pool.  No copy begins any more: see `Foreseen`."""
+        """Release the arrays.  Later checks raise the error of a closed pool, and no copy begins (see `Foreseen`)."""
         kvbm_lock(&self.lock)
         self.closed = True
         self.count = self.num_versions = 0

@@ -200,7 +200,7 @@ class _Units(NamedTuple):
 
     Attributes
     ----------
-    index : int
+    number : int
         Which of the messages that `Packer.listed` returns.
     message : Message
         The message, with the layers that are exchanged.
@@ -208,7 +208,7 @@ class _Units(NamedTuple):
         Positions.
     """
 
-    index: int
+    number: int
     single: bool
     message: Message
     at: Ids
@@ -216,12 +216,12 @@ class _Units(NamedTuple):
 
 def _units(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Units]:
     """What a rank exchanges with a peer, of some tokens and layers."""
-    for index, (message, listed) in enumerate(packer.listed(span, origin)):
+    for number, (message, listed) in enumerate(packer.listed(span, origin)):
         some = message.of_layers(layers)
         if packer.peer(message) == peer and some is not None:
             for single in (False, True):
                 if listed.at[single].size:
-                    yield _Units(index, single, some, listed.at[single])
+                    yield _Units(number, single, some, listed.at[single])
 
 
 class Pass:
@@ -313,7 +313,7 @@ class Lender:
     def __init__(self, packer: Packer) -> None:
         self._packer = packer
         self._routes: dict[tuple[Message, bool], tuple[_core.Route, int, int]] = {}
-        #: Peer, tokens, origins and layers → index and kind of the units, their route, and their positions.
+        #: Peer, tokens, origins and layers → number of the message and kind of the units, their route, and their positions.
         self._shapes: dict[tuple[Any, ...], list[tuple[int, bool, _core.Route, int, Ids]]] = {}
 
     def table(self, span: Span) -> Ids:
@@ -333,11 +333,11 @@ class Lender:
             if len(self._shapes) >= _MOST_TOKENS:
                 self._shapes.clear()
             shape = self._shapes[key] = []
-            for index, single, message, at in _units(packer, peer, span, origin, layers):
+            for number, single, message, at in _units(packer, peer, span, origin, layers):
                 route, num_ids, first = self._routes.get((message, single)) or self._made(message, single)
-                shape.append((index, single, route, num_ids, at + first))
-        for index, single, route, num_ids, at in shape:
-            _digest(route, packer, num_ids, listed[index][1].ids[single], at, found, order, packer)
+                shape.append((number, single, route, num_ids, at + first))
+        for number, single, route, num_ids, at in shape:
+            _digest(route, packer, num_ids, listed[number][1].ids[single], at, found, order, packer)
         return found
 
     def _made(self, message: Message, single: bool) -> tuple[_core.Route, int, int]:
@@ -436,7 +436,7 @@ class Reader:
         self._packer, self._peer, self.far = packer, peer, far
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
         self._launches: dict[tuple[Message, bool], _Launches] = {}
-        #: Tokens, origins and layers → index and kind of the units, and their parts without ids; entries of the peer's table.
+        #: Tokens, origins and layers → number of the message and kind of the units, their parts without ids; entries of the table.
         self._shapes: dict[tuple[range, int, int, range], tuple[list[tuple[int, bool, Part]], int]] = {}
 
     def parts(self, span: Span, origin: int, layers: range) -> list[Part]:
@@ -457,8 +457,8 @@ class Reader:
             The span does not fit, or no turn of the peer begins at the origin.
         """
         packer, found, listed = self._packer, list[Part](), self._packer.listed(span, origin)
-        for index, single, part in self._shape(span, origin, layers)[0]:
-            one = listed[index][1]
+        for number, single, part in self._shape(span, origin, layers)[0]:
+            one = listed[number][1]
             own, launches = one.ids[single], part.launches
             each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(launches.nbytes, 1), 1)
             whole = Part(launches, True, own, *part[3:])
@@ -477,13 +477,13 @@ class Reader:
         if found is None:
             packer, parts, needed = self._packer, list[tuple[int, bool, Part]](), 0
             lent = span if origin == span.origin else Span(NONE, span.tokens, origin)  # its table is not read
-            for index, single, message, at in _units(packer, self._peer, span, origin, layers):
+            for number, single, message, at in _units(packer, self._peer, span, origin, layers):
                 far, launches = packer.ends(message)[1], self._launches_of(message, single)
                 far.require_origin(origin)
                 of = 1 if single else message.t.src_slots
                 entries, rests = np.divmod(far.slots(lent, at), far.nt)
                 part = Part(launches, True, NONE, at + launches.first, entries, rests // of, far.nt // of)
-                parts.append((index, single, part))
+                parts.append((number, single, part))
                 needed = -(-far.extent(lent)[1] // far.nt)
             if len(self._shapes) >= _MOST_TOKENS:
                 self._shapes.clear()
