@@ -325,9 +325,13 @@ def test_an_offer_behind_another_note_waits_for_it(near_far: OneEach) -> None:
     require_nothing_left(near_far)
 
 
-def test_a_copy_that_has_begun_ends_before_another_flow_writes(near_far: OneEach) -> None:
+def test_a_copy_that_has_begun_ends_before_another_flow_writes(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
     """The note that it began with is lost; the offer is made again, with another number."""
     near, far = near_far.links
+    begin, running = pulls.Pull._begin, []
+    monkeypatch.setattr(
+        pulls.Pull, "_begin", lambda self: (running.append([one.copies.has_begun for one in self.arrival.ahead]), begin(self))[1]
+    )
     with paused(near_far.ends[1]):
         say(near_far, notes.write(offer_of(near_far, "x")))
         arrival = far.receive("x", THERE)
@@ -337,6 +341,7 @@ def test_a_copy_that_has_begun_ends_before_another_flow_writes(near_far: OneEach
     assert not arrival.has_ended and sum(loans(near_far)) == 1
     assert ended([near.send("x", HERE), arrival]) == [None, None]
     near_far.require_right()
+    assert running == [[False]]
     until(lambda: loans(near_far) == [0, 0], "all loans have ended")
 
 
