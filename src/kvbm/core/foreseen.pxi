@@ -125,7 +125,11 @@ cdef class Foreseen:
     @property
     def has_begun(self):
         """Whether copies have begun that `end` has not returned."""
-        return self.state == BEGUN
+        cdef bint found
+        kvbm_lock(&self.lock)
+        found = self.state == BEGUN
+        kvbm_unlock(&self.lock)
+        return found
 
     def end(self):
         """Let nothing begin any more.

@@ -186,6 +186,5 @@ cdef class Latch:
         with nogil:
             is_news = kvbm_mail_wait(watched, num_mails, &self.flag, events, num_events, microseconds)
             for i in range(num_mails):
-                if (<Mail> boxes[i]).num_expected:
-                    (<Mail> boxes[i])._begin_next()
+                (<Mail> boxes[i])._begin_next()
         return is_news

@@ -627,6 +627,11 @@ class Prepared:
         ]  # fmt: skip
         return _core.Foreseen(copies, *note, self.entries, loans, packer.pool.watch, order.get("stream"))
 
+    def unused(self) -> None:
+        """The copies have not begun, and will not."""
+        for one in self._sums:
+            one.is_enqueued = True  # nothing writes to its memory
+
     def begun(self, dones: list[_core.Done]) -> Pass:
         """The copies under way, of which these are the ends."""
         found = Pass()

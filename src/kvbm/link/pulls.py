@@ -69,6 +69,7 @@ class Ahead:
         """Let nothing begin any more.  Returns the copies under way, once: the caller then has their loan."""
         dones = self.copies.end()
         if dones is None:
+            self.prepared.unused()
             return None
         arrival = self.arrival
         if arrival.zero is None:  # something is written

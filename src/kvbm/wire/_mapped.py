@@ -276,6 +276,8 @@ class Mapped:
         assert known.loans is not None
         if not known.loans.end() and known.lost:
             known.close_memory()  # the drop did not close it, because a loan was open
+            if known.is_closed:
+                known.page.close()
 
     def _require(self, peer: str) -> _Peer | None:
         """A mapped peer, or None.  Raises `PeerLostError` if it is lost."""
@@ -453,7 +455,8 @@ class _Peer:
             self.loans.close()
 
     def close_memory(self) -> None:
-        """Unmap its slab and pools.  No loan may be open."""
+        """Unmap its slab and pools.  No loan may be open, and the peer is lost."""
+        self.loans = None  # it keeps the page mapped
         for memory in (self.slab, *self.opened):
             memory.close()
         self.opened = []
