@@ -1,6 +1,7 @@
 // mail.cpp: notes through shared memory, loans, and a wait for notes and for the ends of copies.
 #include "mail.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <string.h>
 
@@ -32,6 +33,10 @@ Box& own(const kvbm_mail* mail) { return *static_cast<Box*>(mail->own); }
 const Box& far(const kvbm_mail* mail) { return *static_cast<const Box*>(mail->far); }
 
 constexpr int kSpins = 64;  // before a thread that waits for a lock lets others run
+
+// What a lock holds: it differs in a child, where the threads that held locks are not.
+std::atomic<uint32_t> own_process{1};
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { own_process.fetch_add(1); });
 
 std::atomic<uint32_t>& word(uint32_t* at) { return *reinterpret_cast<std::atomic<uint32_t>*>(at); }
 std::atomic<uint64_t>& counter(const kvbm_loans* loans) { return *static_cast<std::atomic<uint64_t>*>(loans->count); }
@@ -87,7 +92,11 @@ int64_t kvbm_mail_take(kvbm_mail* mail, void* note) {
 void kvbm_flag_set(uint32_t* flag, uint32_t value) { word(flag).store(value, std::memory_order_release); }
 
 void kvbm_lock(uint32_t* lock) {
-  for (int turn = 0; word(lock).exchange(1, std::memory_order_acquire); ++turn) {
+  const uint32_t own = own_process.load(std::memory_order_relaxed);
+  for (int turn = 0;; ++turn) {
+    uint32_t holder = 0;
+    if (word(lock).compare_exchange_strong(holder, own, std::memory_order_acquire)) return;
+    if (holder && holder != own && word(lock).compare_exchange_strong(holder, own, std::memory_order_acquire)) return;
     if (turn < kSpins) {
       relax();
     } else {

@@ -10,7 +10,7 @@ extern "C" {
 
 enum { KVBM_MAIL_NOTE = 16384, KVBM_MAIL_SLOTS = 32, KVBM_MAIL_NONE = -1, KVBM_MAIL_BROKEN = -2 };
 /* A lock of threads of this process, for a few instructions or a launch.  0: it is free.  Nobody who holds one waits for a lock of
- * Python's. */
+ * Python's.  A child takes those that threads of its parent held. */
 void kvbm_lock(uint32_t* lock);
 void kvbm_unlock(uint32_t* lock);
 /* One side's end of a connection.  `own` and `far` are boxes of kvbm_mail_bytes() bytes in shared memory, zero at first: this
