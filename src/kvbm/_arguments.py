@@ -35,6 +35,8 @@ def is_real(value: Any) -> bool:
 
 def seconds(what: str, value: Any) -> float:
     """A time in seconds, below 1e9; `BindError` if it is none."""
+    if type(value) is float and 0 <= value < 1e9:
+        return value
     if not is_real(value) or not 0 <= value < 1e9:
         raise BindError(f"{what}: expected seconds, got {quoted(value)}")
     return float(value)

@@ -18,7 +18,7 @@ from cpython.number cimport PyNumber_Index
 from cpython.long cimport PyLong_AsLongLong, PyLong_AsUnsignedLongLong
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memcpy, memmove, memset
 
 from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKernelError, PlanError
 
@@ -26,7 +26,9 @@ __all__ = [
     "Copy",
     "Done",
     "Expected",
+    "Foreseen",
     "Latch",
+    "Loans",
     "MAX_INNER",
     "MAX_OUTER",
     "MAX_PARTS",
@@ -37,9 +39,11 @@ __all__ = [
     "Table",
     "Watch",
     "MAIL_BYTES",
+    "MAIL_NOTE",
     "MAIL_SLOTS",
     "add_kernel",
     "alloc_device",
+    "blocks_fit",
     "check_pairs",
     "chunk_tensors",
     "copy_now",
@@ -86,4 +90,5 @@ include "core/streams.pxi"
 include "core/watch.pxi"
 include "core/routes.pxi"
 include "core/memory.pxi"
+include "core/foreseen.pxi"
 include "core/mail.pxi"

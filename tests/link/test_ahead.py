@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +16,11 @@ import numpy as np
 import pytest
 from test_direct import OneEach
 
-from kvbm import KvbmError, Span, wire
+from kvbm import KvbmError, Pool, Span, wire
 from kvbm.errors import BindError, TransferError
-from kvbm.link import notes, pulls
+from kvbm.link import direct, endpoint, notes, pulls
 from kvbm.link.link import Link
+from kvbm.reshard import Endpoint
 from linking import LIMIT, ended, until
 from programs.wires import Polled
 
@@ -24,16 +29,41 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="me
 HERE, THERE = Span([5, 3, 8, 1], range(60)), Span([2, 0], range(60))
 
 
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneEach]:
-    """Two ends whose next message is lent at once; `found.begun` has what begins with an offer."""
+def boxed(below: Any) -> wire.Mapped:
+    """A wire whose notes come through memory, and are seen without a lock of Python's."""
+    return wire.mapped(Polled(below), drop_seconds=1)
+
+
+@contextlib.contextmanager
+def lent_at_once(monkeypatch: pytest.MonkeyPatch, *, is_boxed: bool) -> Iterator[OneEach]:
+    """Two ends whose next message is lent at once; `begun` has what begins with an offer."""
     begin, begun = pulls.Ahead.begin, []
     monkeypatch.setattr(pulls.Ahead, "begin", lambda self, *rest: (begun.append(self), begin(self, *rest))[1])
-    with OneEach("shared", "shared") as made:
+    with OneEach("shared", "shared", **({"wrap": boxed} if is_boxed else {})) as made:
         made.meet()
-        assert made.go() == [None, None] and not begun
-        made.require_right()
+        for end in made.ends:
+            end.spins = is_boxed
+        for _ in range(1 + is_boxed):  # then all notes come through memory
+            begun.clear()
+            assert made.go() == [None, None] and len(begun) <= is_boxed
+            made.require_right()
+        lanes = [known.lane for end in made.ends for known in end.wire._peers.values()]  # type: ignore[attr-defined]
+        assert all(lane.takes if is_boxed else lane is None for lane in lanes)
+        begun.clear()
         made.begun = begun  # type: ignore[attr-defined]
+        yield made
+
+
+@pytest.fixture(params=[False, True], ids=["by a wire", "through memory"])
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OneEach]:
+    with lent_at_once(monkeypatch, is_boxed=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def near_far(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneEach]:
+    """Ends whose notes come through memory."""
+    with lent_at_once(monkeypatch, is_boxed=True) as made:
         yield made
 
 
@@ -94,8 +124,8 @@ def require_nothing_left(found: OneEach) -> None:
 def test_an_offer_that_is_refused_after_its_copy_has_begun(found: OneEach, age: float) -> None:
     arrival = found.links[1].receive("x", THERE)
     say(found, notes.write(offer_of(found, "x", age=age)))
-    until(lambda: found.links[1].stats()["notes_wrong"], "it is refused")
-    assert found.begun and loans(found) == [0, 0] and not arrival.has_ended  # type: ignore[attr-defined]
+    until(lambda: found.links[1].stats()["notes_wrong"] and loans(found) == [0, 0], "it is refused")
+    assert found.begun and not arrival.has_ended  # type: ignore[attr-defined]
     assert ended([found.links[0].send("x", HERE), arrival]) == [None, None]
     found.require_right()
 
@@ -143,6 +173,7 @@ def test_two_offers_of_one_message_at_once(found: OneEach, same: bool) -> None:
     near = found.links[0]
     [peer] = near.peers
     near.endpoint.call(lambda: [near.endpoint.wire.note(peer, notes.write(one)) for one in (first, second)])
+    until(lambda: arrival.has_ended or same, "it fails")
     time.sleep(0.02)
     assert len(found.begun) == 1 and arrival.has_ended is not same  # type: ignore[attr-defined]
     arrival.abort()
@@ -173,6 +204,234 @@ def test_a_pool_that_is_closed_is_not_written(found: OneEach) -> None:
     assert "closed" in str(error) and "hold a part" not in str(error)
     assert all((np.asarray(array) == 0x5555).all() for array in arrays)
     until(lambda: loans(found) == [0, 0], "all loans have ended")
+
+
+# ---- without a lock of Python's ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def paused(end: Endpoint) -> Iterator[None]:
+    """The endpoint's thread does nothing: it has taken no note that comes meanwhile."""
+    go_on, has_paused = threading.Event(), threading.Event()
+    try:
+        end.submit(lambda: (has_paused.set(), go_on.wait(LIMIT)))  # type: ignore[arg-type, return-value]
+        assert has_paused.wait(LIMIT)
+        yield
+    finally:
+        go_on.set()
+
+
+def is_written(found: OneEach) -> bool:
+    return bool((blocks(found) != 0x5555).any())
+
+
+def test_a_copy_begins_on_the_thread_that_receives(near_far: OneEach) -> None:
+    """The offer is there: nobody waits for the endpoint's thread.  Red: it was begun by that."""
+    near, far = near_far.links
+    with paused(near_far.ends[1]):
+        sending = near.send("x", HERE)
+        arrival = far.receive("x", THERE)
+        assert is_written(near_far) and sum(loans(near_far)) == 1
+        assert not arrival.has_ended and not sending.has_ended
+    assert ended([sending, arrival]) == [None, None]
+    near_far.require_right()
+    assert loans(near_far) == [0, 0]
+
+
+def test_a_copy_begins_on_the_thread_that_waits(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun when Python sees the note."""
+    begin, seen = pulls.Ahead.begin, []
+    monkeypatch.setattr(pulls.Ahead, "begin", lambda self, note: (seen.append(self.copies.has_begun), begin(self, note))[1])
+    for number in range(5):
+        arrival = near_far.links[1].receive(f"x{number}", THERE)
+        time.sleep(0.001)
+        assert ended([near_far.links[0].send(f"x{number}", HERE), arrival]) == [None, None]
+        near_far.require_right()
+    assert seen == [True] * 5
+
+
+@pytest.mark.parametrize("when", ["before the offer", "after it has begun"])
+def test_an_abort(near_far: OneEach, when: str) -> None:
+    """Nothing of the message is left, and nothing is lent."""
+    near, far = near_far.links
+    with paused(near_far.ends[1]):
+        if when == "before the offer":
+            arrival = far.receive("x", THERE)
+            arrival.abort()
+            sending = near.send("x", HERE)
+        else:
+            sending = near.send("x", HERE)
+            arrival = far.receive("x", THERE)
+            assert is_written(near_far)
+            arrival.abort()
+    errors = ended([arrival])
+    sending.abort()  # else it waits for the next receive
+    errors += ended([sending])
+    assert all(isinstance(error, TransferError) for error in errors), errors
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+    require_nothing_left(near_far)
+    assert near_far.go() == [None, None]
+    near_far.require_right()
+
+
+def test_an_arrival_that_fails_while_its_copy_begins(near_far: OneEach) -> None:
+    """Its time is over before the offer is read."""
+    near, far = near_far.links
+    with paused(near_far.ends[1]):
+        sending = near.send("x", HERE)
+        arrival = far.receive("x", THERE, timeout=0.01)
+        assert is_written(near_far)
+        time.sleep(0.02)
+    errors = ended([arrival])
+    sending.abort()
+    ended([sending])
+    assert all(error is None or isinstance(error, TransferError) for error in errors)
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+    if errors[0] is None:
+        near_far.require_right()
+    else:
+        require_nothing_left(near_far)
+
+
+@pytest.mark.parametrize("what", ["another offer", "the same again"])
+def test_two_offers_in_the_box(near_far: OneEach, what: str) -> None:
+    """Copies begin once.  Another offer of the same fails the arrival, as what it wrote may be of either."""
+    _, far = near_far.links
+    with paused(near_far.ends[1]):
+        first = offer_of(near_far, "x")
+        say(near_far, notes.write(first))
+        say(near_far, notes.write(first if what == "the same again" else offer_of(near_far, "x")))
+        arrivals = [far.receive("x", THERE), far.receive("x", Span([7, 9], range(60)))]
+        assert sum(loans(near_far)) == 1
+        assert (np.asarray(near_far.pools[1].arrays[7]) == 0x5555).all(), "the second has not begun with the first's note"
+    for one in arrivals:
+        one.abort()
+    assert all(isinstance(error, KvbmError) for error in ended(arrivals))
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+
+
+def test_an_offer_behind_another_note_waits_for_it(near_far: OneEach) -> None:
+    """Red: a copy that began out of turn wrote beside that of the note before."""
+    _, far = near_far.links
+    with paused(near_far.ends[1]):
+        say(near_far, notes.write(offer_of(near_far, "x", tokens=range(61))))
+        say(near_far, notes.write(offer_of(near_far, "x")))
+        arrival = far.receive("x", THERE)
+        assert not is_written(near_far) and loans(near_far) == [0, 0]
+    time.sleep(0.02)
+    arrival.abort()
+    assert isinstance(ended([arrival])[0], KvbmError)
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+    require_nothing_left(near_far)
+
+
+def test_a_copy_that_has_begun_ends_before_another_flow_writes(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note that it began with is lost; the offer is made again, with another number."""
+    near, far = near_far.links
+    begin, running = pulls.Pull._begin, []
+    monkeypatch.setattr(
+        pulls.Pull, "_begin", lambda self: (running.append([one.copies.has_begun for one in self.arrival.ahead]), begin(self))[1]
+    )
+    with paused(near_far.ends[1]):
+        say(near_far, notes.write(offer_of(near_far, "x")))
+        arrival = far.receive("x", THERE)
+        assert is_written(near_far)
+        [known] = near_far.ends[1].wire._peers.values()  # type: ignore[attr-defined]
+        assert len(known.lane.take()) == 1
+    assert not arrival.has_ended and sum(loans(near_far)) == 1
+    assert ended([near.send("x", HERE), arrival]) == [None, None]
+    near_far.require_right()
+    assert running == [[False]]
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+
+
+def test_a_link_that_is_closed_while_a_copy_is_expected(near_far: OneEach) -> None:
+    """Its loan ends, so that the owner can end the connection, too."""
+    with paused(near_far.ends[1]):
+        sending = near_far.links[0].send("x", HERE)
+        arrivals = [near_far.links[1].receive(key, THERE) for key in ("x", "y")]
+        assert is_written(near_far)
+        near_far.links[1].leave()
+    assert all(isinstance(error, KvbmError) for error in ended(arrivals))
+    sending.abort()
+    assert all(isinstance(error, KvbmError) for error in ended([sending]))
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+    require_nothing_left(near_far)
+
+
+def test_a_child_begins_nothing(near_far: OneEach) -> None:
+    """Red: it raised the number of its parent's loans, and the peer waited for ever."""
+    near, far = near_far.links
+    with paused(near_far.ends[1]):
+        sending = near.send("x", HERE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the threads that a fork leaves out
+            pid = os.fork()
+        if not pid:
+            far.receive("x", THERE)
+            os._exit(is_written(near_far))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert loans(near_far) == [0, 0]
+        arrival = far.receive("x", THERE)
+        assert is_written(near_far)
+    assert ended([sending, arrival]) == [None, None]
+    near_far.require_right()
+
+
+@pytest.mark.parametrize("is_posted", [True, False])
+def test_a_long_table_comes_with_the_offer(is_posted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a note that only shared memory has room for; else it comes in parts.  Red: it always did."""
+    monkeypatch.setattr(direct, "_PIECE_BYTES", 1 << 30)
+    offers, begin, seen = [], pulls.Ahead.begin, []
+    read = notes.read
+    monkeypatch.setattr(endpoint, "read", lambda data: (offers.append(read(data)), offers[-1])[1])
+    monkeypatch.setattr(pulls.Ahead, "begin", lambda self, note: (seen.append(begin(self, note)), seen[-1])[1])
+    with OneEach("shared", "shared", wrap=boxed, num_blocks=1100) as made:
+        made.meet()
+        for end in made.ends:
+            end.spins = True
+        near, far = made.links
+        tokens = range(16 * (notes.MOST_OFFERED + 50))
+        rng = np.random.default_rng(3)
+        for turn in range(4):
+            if not is_posted:
+                monkeypatch.setattr(Link, "_post", lambda *_: False)
+            spans = [Span(rng.permutation(1100)[: -(-len(tokens) // each)], tokens) for each in (16, 32)]
+            arrival, sending = far.receive(f"{turn}", spans[1]), near.send(f"{turn}", spans[0])
+            assert ended([arrival, sending]) == [None, None]
+            near_blocks = np.stack([np.asarray(array) for array in made.pools[0].arrays])[:, :, spans[0].table]
+            far_blocks = blocks(made)[spans[1].table]  # [nb, nh, nl, no, nt, hd]
+            right = np.moveaxis(near_blocks.reshape(2, 2, -1, 8, 16)[:, :, : len(tokens)], 3, 0)
+            got = np.concatenate(list(far_blocks), axis=-2)[..., : len(tokens), :]
+            np.testing.assert_array_equal(got, right)
+        assert loans(made) == [0, 0]
+        found = [one for one in offers if isinstance(one, notes.Offer)]
+        tables = [one.table.entries for one in found if one.table is not None]
+        assert any(seen) is is_posted and tables == [len(tokens) // 16] * len(tables) and bool(tables) is is_posted
+
+
+def test_memory_that_moves_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage of a tensor is freed after `receive`.  Red: the copy wrote to it."""
+    torch = pytest.importorskip("torch")
+    with OneEach("shared", "shared", wrap=boxed) as first:
+        layout, shape = first.pools[1].layout, first.pools[1].shape
+        tensors = [torch.zeros(np.asarray(array).shape, dtype=torch.uint16) for array in first.pools[1].arrays]
+        mine = Pool(layout, shape, tensors)
+        place = first.ends[1].groups[""][0]
+        hub_wire = boxed(wire.memory("moves", first.hub))
+        with Endpoint("decode", place, 0, mine, wire=hub_wire, chunk_bytes=1 << 14, ring_bytes=1 << 18) as end:
+            near, far = first.ends[0].meet([end.card()]), end.meet([first.ends[0].card()])
+            for one in (first.ends[0], end):
+                one.spins = True
+            for turn in range(3):
+                assert ended([far.receive(f"{turn}", THERE), near.send(f"{turn}", HERE)]) == [None, None]
+            arrival = far.receive("y", THERE)
+            time.sleep(0.001)
+            for tensor in tensors:
+                tensor.untyped_storage().resize_(0)
+            sending = near.send("y", HERE)
+            errors = ended([arrival, sending])
+            assert "other memory" in str(errors[0]), errors
 
 
 class Lossy:

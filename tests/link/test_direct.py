@@ -19,7 +19,7 @@ import test_link_mla
 
 import kvbm
 import reshard_oracle
-from kvbm import BindError, DigestError, Span, TransferError, wire
+from kvbm import BindError, DigestError, Span, TransferError, _core, wire
 from kvbm.errors import CudaError, NotEnoughMemoryError, PeerLostError
 from kvbm.layout.grammar import parse, write
 from kvbm.link import direct, flows, notes, pulls
@@ -445,7 +445,8 @@ def test_a_peer_that_asks_for_all_is_lent_the_next_sequence_at_once(monkeypatch:
             assert len(asks) == count, (tokens, first)
             found.require_right(tokens)
         assert not wants and found.links[1].stats()["pulls"] == len(steps)
-        monkeypatch.setattr(type(found.ends[1].wire), "hold", lambda *_: False)  # no loan is left
+        for name in ("hold", "loans"):  # no loan is left
+            monkeypatch.setattr(type(found.ends[1].wire), name, lambda *_: None)
         assert found.go() == [None, None] and wants and found.links[1].stats()["pulls"] == len(steps)
         found.require_right()
 
@@ -566,26 +567,44 @@ def lies() -> Iterator[tuple[str, dict[str, Any], str]]:
 def test_an_expected_offer_is_recognised_by_every_byte() -> None:
     offer = notes.Offer(7, 1 << 63, bytes(range(16)), 3, range(2, 5), range(64, 200), 32, False, 1.5, True)
     blocks = np.arange(9, dtype="<i4").tobytes()
-    expected = notes.Foreseen(offer._replace(sending=0, age=0.0, is_lent=False), 9)
+    note = notes.foreseen(offer._replace(sending=0, age=0.0, is_lent=False), 9)
     told = notes.write(offer._replace(table=notes.Table(7, 0, 0, 9, True, blocks)))
-    assert expected.blocks(told) == blocks and notes.offered(told) == (7, expected.what)
-    assert notes.read(told).table.blocks == blocks
+    assert notes.offered(told) == (7, notes.offered(note[0])[1])
+    found = notes.read(told)
+    assert isinstance(found, notes.Offer) and found.table is not None and found.table.blocks == blocks
+    words, pool = np.zeros(2, np.uint64), kvbm.Pool.allocate("universal", "nl=1,no=1,nh=1,nt=16,hd=8,dtype=uint16", 1)
+    address = int(words.ctypes.data)
+
+    def is_it(other: bytes) -> bool:
+        """Nothing is copied, but a loan begins."""
+        words[0] = 0
+        one = _core.Foreseen([], *note, 9, _core.Loans(address, address + 8, words), pool.watch)
+        begun = one.begin(other)
+        assert one.has_begun is begun and words[0] == begun and one.begin(other) is begun
+        assert one.end() == ([] if begun else None) and one.end() is None and not one.begin(other)
+        return begun
+
+    assert is_it(told)
     head, number, age = 12, range(4, 12), range(71, 79)
     table = len(told) - len(blocks)
     for at in range(len(told)):
         other = bytearray(told)
         other[at] ^= 2
-        is_any = at in age or at >= table or at in (79, table - 1)  # a flag may be any byte but 0
-        assert (expected.blocks(bytes(other)) is not None) == is_any, at
+        assert is_it(bytes(other)) == (at in age or at >= table), at
     both = bytearray(told)
     for at in (*number, *range(80 + 4, 80 + head)):
         both[at] ^= 2
-    assert expected.blocks(bytes(both)) == blocks, "another number, in both places"
+    assert is_it(bytes(both)), "another number, in both places"
     for short in range(len(told)):
-        assert expected.blocks(told[:short]) is None
-    assert expected.blocks(told + bytes(4)) is None
+        assert not is_it(told[:short])
+    assert not is_it(told + bytes(4))
     for kind in (notes.Ready(7, 0, 1), notes.Done(7, 0, 1), offer):
-        assert expected.blocks(notes.write(kind)) is None
+        assert not is_it(notes.write(kind))
+    words[1] = 1  # the peer has ended the connection
+    assert not is_it(told)
+    words[1] = 0
+    pool.close()
+    assert not is_it(told)
 
 
 @pytest.mark.parametrize("what", [name for name, *_ in lies()])

@@ -1292,8 +1292,6 @@ def test_a_failed_receive_writes_nothing_more() -> None:
 
 def test_offers_that_are_none() -> None:
     """Offers of a rank that sends nothing here, or of other plans, layers, tokens: the receive fails, the endpoint works on."""
-    from kvbm.link.link import _identity
-
     for model, change in (
         (kvbm.load_shape("llama-3.1-8b,nl=2,nh=1,hd=16,dtype=float16"), {}),
         (MODEL, {"plan": 5}),
@@ -1303,7 +1301,7 @@ def test_offers_that_are_none() -> None:
     ):
         with Two(model=model) as two:
             link = two.by_hand()
-            identity = _identity("", two.end.groups, "k")
+            identity = 0, links._hashed("k")
             arrival = link.receive("k", Span(TABLE, ALL), timeout=60)
             right = {"plan": link.plans(0)[1], "layers": range(2), "tokens": ALL, "origin": 0, "pulls": False}
             two.say(notes.Offer(1, key=identity[1], group=identity[0], **{**right, **change}))
@@ -1314,11 +1312,9 @@ def test_offers_that_are_none() -> None:
 
 
 def test_a_slot_that_there_is_not() -> None:
-    from kvbm.link.link import _identity
-
     with Two() as two:
         link = two.by_hand()
-        number, key = _identity("", two.end.groups, "k")
+        number, key = 0, links._hashed("k")
         arrival = link.receive("k", Span(TABLE, ALL), timeout=60)
         two.say(notes.Offer(1, link.plans(0)[1], key, number, range(2), ALL, 0, True))
         want = two.hear(notes.Want)
@@ -1331,14 +1327,12 @@ def test_a_slot_that_there_is_not() -> None:
 @pytest.mark.sanitize
 def test_no_note_takes_more_than_1_mib() -> None:
     """Every kind of note with the largest and the smallest numbers, alone and mixed, while a transfer runs in each direction."""
-    from kvbm.link.link import _identity
-
     rng = random.Random(2)
     numbers = [0, 1, 2, 3, 255, (1 << 16) - 1, (1 << 24) - 1, (1 << 32) - 1, (1 << 48) - 1, (1 << 63), (1 << 64) - 1]
     kinds = list(notes._KINDS.items())
     with Two() as two:
         link = two.by_hand()
-        group, key = _identity("", two.end.groups, "k")
+        group, key = 0, links._hashed("k")
         known = 1
         tracemalloc.start()
         try:
@@ -1383,12 +1377,10 @@ def test_no_note_takes_more_than_1_mib() -> None:
 
 def test_any_notes_in_any_order() -> None:
     """Well-formed and meaningless notes: transfers may fail, the endpoint works on, and no slot is lost."""
-    from kvbm.link.link import _identity
-
     rng = random.Random(1)
     with Two() as two:
         link = two.by_hand()
-        number, key = _identity("", two.end.groups, "k")
+        number, key = 0, links._hashed("k")
         known = [1, 2, 3]
         for _ in range(2000):
             if rng.random() < 0.02:

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, wire
+from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, _core, wire
 from kvbm.link.chunks import Cut
 from kvbm.link.ring import Ring
 from kvbm.wire import _mapped as loans
@@ -247,7 +247,8 @@ def test_nothing_lands_behind_a_drop(ends: Callable[..., tuple[End, End]]) -> No
 
 def test_the_race_is_seen(ends: Callable[..., tuple[End, End]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The test detects a borrower that does not check whether it was dropped."""
-    monkeypatch.setattr(loans._Page, "is_dropped", lambda *_: False)
+    made, never = _core.Loans, np.zeros(1, np.uint64)
+    monkeypatch.setattr(_core, "Loans", lambda count, _, keep: made(count, int(never.ctypes.data), (never, keep)))
     assert raced(ends, 20) > 0
 
 

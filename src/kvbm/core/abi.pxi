@@ -227,7 +227,10 @@ cdef extern from "kvbm.h" nogil:
 
 
 cdef extern from "mail.h" nogil:
-    int KVBM_MAIL_NOTE, KVBM_MAIL_SLOTS, KVBM_MAIL_NONE
+    enum:
+        KVBM_MAIL_NOTE
+        KVBM_MAIL_SLOTS
+        KVBM_MAIL_NONE
     ctypedef struct kvbm_mail:
         void *own
         const void *far
@@ -242,9 +245,19 @@ cdef extern from "mail.h" nogil:
     int kvbm_mail_has_note(const kvbm_mail *mail) noexcept
     int kvbm_mail_post(kvbm_mail *mail, const void *note, uint32_t bytes) noexcept
     int64_t kvbm_mail_take(kvbm_mail *mail, void *note) noexcept
+    int64_t kvbm_mail_peek(const kvbm_mail *mail, void *note) noexcept
     void kvbm_flag_set(uint32_t *flag, uint32_t value) noexcept
     int kvbm_mail_wait(kvbm_mail *const *mails, uint32_t num_mails, const uint32_t *flag, const kvbm_event *events,
                        uint32_t num_events, uint32_t microseconds) noexcept
+    void kvbm_lock(uint32_t *lock) noexcept
+    void kvbm_unlock(uint32_t *lock) noexcept
+    ctypedef struct kvbm_loans:
+        void *count
+        const void *dropped
+        uint32_t lock, is_over
+    int kvbm_loan_begin(kvbm_loans *loans) noexcept
+    uint64_t kvbm_loan_end(kvbm_loans *loans) noexcept
+    void kvbm_loans_end(kvbm_loans *loans) noexcept
 
 
 cdef int64_t INDEX_LIMIT = 0x7FFFFFFF  # indices of kernels have 31 bits

@@ -245,6 +245,32 @@ cdef class Positions:
         free(self.on_host)
 
 
+def blocks_fit(const int64_t[::1] table not None, int64_t blocks, bint once):
+    """Whether a block table has only blocks below `blocks`, and -1; with `once`, also no block twice."""
+    cdef Py_ssize_t count = table.shape[0], i
+    cdef int64_t index = 0
+    cdef uint32_t kept = 0
+    cdef int32_t *ids
+    cdef int found
+    for i in range(count):
+        if not -1 <= table[i] < blocks:
+            return False
+    if not once or count < 2:
+        return True
+    if count > INDEX_LIMIT or blocks > INDEX_LIMIT:
+        raise BindError(f"a table of {count} blocks: expected at most {INDEX_LIMIT}")
+    ids = <int32_t *> malloc(count * sizeof(int32_t))
+    if ids == NULL:
+        raise MemoryError(f"{count} block ids")
+    for i in range(count):
+        ids[i] = <int32_t> table[i]
+    found = kvbm_check_ids(NULL, ids, <uint32_t> count, blocks, False, &kept, &index)
+    free(ids)
+    if found < 0:
+        check(found, f"checking {count} block ids")
+    return found == KVBM_ID_OK
+
+
 cdef int _refuse_range(str what, int64_t index, id, int64_t blocks) except -1:
     if what == "tokens":
         raise BindError(f"tokens[{index}] is {id}: expected a position below 2**63")

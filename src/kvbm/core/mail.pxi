@@ -2,13 +2,14 @@
 
 cdef enum:
     MOST_WATCHED = 64
+    MOST_EXPECTED = 16
 
-MAIL_BYTES, MAIL_SLOTS = kvbm_mail_bytes(), KVBM_MAIL_SLOTS
+MAIL_BYTES, MAIL_NOTE, MAIL_SLOTS = kvbm_mail_bytes(), KVBM_MAIL_NOTE, KVBM_MAIL_SLOTS
 
 
 @cython.final
 cdef class Mail:
-    """One side's end of a connection between two processes of a host.  Only one thread may use it.
+    """One side's end of a connection between two processes of a host.  Only one thread may take notes.
 
     Parameters
     ----------
@@ -21,13 +22,17 @@ cdef class Mail:
 
     cdef kvbm_mail mail
     cdef object keep
+    cdef uint32_t lock                   # of what is read in the peer's box, and of what follows
+    cdef void *expected[MOST_EXPECTED]   # what begins with one of the peer's next notes
+    cdef uint32_t num_expected
+    cdef dict kept                       # the same objects
 
     def __init__(self, uint64_t own, uint64_t far, keep):
         if not own or not far or own % 64 or far % 64:
             raise TypeError(f"boxes at {own:#x} and {far:#x}: expected addresses that are multiples of 64")
         self.mail.own, self.mail.far = <void *> own, <const void *> far
         self.mail.posted = self.mail.taken = 0
-        self.keep = keep
+        self.keep, self.kept = keep, {}
         kvbm_mail_open(&self.mail)
 
     @property
@@ -62,20 +67,75 @@ cdef class Mail:
         BindError
             The peer's box holds something that no end writes.
         """
-        cdef unsigned char note[4096]
+        cdef unsigned char note[KVBM_MAIL_NOTE]
         cdef int64_t nbytes
         if self.mail.own == NULL:
             return None
+        if self.num_expected and kvbm_mail_has_note(&self.mail):
+            with nogil:
+                self._begin_next()
+        kvbm_lock(&self.lock)
         nbytes = kvbm_mail_take(&self.mail, note)
+        kvbm_unlock(&self.lock)
         if nbytes == KVBM_MAIL_NONE:
             return None
         if nbytes < 0:
             raise BindError("its box of notes holds something that no end of kvbm writes")
         return note[:nbytes]
 
+    def expect(self, Foreseen one not None):
+        """Begin copies with one of the peer's next notes: now, if it is there.  Any thread may call it.
+
+        The note still comes.  Nothing is expected if as many others are, or the box is closed.
+        """
+        cdef bint is_expected
+        self.kept[id(one)] = one
+        kvbm_lock(&self.lock)
+        kvbm_lock(&one.lock)
+        is_expected = (one.state == WAITING and one.mail is None and self.num_expected < MOST_EXPECTED
+                       and self.mail.own != NULL)
+        if is_expected:
+            self.expected[self.num_expected] = <void *> one
+            self.num_expected += 1
+        kvbm_unlock(&one.lock)
+        kvbm_unlock(&self.lock)
+        if is_expected:
+            one.mail = self
+            with nogil:
+                self._begin_next()
+        else:
+            del self.kept[id(one)]
+
+    cdef int _forget(self, Foreseen one) except -1:
+        cdef uint32_t i
+        kvbm_lock(&self.lock)
+        for i in range(self.num_expected):
+            if self.expected[i] == <void *> one:
+                self.num_expected -= 1
+                memmove(&self.expected[i], &self.expected[i + 1], (self.num_expected - i) * sizeof(void *))
+                break
+        kvbm_unlock(&self.lock)
+        self.kept.pop(id(one), None)
+        return 0
+
+    cdef void _begin_next(self) noexcept nogil:
+        """Begin what is expected with the next note.  With one note one of them begins."""
+        cdef unsigned char note[KVBM_MAIL_NOTE]
+        cdef int64_t nbytes
+        cdef uint32_t i
+        kvbm_lock(&self.lock)
+        if self.num_expected and self.mail.own != NULL:
+            nbytes = kvbm_mail_peek(&self.mail, note)
+            for i in range(self.num_expected):
+                if (<Foreseen> self.expected[i])._begin(note, nbytes):
+                    break
+        kvbm_unlock(&self.lock)
+
     def close(self):
         """No longer use the boxes: they may be unmapped."""
+        kvbm_lock(&self.lock)
         self.mail.own = self.mail.far = NULL
+        kvbm_unlock(&self.lock)
         self.keep = None
 
 
@@ -94,7 +154,7 @@ cdef class Latch:
     def wait(self, uint32_t microseconds, mails=(), dones=()):
         """Wait until the flag is set, a note has come or a copy is done.  False after some microseconds.
 
-        It keeps a processor busy.
+        It keeps a processor busy.  What a `Mail` expects begins here.
 
         Parameters
         ----------
@@ -104,15 +164,16 @@ cdef class Latch:
             At most 64 of either count.
         """
         cdef kvbm_mail *watched[MOST_WATCHED]
+        cdef void *boxes[MOST_WATCHED]
         cdef kvbm_event events[MOST_WATCHED]
-        cdef uint32_t num_mails = 0, num_events = 0
+        cdef uint32_t num_mails = 0, num_events = 0, i
         cdef Mail mail
         cdef Done done
         cdef bint is_news
         kept = []
         for mail in mails:
             if num_mails < MOST_WATCHED and mail.mail.own != NULL:
-                watched[num_mails] = &mail.mail
+                watched[num_mails], boxes[num_mails] = &mail.mail, <void *> mail
                 num_mails += 1
                 kept.append(mail)
         for done in dones:
@@ -124,4 +185,6 @@ cdef class Latch:
                 kept.append(done)
         with nogil:
             is_news = kvbm_mail_wait(watched, num_mails, &self.flag, events, num_events, microseconds)
+            for i in range(num_mails):
+                (<Mail> boxes[i])._begin_next()
         return is_news

@@ -532,6 +532,8 @@ cdef class Route:
 cdef class Expected:
     """A copy with digests whose source ids come later: entries of a block table of the peer that lends the source.
 
+    It is all that a launch needs but for these ids: `Foreseen` begins it without a lock of Python's.
+
     Parameters
     ----------
     route : Route
@@ -545,6 +547,8 @@ cdef class Expected:
         Ids of a block of the source.
     blocks : int
         Blocks of the source.
+    out, far, keep
+        As for `Route.digest`.
     """
 
     cdef Route route
@@ -553,48 +557,61 @@ cdef class Expected:
     cdef object keep
     cdef const int64_t[::1] entries
     cdef const int64_t[::1] rests
-    cdef int64_t each, blocks
+    cdef int64_t each, blocks, most  # the last entry that is read
+    cdef int32_t *ids  # of the source
+    cdef kvbm_batch batch
+    cdef kvbm_outcome outcome
+    cdef Done done
+    cdef bint is_used
 
     def __init__(self, Route route not None, dst_ids, positions, const int64_t[::1] entries not None,
-                 const int64_t[::1] rests not None, int64_t each, int64_t blocks):
-        cdef Py_ssize_t count = entries.shape[0]
-        self.route, self.keep = route, (entries, rests)
+                 const int64_t[::1] rests not None, int64_t each, int64_t blocks, uint64_t out, bint far, keep=None):
+        cdef Py_ssize_t count = entries.shape[0], i
+        cdef int device = route.route.device, status = KVBM_OK
+        if self.route is not None:
+            raise TypeError("an Expected is initialised once")
         self.entries, self.rests, self.each, self.blocks = entries, rests, each, blocks
-        self.pairs = Pairs(None, dst_ids, count, route.dst_blocks, False, route.route.device)
-        if self.pairs.count != count or rests.shape[0] != count or each < 1 or blocks * each > INDEX_LIMIT:
+        self.pairs = Pairs(None, dst_ids, count, route.dst_blocks, False, device)
+        self.ids = self.pairs.more if self.pairs.more != NULL else self.pairs.few
+        if (count == 0 or self.pairs.count != count or rests.shape[0] != count or each < 1
+                or blocks * each > INDEX_LIMIT or self.pairs.dst.ids == self.ids or route.ring is not None
+                or route.route.crosses):
             raise BindError(f"{count} entries, {rests.shape[0]} rests, {self.pairs.count} ids: expected one number")
-        self.positions = Positions(positions, <uint32_t> count, route.route.device)
-        self.pairs.src.blocks = <uint32_t> (blocks * each)
-
-    def copy(self, const unsigned char[::1] table not None, uint64_t out, bint far, stream=None, keep=None):
-        """Copy, and digest what is copied.
-
-        Parameters
-        ----------
-        table : bytes
-            The peer's block table: little-endian 32-bit integers at any address.
-        out, far, stream, keep
-            As for `Route.digest`.
-
-        Returns
-        -------
-        Done or None
-            None: the table is too short, or names a block that the source does not have.  Nothing was enqueued.
-        """
-        cdef int32_t *ids = self.pairs.more if self.pairs.more != NULL else self.pairs.few
-        cdef int64_t count = self.pairs.count, length = table.shape[0] // 4, i
-        cdef int32_t block = 0
-        if self.pairs.dst.ids == ids:  # of both sides, source ids are the first
-            return None
         for i in range(count):
-            if not 0 <= self.entries[i] < length:
-                return None
+            if entries[i] < 0 or not 0 <= rests[i] < each:
+                raise BindError(f"entry {entries[i]}, part {rests[i]}: expected some from 0 on, and below {each}")
+            self.most = max(self.most, entries[i])
+        self.positions = Positions(positions, <uint32_t> count, device)
+        self.pairs.src.blocks, self.pairs.src.ids = <uint32_t> (blocks * each), self.ids
+        _fill_batch(&self.batch, route.src, route.dst, self.pairs, device)
+        _fill_digests(&self.batch, self.positions, out, far)
+        self.batch.max_ctas = route.max_ctas
+        self.done = Done.__new__(Done)
+        self.done.device, self.done.strategy = device, "direct"
+        self.done.keep = (route, self.pairs, self.positions, keep)
+        if device >= 0:
+            with nogil:
+                status = kvbm_event_take(device, &self.done.event)
+            check(status, "an event for a copy")
+        self.route = route
+
+    cdef bint _take(self, const unsigned char *table) noexcept nogil:
+        """Take the source ids from a table of more than `most` entries.  False if one is no block of the source."""
+        cdef int64_t i
+        cdef int32_t block = 0
+        for i in range(self.pairs.count):
             memcpy(&block, &table[4 * self.entries[i]], 4)
-            if not 0 <= block < self.blocks or not 0 <= self.rests[i] < self.each:
-                return None
-            ids[i] = <int32_t> (block * self.each + self.rests[i])
-        self.pairs.src.ids = ids
-        return self.route.copy_digested(self.pairs, self.positions, out, far, (0, 0), stream, None, keep)
+            if not 0 <= block < self.blocks:
+                return False
+            self.ids[i] = <int32_t> (block * self.each + self.rests[i])
+        return True
+
+    cdef int _launch(self, uint64_t stream) noexcept nogil:
+        """Enqueue the copy; on the host, make it.  Returns the status of the calls."""
+        cdef int status = kvbm_transfer(&self.route.route, &self.batch, KVBM_DIRECT, stream, NULL, 0, self.done.event,
+                                        &self.outcome)
+        self.done.captured = self.outcome.captured != 0
+        return status
 
 
 cdef int _fill_digests(kvbm_batch *batch, Positions positions, uint64_t out, bint far) except -1:

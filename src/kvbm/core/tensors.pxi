@@ -63,7 +63,7 @@ cdef TorchFields _torch_at
 cdef bint _torch_known = False
 
 
-cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept:
+cdef inline uint64_t _word(uint64_t at, Py_ssize_t offset) noexcept nogil:
     return (<uint64_t *> (at + <uint64_t> offset))[0]
 
 

@@ -25,11 +25,11 @@ cdef struct Watched:
     uint64_t words[5]  # torch: tensor, storage, offset, data, nbytes; NumPy: data, and a hash of the shape
 
 
-cdef inline NumpyArray *_numpy_fields(const Watched *one) noexcept:
+cdef inline NumpyArray *_numpy_fields(const Watched *one) noexcept nogil:
     return <NumpyArray *> (one.array + sizeof(PyObject))
 
 
-cdef inline uint64_t _sizes(const NumpyArray *array) noexcept:
+cdef inline uint64_t _sizes(const NumpyArray *array) noexcept nogil:
     cdef uint64_t mixed = array.nd
     cdef int i
     for i in range(array.nd):
@@ -37,7 +37,7 @@ cdef inline uint64_t _sizes(const NumpyArray *array) noexcept:
     return mixed
 
 
-cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept:
+cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept nogil:
     # A pointer is followed only if it has not changed.  Then the object that it points to is alive.
     if one.kind == BY_TORCH:
         return (_word(<uint64_t> one.array, at.tensor) == one.words[0]
@@ -87,6 +87,7 @@ cdef class Watch:
     cdef bint readonly
     cdef readonly bint closed
     cdef bint has_numpy
+    cdef uint32_t lock    # held by a thread that begins a copy without a lock of Python's, and by `close`
 
     def __cinit__(self):
         self.each = NULL
@@ -129,9 +130,13 @@ cdef class Watch:
 
     def note(self, Py_ssize_t index):
         """Record the present state of an array as the expected one."""
-        cdef Watched *one = &self.each[index]
         if not 0 <= index < self.count:
             raise IndexError(index)
+        kvbm_lock(&self.lock)
+        self._note(&self.each[index])
+        kvbm_unlock(&self.lock)
+
+    cdef void _note(self, Watched *one) noexcept nogil:
         if one.kind == BY_NUMPY:
             one.words[0] = <uint64_t> _numpy_fields(one).data
             one.words[1] = _sizes(_numpy_fields(one))
@@ -149,7 +154,7 @@ cdef class Watch:
         """Index of the next array, from `first` on, that must be checked in Python; -1: there is none."""
         return self._changed(first)
 
-    cdef Py_ssize_t _changed(self, Py_ssize_t first) noexcept:
+    cdef Py_ssize_t _changed(self, Py_ssize_t first) noexcept nogil:
         cdef Py_ssize_t i
         for i in range(max(first, 0), self.count):
             if not _is_same(&self.each[i], &self.fields):
@@ -161,7 +166,7 @@ cdef class Watch:
         """Whether an array is read-only, or was when it was bound."""
         return self._locked()
 
-    cdef bint _locked(self) noexcept:
+    cdef bint _locked(self) noexcept nogil:
         cdef Py_ssize_t i
         if self.readonly:
             return True
@@ -187,9 +192,11 @@ cdef class Watch:
         return 0
 
     def close(self):
-        """Release the arrays.  Later checks raise the error of a closed pool."""
+        """Release the arrays.  Later checks raise the error of a closed pool, and no copy begins (see `Foreseen`)."""
+        kvbm_lock(&self.lock)
         self.closed = True
         self.count = self.num_versions = 0
+        kvbm_unlock(&self.lock)
         self.arrays, self.versioned = [], []
 
     cdef int require(self, bint writes) except -1:

@@ -73,7 +73,7 @@ class Cut:
         self._packer = packer
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
         self._parts: dict[int, list[_Part | None]] = {}  # peer → its units, and its single tokens
-        for message, listed in packer.listed(span, origin).items():
+        for message, listed in packer.listed(span, origin):
             peer, some = packer.peer(message), message.of_layers(layers)
             self.chunks[peer] = ()
             if some is not None:

@@ -206,23 +206,37 @@ def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[st
 # ---- both sides ----------------------------------------------------------------------------------------------------
 
 
+#: Size of the caches of what all sequences of some tokens have in common.
+_MOST_TOKENS = 32
+
+
 class _Units(NamedTuple):
-    """Units or single tokens of a message."""
+    """Units or single tokens of a message.
 
-    message: Message
+    Attributes
+    ----------
+    number : int
+        Which of the messages that `Packer.listed` returns.
+    message : Message
+        The message, with the layers that are exchanged.
+    at : array of int64
+        Positions.
+    """
+
+    number: int
     single: bool
+    message: Message
     at: Ids
-    ids: Ids
 
 
-def _listed(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Units]:
+def _units(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Units]:
     """What a rank exchanges with a peer, of some tokens and layers."""
-    for message, listed in packer.listed(span, origin).items():
+    for number, (message, listed) in enumerate(packer.listed(span, origin)):
         some = message.of_layers(layers)
         if packer.peer(message) == peer and some is not None:
             for single in (False, True):
                 if listed.at[single].size:
-                    yield _Units(some, single, listed.at[single], listed.ids[single])
+                    yield _Units(number, single, some, listed.at[single])
 
 
 class Pass:
@@ -314,22 +328,31 @@ class Lender:
     def __init__(self, packer: Packer) -> None:
         self._packer = packer
         self._routes: dict[tuple[Message, bool], tuple[_core.Route, int, int]] = {}
+        #: Peer, tokens, origins and layers → number of the message and kind of the units, their route, and their positions.
+        self._shapes: dict[tuple[Any, ...], list[tuple[int, bool, _core.Route, int, Ids]]] = {}
 
     def table(self, span: Span) -> Ids:
         """The span's table up to its last token; -1 for what is no block of the pool."""
-        rank = self._packer.ends(self._packer.fitting(0)[0])[0]
-        table = span.table[: -(-rank.extent(span)[1] // rank.nt)]
-        if len(table) and table.min() >= -1 and table.max() < self._packer.pool.num_blocks:
+        table, blocks = span.table[: self._packer.entries(span)[1]], self._packer.pool.num_blocks
+        if _core.blocks_fit(table, blocks, False):
             return table
-        return np.where((table >= 0) & (table < self._packer.pool.num_blocks), table, -1)
+        return np.where((table >= 0) & (table < blocks), table, -1)
 
     def digest(self, peer: int, span: Span, origin: int, layers: range, order: Mapping[str, Any]) -> Pass:
         """Begin to digest what a peer reads of a sequence.  When it is done, the blocks are complete."""
         packer, found = self._packer, Pass()
         packer.require_usable()
-        for message, single, at, ids in _listed(packer, peer, span, origin, layers):
-            route, num_ids, first = self._routes.get((message, single)) or self._made(message, single)
-            _digest(route, packer, num_ids, ids, at + first, found, order, packer)
+        listed, key = packer.listed(span, origin), (peer, span.tokens, span.origin, origin, layers)
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MOST_TOKENS:
+                self._shapes.clear()
+            shape = self._shapes[key] = []
+            for number, single, message, at in _units(packer, peer, span, origin, layers):
+                route, num_ids, first = self._routes.get((message, single)) or self._made(message, single)
+                shape.append((number, single, route, num_ids, at + first))
+        for number, single, route, num_ids, at in shape:
+            _digest(route, packer, num_ids, listed[number][1].ids[single], at, found, order, packer)
         return found
 
     def _made(self, message: Message, single: bool) -> tuple[_core.Route, int, int]:
@@ -432,6 +455,8 @@ class Reader:
         self._limits = dict.fromkeys([packer.max_sms or (_SMS_ACROSS if is_across and not made.casts else 0), packer.max_sms])
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
         self._launches: dict[tuple[Message, bool], _Launches] = {}
+        #: Tokens, origins and layers → number of the message and kind of the units, their parts without ids; entries of the table.
+        self._shapes: dict[tuple[range, int, int, range], tuple[list[tuple[int, bool, Part]], int]] = {}
 
     def parts(self, span: Span, origin: int, layers: range) -> list[Part]:
         """What is copied of a sequence, and what is only digested because this rank has no block for it.
@@ -450,22 +475,38 @@ class Reader:
         BindError
             The span does not fit, or no turn of the peer begins at the origin.
         """
-        packer, found = self._packer, list[Part]()
-        lent = span if origin == span.origin else Span(NONE, span.tokens, origin)  # its table is not read
-        for message, single, at, own in _listed(packer, self._peer, span, origin, layers):
-            far, launches = packer.ends(message)[1], self._launches_of(message, single)
-            far.require_origin(origin)
-            of = 1 if single else message.t.src_slots
-            entries, rests = np.divmod(far.slots(lent, at), far.nt)
-            rests, places = rests // of, at + launches.first
+        packer, found, listed = self._packer, list[Part](), self._packer.listed(span, origin)
+        for number, single, part in self._shape(span, origin, layers)[0]:
+            one = listed[number][1]
+            own, launches = one.ids[single], part.launches
             each = len(own) if packer.device >= 0 else max(_PIECE_BYTES // max(launches.nbytes, 1), 1)
-            whole = Part(launches, True, own, places, entries, rests, far.nt // of)
-            if len(own) <= each and own.min() >= 0:
+            whole = Part(launches, True, own, *part[3:])
+            if len(own) <= each and one.has_all[single]:
                 found.append(whole)
                 continue
             for is_copied in (True, False):
                 some = np.flatnonzero((own >= 0) == is_copied)
                 found += [whole.some(some[begin : begin + each], is_copied) for begin in range(0, len(some), each)]
+        return found
+
+    def _shape(self, span: Span, origin: int, layers: range) -> tuple[list[tuple[int, bool, Part]], int]:
+        """What all sequences of these tokens have in common; cached."""
+        key = span.tokens, span.origin, origin, layers
+        found = self._shapes.get(key)
+        if found is None:
+            packer, parts, needed = self._packer, list[tuple[int, bool, Part]](), 0
+            lent = span if origin == span.origin else Span(NONE, span.tokens, origin)  # its table is not read
+            for number, single, message, at in _units(packer, self._peer, span, origin, layers):
+                far, launches = packer.ends(message)[1], self._launches_of(message, single)
+                far.require_origin(origin)
+                of = 1 if single else message.t.src_slots
+                entries, rests = np.divmod(far.slots(lent, at), far.nt)
+                part = Part(launches, True, NONE, at + launches.first, entries, rests // of, far.nt // of)
+                parts.append((number, single, part))
+                needed = -(-far.extent(lent)[1] // far.nt)
+            if len(self._shapes) >= _MOST_TOKENS:
+                self._shapes.clear()
+            found = self._shapes[key] = parts, needed
         return found
 
     def pieces(self, parts: list[Part], table: Ids) -> list[Piece]:
@@ -478,29 +519,22 @@ class Reader:
         """
         return [Piece(part, self._blocks(part, table) * part.each + part.rests) for part in parts]
 
-    def prepared(self, parts: list[Part], span: Span) -> Prepared | None:
+    def prepared(self, parts: list[Part], span: Span, layers: range) -> Prepared | None:
         """Copies of some parts, complete but for the peer's table; None if more than copies with digests is to do.
 
         Parameters
         ----------
         parts : list of Part
-            What `parts` returned for the span, of a peer's table with the same origin.
+            What `parts` returned for the span and the layers, of a peer's table with the same origin.
         span : Span
+        layers : range
         """
         packer = self._packer
         if packer.made.casts or not parts or not all(part.is_copied for part in parts):
             return None
         if packer.device < 0 and sum(part.nbytes for part in parts) > _PIECE_BYTES:
             return None
-        far = next(packer.ends(message)[1] for message in packer.fitting(0) if packer.peer(message) == self._peer)
-        entries = -(-far.extent(span)[1] // far.nt)
-        copies = [
-            _core.Expected(
-                part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self.far.num_blocks
-            )
-            for part in parts
-        ]
-        return Prepared(packer, self, parts, copies, entries)
+        return Prepared(packer, self, parts, self._shape(span, span.origin, layers)[1])
 
     def _blocks(self, part: Part, table: Ids) -> Ids:
         name = f"{self._packer.made.src.name} rank {self._peer}"
@@ -587,31 +621,47 @@ class Reader:
 class Prepared:
     """Copies out of a peer's pool that begin as soon as its table has come.
 
-    Attributes
+    Parameters
     ----------
+    packer : Packer
+    reader : Reader
     parts : list of Part
         What they copy.
     entries : int
         Entries of the table.
     """
 
-    def __init__(
-        self, packer: Packer, reader: Reader, parts: list[Part], copies: list[_core.Expected], entries: int
-    ) -> None:
-        self._packer, self._reader, self._copies = packer, reader, copies
-        self.parts, self.entries = parts, entries
+    def __init__(self, packer: Packer, reader: Reader, parts: list[Part], entries: int) -> None:
+        self._packer, self._reader, self.parts, self.entries = packer, reader, parts, entries
+        self._sums: list[Sums] = []
+
+    def foreseen(
+        self, note: tuple[bytes, bytes, tuple[int, int]], loans: _core.Loans, order: Mapping[str, Any]
+    ) -> _core.Foreseen:
+        """The copies, which begin with a note that ends with the table.  `note`: as `foreseen` of `kvbm.link.notes` returns it."""
+        packer, on_gpu = self._packer, self._packer.device >= 0
+        self._sums = [Sums(len(part.own), on_gpu) for part in self.parts]
+        copies = [
+            _core.Expected(
+                part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self._reader.far.num_blocks,
+                sums.address, on_gpu, (packer, self._reader, sums),
+            )
+            for part, sums in zip(self.parts, self._sums, strict=True)
+        ]  # fmt: skip
+        return _core.Foreseen(copies, *note, self.entries, loans, packer.pool.watch, order.get("stream"))
+
+    def unused(self) -> None:
+        """The copies have not begun, and will not."""
+        for one in self._sums:
+            one.is_enqueued = True  # nothing writes to its memory
+
+    def begun(self, dones: list[_core.Done]) -> Pass:
+        """The copies under way, of which these are the ends."""
+        found = Pass()
+        for done, sums in zip(dones, self._sums, strict=True):
+            found.add(done if self._packer.device >= 0 else None, sums)
+        return found
 
     def require_usable(self) -> None:
         """As `Reader.require_usable`."""
         self._reader.require_usable()
-
-    def begin(self, table: bytes | memoryview, into: Pass, order: Mapping[str, Any]) -> bool:
-        """Enqueue the copies.  False if the table names blocks that the peer does not have: some may be enqueued then."""
-        packer, on_gpu = self._packer, self._packer.device >= 0
-        for part, copy in zip(self.parts, self._copies, strict=True):
-            found = Sums(len(part.own), on_gpu)
-            done = copy.copy(table, found.address, on_gpu, order.get("stream"), (packer, self._reader, found))
-            if done is None:
-                return False
-            into.add(done if on_gpu else None, found)
-        return True

@@ -72,6 +72,9 @@ _AT_ONCE = 20
 #: Microseconds of a round without work that keeps a processor busy, and the rounds of one wait if nothing else must be asked.
 _SPIN_ROUND, _ROUNDS_AT_ONCE = 20, 10
 
+#: Rounds without work before a thread that keeps a processor busy sleeps although no transfer runs: 1 ms.
+_ROUNDS_IDLE = 50
+
 #: Most seconds of sleep during transfers if the wire wakes the thread: repeats and deadlines may be late by this much.
 _WOKEN = 10e-3
 
@@ -555,15 +558,15 @@ class Endpoint:
                 is_idle = all(link.is_idle for link in self._links) and not self.dropping
                 if not is_idle:
                     idle = _IDLE[0]
-                if is_idle and (self._is_woken or not self._by_peer):
+                if self.spins and self._by_peer and quiet < (_ROUNDS_IDLE if is_idle else _ROUNDS):
+                    quiet += self._spin()
+                elif is_idle and (self._is_woken or not self._by_peer):
                     self._wake.wait()  # nothing has a deadline, and all new work wakes the thread
                 elif is_idle:
                     self._wake.wait(idle)
                     idle = min(2 * idle, _IDLE[1])
                 elif self._is_woken and self.ring.device == "cpu":
                     self._wake.wait(_WOKEN)
-                elif quiet < _ROUNDS and self.spins:
-                    quiet += self._spin()
                 elif quiet < _ROUNDS:
                     time.sleep(_SHORT if quiet > _AT_ONCE else 0)  # 0: only releases Python's lock
                 else:
@@ -625,7 +628,7 @@ class Endpoint:
                 link.heard(peer, note, ahead)
             finally:
                 if ahead is not None:
-                    ahead.leave(link)
+                    ahead.leave()
         now, is_closing = time.monotonic(), False
         for link in self._links:
             busy |= link.tick(now)
@@ -741,8 +744,10 @@ class _Wake:
 
     def set(self) -> None:
         self.latch.set()
-        with contextlib.suppress(RuntimeError):  # it is awake, or was woken before
+        try:
             self._asleep.release()
+        except RuntimeError:  # it is awake, or was woken before
+            return
 
     def wait(self, seconds: float = -1) -> None:
         """Return when it was woken since the last `wait`, or after `seconds`."""

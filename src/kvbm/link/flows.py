@@ -110,7 +110,7 @@ class Outflow:
 
     def __init__(self, link: Link, sending: Sending, start: Start, *, is_said: bool) -> None:
         self.link, self.sending, self.peer, self.rank = link, sending, start.peer, start.rank
-        self.offer, self.number = start.offer, start.offer.sending
+        self.offer, self.number = start.offer if is_said else start.offer.short, start.offer.sending
         self.arrival = 0
         self.is_over = False
         self._stop: Stop | None = None  # sent when nothing is in transit
@@ -318,7 +318,7 @@ class Outflow:
             self.link.lose(self.peer, PeerLostError(why, peer=self.peer))
 
     def _say_offer(self) -> None:
-        self.link.say(self.peer, self.offer._replace(age=time.monotonic() - self.sending.began))
+        self.link.say(self.peer, self.offer.short._replace(age=time.monotonic() - self.sending.began))
 
     def _pack(self) -> bool:
         """Pack wanted chunks: first a single one, so that it is sent soon, then more per call."""

@@ -175,7 +175,7 @@ class Arrival(Handle):
         self.verify, self.identity, self.layers = verify, identity, layers
         self.digest = 0
         self.failed_at = 0.0
-        self.missing: dict[int, set[int]] = {}  # rank of the other engine → layers that have not arrived
+        self.missing: dict[int, frozenset[int]] = {}  # rank of the other engine → layers that have not arrived
         self.zero: Callable[[], None] | None = None
         self.parts: dict[tuple[int, int, range], list[Part]] = {}
         self.ahead: list[Ahead] = []
@@ -183,7 +183,14 @@ class Arrival(Handle):
     def fail(self, error: KvbmError) -> None:
         if not self.has_failed:
             self.failed_at = time.monotonic()
+        self.expect_no_more()
         super().fail(error)
+
+    def expect_no_more(self, rank: int | None = None) -> None:
+        """Begin no copies with an offer any more, of one rank or of all."""
+        for one in self.ahead:
+            if rank in (None, one.rank):
+                one.leave()
 
     def settle(self) -> None:
         if self.has_failed and self.whole is None:
@@ -191,6 +198,7 @@ class Arrival(Handle):
         super().settle()
 
     def _end(self) -> None:
+        self.expect_no_more()
         self.ahead, self.parts = [], {}  # they keep the peer's memory mapped
         super()._end()
 

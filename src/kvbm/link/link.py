@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .._arguments import quoted, seconds
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError, escaping
@@ -26,7 +26,7 @@ from .direct import Lender, Reader, Shared, opened
 from .flows import Incoming, Inflow, Outflow, Start
 from .handle import Arrival, Gathering, Handle, Sending, require_call
 from .loans import are_complete, with_table
-from .notes import MOST_OFFERED, Ask, Done, Note, Offer, Put, Ready, Stop, Stopped, Table, Want, offered, write
+from .notes import MOST_POSTED, Ask, Done, Note, Offer, Put, Ready, Stop, Stopped, Table, Want, offered, write
 from .pulls import Ahead, Pull
 
 if TYPE_CHECKING:
@@ -46,6 +46,28 @@ _LATE = 30.0
 
 #: Limits per link: offers that no receive has matched, and ended flows that are remembered with their answers.
 _MOST = 4096
+
+
+class _Course(NamedTuple):
+    """What transfers of some layers of a group, in one direction, have in common.
+
+    Attributes
+    ----------
+    packer : Packer
+    group : int
+        Index of the group.
+    layers : range
+    peers : dict of int to str
+        The ranks with which the packer's rank exchanges messages → their names on the wire.
+    sends_to : tuple of int
+        The ranks to which it sends these layers.
+    """
+
+    packer: Packer
+    group: int
+    layers: range
+    peers: dict[int, str]
+    sends_to: tuple[int, ...]
 
 
 class Link:
@@ -75,6 +97,8 @@ class Link:
         self.ring = endpoint.ring
         self._plans = {True: dict(outgoing), False: dict(incoming)}
         self._packers: dict[tuple[str, bool], Packer] = {}
+        self._courses: dict[tuple[str, bool, range], _Course] = {}
+        self._fingerprints: dict[int, tuple[int, int]] = {}
         self._chunk_bytes, self._gathered = chunk_bytes, frozenset(gathered)
         self.peers: dict[str, int] = {}  # the wire's name of a peer → rank
         self.rings: dict[str, tuple[int, int, int]] = {}  # peer → first slot's offset, slots, bytes per slot
@@ -189,7 +213,10 @@ class Link:
         """
         arrival = self._arriving(key, span, layers, group, verify, wait, stream, timeout)
         if group not in self._gathered:
-            self.endpoint.submit(lambda: self._begin_arrival(arrival))
+            self.endpoint.submit(lambda: self._begin_arrival(arrival), wakes=False)
+            for ahead in arrival.ahead:  # their copies begin here if the offers have come
+                self.endpoint.wire.expect(ahead.peer, ahead.copies)  # type: ignore[attr-defined]
+            self.endpoint.wake()
             return arrival
         near, name = self._sibling_link(), f"{self.engine}: {key}"
         rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
@@ -221,38 +248,41 @@ class Link:
         timeout: float,
     ) -> Arrival:
         require_call(key, span, timeout)
-        packer = self._packer(group, sends=False)
-        some = require_layers(layers, packer.made.src.model.nl)
+        course = self._course(group, layers, sends=False)
+        packer, some = course.packer, course.layers
         packer.require_usable()
         packer.require_spans(span, span.origin)
         if verify not in ("after", "before"):
             raise BindError(f"verify: expected 'after' or 'before', got {quoted(verify)}")
-        identity = _identity(group, self.endpoint.groups, key)
-        order = self._order(packer, wait, stream)
+        identity, order = (course.group, _hashed(key)), self._order(packer, wait, stream)
         arrival = Arrival(self, key, span, timeout, order, verify=verify, identity=identity, layers=some)
-        readers = self._direct(packer, identity[0], self._readers)
+        readers = self._direct(course, self._readers)
         # Prepare while the offer is on its way: mostly it is of everything that is expected, from the same origin.
         if readers is not None:
             packer.listed(span, span.origin)
-        with contextlib.suppress(KvbmError):  # the error is raised when the offer arrives
+        try:
             if readers is None:
-                self.cut(arrival, identity[0], span.tokens, span.origin, some, sends=False)
+                self.cut(arrival, course.group, span.tokens, span.origin, some, sends=False)
             else:
                 for rank, reader in readers.items():
                     arrival.parts[rank, span.origin, some] = reader.parts(span, span.origin, some)
                 if verify == "after" and wait is None and group not in self._gathered and self.endpoint.secret is None:
-                    arrival.ahead = self._foreseen(arrival, readers)
-        arrival.missing = {rank: set(layers) for rank, layers in packer.layers(some).items()}
+                    arrival.ahead = self._foreseen(arrival, course, readers)
+        except KvbmError:  # it is raised when the offer arrives
+            arrival.ahead = []
+        arrival.missing = packer.layers(some).copy()
         return arrival
 
-    def _foreseen(self, arrival: Arrival, readers: Mapping[int, Reader]) -> list[Ahead]:
+    def _foreseen(self, arrival: Arrival, course: _Course, readers: Mapping[int, Reader]) -> list[Ahead]:
         """What begins with the offers of all that is received, if they are of complete blocks."""
-        found, (group, key), span, peers = [], arrival.identity, arrival.span, {rank: peer for peer, rank in self.peers.items()}
+        found, (group, key), span, some = [], arrival.identity, arrival.span, course.layers
         for rank, reader in readers.items():
-            prepared = reader.prepared(arrival.parts[rank, span.origin, arrival.layers], span)
-            if prepared is not None and prepared.entries <= MOST_OFFERED:
-                offer = Offer(0, self.plans(group)[1], key, group, arrival.layers, span.tokens, span.origin, False)
-                found.append(Ahead(arrival, peers[rank], rank, offer, prepared))
+            peer = course.peers[rank]
+            loans = self.endpoint.wire.loans(peer)  # type: ignore[attr-defined]
+            prepared = reader.prepared(arrival.parts[rank, span.origin, some], span, some)
+            if loans is not None and prepared is not None and prepared.entries <= MOST_POSTED:
+                offer = Offer(0, course.packer.fingerprint, key, group, some, span.tokens, span.origin, False)
+                found.append(Ahead(arrival, peer, rank, offer, prepared, loans))
         return found
 
     fetch = receive
@@ -288,33 +318,30 @@ class Link:
     ) -> tuple[Sending, list[Start]]:
         """A sending, and what it begins with at each peer."""
         require_call(key, span, timeout)
-        packer = self._packer(group, sends=True)
-        some = require_layers(layers, packer.made.src.model.nl)
+        course = self._course(group, layers, sends=True)
+        packer = course.packer
         packer.require_usable()
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
-        identity = _identity(group, self.endpoint.groups, key)
-        if self._direct(packer, identity[0], self._pool_readers) is None:
-            self.cut(sending, identity[0], span.tokens, span.origin, some, sends=True)
-        elif (span.table < 0).any():  # else it is listed after the offer was sent
+        if self._direct(course, self._pool_readers) is None:
+            self.cut(sending, course.group, span.tokens, span.origin, course.layers, sends=True)
+        elif len(span.table) and span.table.min() < 0:  # else it is listed after the offer was sent
             packer.listed(span, span.origin)  # either way, an error is raised if this cannot be sent
-        return sending, self._starts(sending, packer, identity, some, pulls=pulls)
+        return sending, self._starts(sending, course, _hashed(key), pulls=pulls)
 
-    def _starts(
-        self, sending: Sending, packer: Packer, identity: tuple[int, bytes], layers: range, *, pulls: bool
-    ) -> list[Start]:
-        (group, key), span, found = identity, sending.span, list[Start]()
-        by_rank = {rank: peer for peer, rank in self.peers.items()}
-        for message in packer.made.messages:
-            if message.src != self.endpoint.rank or message.of_layers(layers) is None or not len(span.tokens):
-                continue
-            peer, table = by_rank[message.dst], None
-            offer = Offer(next(self._numbers), packer.fingerprint, key, group, layers, span.tokens, span.origin, pulls)
-            if not pulls and self._pool_readers.get((peer, group), False):
-                with contextlib.suppress(KvbmError):  # it is raised when the peer asks
-                    table = self.lender(group).table(span)
+    def _starts(self, sending: Sending, course: _Course, key: bytes, *, pulls: bool) -> list[Start]:
+        packer, number, some, peers, sends_to = course
+        span, found = sending.span, list[Start]()
+        for rank in sends_to if len(span.tokens) else ():
+            peer, table = peers[rank], None
+            offer = Offer(next(self._numbers), packer.fingerprint, key, number, some, span.tokens, span.origin, pulls)
+            if not pulls and self._pool_readers.get((peer, number), False):
+                try:
+                    table = self.lender(number).table(span)
                     offer = with_table(offer, table, is_complete=are_complete(sending.order, self.endpoint.stream))
-            found.append(Start(peer, message.dst, offer, table))
+                except KvbmError:
+                    table = None  # it is raised when the peer asks
+            found.append(Start(peer, rank, offer, table))
         return found
 
     def _post(self, start: Start) -> bool:
@@ -324,10 +351,21 @@ class Link:
             return False
         return bool(post(start.peer, write(start.offer)))
 
-    def _direct(self, packer: Packer, group: int, known: Mapping[tuple[str, int], T]) -> dict[int, T] | None:
+    def _course(self, group: str, layers: Any, *, sends: bool) -> _Course:
+        packer = self._packer(group, sends=sends)
+        some = require_layers(layers, packer.made.src.model.nl)
+        found = self._courses.get((group, sends, some))
+        if found is None:
+            peers = {rank: peer for peer, rank in self.peers.items()}
+            sends_to = [one.dst for one in packer.made.messages if one.src == self.endpoint.rank and one.of_layers(some)]
+            number = sorted(self.endpoint.groups).index(group)
+            known = {rank: peers[rank] for rank in packer.peers}
+            found = self._courses[group, sends, some] = _Course(packer, number, some, known, tuple(sends_to if sends else ()))
+        return found
+
+    def _direct(self, course: _Course, known: Mapping[tuple[str, int], T]) -> dict[int, T] | None:
         """Rank → its value in `known`, of all peers of a packer.  None if one is not there, so that chunks must be prepared."""
-        by_rank = {rank: peer for peer, rank in self.peers.items()}
-        found = {rank: known.get((by_rank.get(rank, ""), group)) for rank in packer.peers}
+        found = {rank: known.get((peer, course.group)) for rank, peer in course.peers.items()}
         return None if None in found.values() else found  # type: ignore[return-value]
 
     def _is_late(self, handle: Sending | Arrival) -> bool:
@@ -368,7 +406,7 @@ class Link:
         self._handles.append(arrival)
         self.count("arrivals")
         for ahead in arrival.ahead:
-            self._ahead.setdefault((ahead.peer, ahead.offer.what), ahead)
+            self._ahead.setdefault((ahead.peer, ahead.what), ahead)
         ranks = {rank for rank, missing in arrival.missing.items() if missing}
         for peer, rank in self.peers.items():
             if peer in self.lost and rank in ranks:
@@ -386,23 +424,31 @@ class Link:
                     self._match(peer, offer, began, arrival)
 
     def early(self, peer: str, note: bytes) -> Ahead | None:
-        """Begin the copies of an expected offer before it is read.  None if a note is no such offer."""
+        """What begins with an offer that is expected, or has begun with it, before it is read.  None if a note is no such offer."""
         number, what = offered(note)
         ahead = self._ahead.get((peer, what))
-        blocks = None if ahead is None else ahead.offer.blocks(note)
-        if ahead is None or blocks is None or (peer, number) in self._inflows or (peer, number) in self._ended:
+        if ahead is None or not (ahead.copies.has_begun or self._is_next(ahead, number)) or not ahead.begin(note):
             return None
         del self._ahead[peer, what]
-        arrival = ahead.arrival
-        is_next = arrival.is_awaited and arrival.identity not in self._failed
-        if not is_next or any(flow.rank == ahead.rank for flow in arrival.flows) or not ahead.begin(self, blocks):
-            return None
         return ahead
+
+    def _is_next(self, ahead: Ahead, number: int) -> bool:
+        """True if an offer of this number would be the first of its arrival."""
+        arrival, at = ahead.arrival, (ahead.peer, number)
+        return (
+            at not in self._inflows
+            and at not in self._ended
+            and arrival.is_awaited
+            and arrival.identity not in self._failed
+            and not any(flow.rank == ahead.rank for flow in arrival.flows)
+        )
 
     def _match(self, peer: str, offer: Offer, began: float, arrival: Arrival, ahead: Ahead | None = None) -> None:
         """Match an offer with the arrival that waits for it."""
         rank = self.peers[peer]
-        missing = arrival.missing.get(rank, set())
+        if ahead is None or ahead.arrival is not arrival:  # what has begun with another offer must not write beside it
+            arrival.expect_no_more(rank)
+        missing = arrival.missing.get(rank, frozenset())
         for flow in [one for one in arrival.flows if one.rank == rank]:
             if _overlap(flow.offer.layers, offer.layers) and self.leaves(flow):
                 flow.fail(TransferError(f"{self.title}: {arrival.key!r}: {peer} has started the transfer again"))
@@ -762,10 +808,13 @@ class Link:
 
     def plans(self, group: int) -> tuple[int, int]:
         """Fingerprints of the plans to send and to receive; 0 if there is no plan."""
-        name = sorted(self.endpoint.groups)[group]
-        made = [self._plans[sends][name] for sends in (True, False)]
-        out, into = (int(one.fingerprint, 16) if isinstance(one, Resharding) else 0 for one in made)
-        return out, into
+        found = self._fingerprints.get(group)
+        if found is None:
+            name = sorted(self.endpoint.groups)[group]
+            made = [self._plans[sends][name] for sends in (True, False)]
+            out, into = (int(one.fingerprint, 16) if isinstance(one, Resharding) else 0 for one in made)
+            found = self._fingerprints[group] = out, into
+        return found
 
     def cut(self, handle: Handle, group: int, tokens: range, origin: int, layers: range, *, sends: bool) -> Cut:
         """The chunks of some tokens and layers of a transfer.  They are cached: peers mostly want the same."""
@@ -816,8 +865,8 @@ class Link:
 _SEND: dict[str, Any] = {"layers": None, "group": "", "wait": None, "stream": None, "timeout": 30.0}
 
 
-def _identity(group: str, groups: Mapping[str, Any], key: str) -> tuple[int, bytes]:
-    return sorted(groups).index(group), hashlib.sha256(key.encode()).digest()[:16]
+def _hashed(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()[:16]
 
 
 def _overlap(one: range, other: range) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..reshard.sequence import Ids, Span
-from .notes import MOST_BLOCKS, MOST_OFFERED, Ask, Offer, Ready, Table
+from .notes import MOST_BLOCKS, MOST_POSTED, Ask, Offer, Ready, Table
 
 if TYPE_CHECKING:
     from .direct import Lender, Pass
@@ -28,15 +28,16 @@ def are_complete(order: Mapping[str, Any], stream: Any) -> bool:
     """
     if order.get("stream") is not (stream if order else None):
         return False
-    wait = order.get("wait")
+    if (wait := order.get("wait")) is None:
+        return True
     with contextlib.suppress(Exception):  # an event of any kind
-        return wait is None or bool(wait.query())
+        return bool(wait.query())
     return False
 
 
 def with_table(offer: Offer, table: Ids, *, is_complete: bool) -> Offer:
-    """An offer of blocks that are lent at once, with their table if it is small."""
-    if len(table) > MOST_OFFERED:
+    """An offer of blocks that are lent at once, with their table unless it is too long for a note."""
+    if len(table) > MOST_POSTED:
         return offer._replace(is_lent=True)
     told = Table(offer.sending, 0, 0, len(table), is_complete, table.astype("<i4").tobytes())
     return offer._replace(is_lent=True, table=told)

@@ -5,15 +5,17 @@ Each note is complete in itself and may be repeated: an `Offer` until it is answ
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any, Final, NamedTuple, NoReturn
 
+from .._core import MAIL_NOTE
 from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
 from .secret import NOTE
 
 __all__ = [
-    "Ask", "Done", "Foreseen", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "offered", "read",
+    "Ask", "Done", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "foreseen", "offered", "read",
     "write",
 ]  # fmt: skip
 
@@ -37,18 +39,17 @@ _FORMS: Final = {
 }
 
 
-_OFFER, _TABLE = _FORMS["Offer"][1], _FORMS["Table"][1]
+_OFFER: Final = _FORMS["Offer"][1]
 
-#: Places in an offer with a table: the number of the sending, in both; what it is of; the table's head and blocks.
+#: The same of each kind, with the head.
+_WHOLE: Final = {name: (number, struct.Struct(_HEAD.format + form.format[1:])) for name, (number, form) in _FORMS.items()}
+
+#: Places in an offer with a table: the number of the sending, in both; what it is of; its age.
 _NUMBER: Final = slice(4, _HEAD.size)
 _WHAT: Final = slice(_HEAD.size + 8, _HEAD.size + 26)
-_WHAT_FORM: Final = struct.Struct("<16sH")
-_TABLE_HEAD: Final = slice(_HEAD.size + _OFFER.size, _HEAD.size + _OFFER.size + 4)
-_TABLE_NUMBER: Final = slice(_TABLE_HEAD.stop, _TABLE_HEAD.start + _HEAD.size)
-_BLOCKS_AT: Final = _TABLE_NUMBER.stop + _TABLE.size
-
-#: What is before the number in an offer, and in its table.
-_OFFER_HEAD, _TABLE_BEGINS = (_HEAD.pack(_MAGIC, _VERSION, _FORMS[kind][0], 0)[:4] for kind in ("Offer", "Table"))
+_KEY: Final = slice(_WHAT.start, _WHAT.start + 16)
+_AGE: Final = slice(_HEAD.size + _OFFER.size - 9, _HEAD.size + _OFFER.size - 1)
+_TABLE_NUMBER: Final = slice(_HEAD.size + _OFFER.size + 4, _HEAD.size + _OFFER.size + _HEAD.size)
 
 
 def offered(note: bytes) -> tuple[int, bytes]:
@@ -121,6 +122,12 @@ class Offer(NamedTuple):
     def tail(self) -> bytes:
         return b"" if self.table is None else write(self.table)
 
+    @property
+    def short(self) -> Offer:
+        """The same for any wire: without its table, if that is long."""
+        is_long = self.table is not None and self.table.entries > MOST_OFFERED
+        return self._replace(table=None) if is_long else self
+
     @classmethod
     def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Offer:
         plan, key, group, first, last, start, stop, origin, pulls, age, is_lent = values
@@ -133,8 +140,8 @@ class Offer(NamedTuple):
         return cls(sending, plan, key, group, range(first, last), range(start, stop), origin, pulls, age, is_lent, table)  # type: ignore[arg-type]
 
 
-class Foreseen:
-    """An offer that is expected, of complete blocks and with their table.  It is recognised before it is read.
+def foreseen(offer: Offer, entries: int) -> tuple[bytes, bytes, tuple[int, int]]:
+    """How an offer of complete blocks with their table is recognised before it is read.
 
     Parameters
     ----------
@@ -143,25 +150,22 @@ class Foreseen:
     entries : int
         Entries of the table.
 
-    Attributes
-    ----------
-    what : bytes
-        As `offered` returns it.
+    Returns
+    -------
+    tuple
+        The note up to the blocks of the table; the bits of it that must be so; and the two places of its number.
     """
+    note, mask = _foreseen(offer._replace(key=bytes(16), is_lent=True), entries)
+    return note[: _KEY.start] + offer.key + note[_KEY.stop :], mask, (_NUMBER.start, _TABLE_NUMBER.start)
 
-    def __init__(self, offer: Offer, entries: int) -> None:
-        self.what = _WHAT_FORM.pack(offer.key, offer.group)
-        self._fields = offer._replace(is_lent=True).fields()
-        self._table = (0, 0, entries, True)
 
-    def blocks(self, note: bytes) -> bytes | None:
-        """The blocks of the table, as little-endian 32-bit integers, if a note is this offer."""
-        entries = self._table[2]
-        if len(note) != _BLOCKS_AT + 4 * entries or note[: _NUMBER.start] != _OFFER_HEAD or note[_TABLE_HEAD] != _TABLE_BEGINS:
-            return None
-        fields, table = _OFFER.unpack_from(note, _HEAD.size), _TABLE.unpack_from(note, _TABLE_NUMBER.stop)
-        is_same = fields[:-2] == self._fields[:-2] and fields[-1] and table == self._table and note[_NUMBER] == note[_TABLE_NUMBER]
-        return note[_BLOCKS_AT:] if is_same else None
+@functools.lru_cache(64)
+def _foreseen(offer: Offer, entries: int) -> tuple[bytes, bytes]:
+    note = write(offer._replace(table=Table(offer.sending, 0, 0, entries, True, b"")))
+    mask = bytearray(b"\xff") * len(note)
+    for free in (_NUMBER, _AGE, _TABLE_NUMBER):
+        mask[free] = bytes(free.stop - free.start)
+    return note, bytes(mask)
 
 
 class Want(NamedTuple):
@@ -355,8 +359,9 @@ class Table(NamedTuple):
 #: Most blocks of a `Table`.  With a secret it has its code in addition.
 MOST_BLOCKS = (NOTE_BYTES - NOTE - _HEAD.size - _FORMS["Table"][1].size) // 4
 
-#: Most blocks of the table of an `Offer`.
+#: Most blocks of the table of an `Offer`; of one that is posted through shared memory, which takes longer notes than other wires.
 MOST_OFFERED = MOST_BLOCKS - (_HEAD.size + _FORMS["Offer"][1].size + 3) // 4
+MOST_POSTED = MOST_OFFERED + (MAIL_NOTE - NOTE_BYTES) // 4
 
 
 class Ready(NamedTuple):
@@ -384,11 +389,14 @@ _KINDS: dict[int, tuple[Any, struct.Struct]] = {
 }
 
 
+_WITH_TAIL: Final = (Offer, Want, Stop, Table)
+
+
 def write(note: Note) -> bytes:
-    """Return the note as bytes, at most `NOTE_BYTES`."""
-    tail = note.tail() if isinstance(note, Offer | Want | Stop | Table) else b""
-    number, layout = _FORMS[type(note).__name__]
-    return _HEAD.pack(_MAGIC, _VERSION, number, note.sending) + layout.pack(*note.fields()) + tail
+    """Return the note as bytes: at most `NOTE_BYTES`, but for an offer with a longer table."""
+    number, layout = _WHOLE[type(note).__name__]
+    data = layout.pack(_MAGIC, _VERSION, number, note.sending, *note.fields())
+    return data + note.tail() if isinstance(note, _WITH_TAIL) else data
 
 
 def read(data: bytes) -> Note:
@@ -399,7 +407,7 @@ def read(data: bytes) -> Note:
     BindError
         The bytes are not a note, or have another version.
     """
-    if not _HEAD.size <= len(data) <= NOTE_BYTES:
+    if not _HEAD.size <= len(data) <= MAIL_NOTE:
         _refuse("a note")
     magic, version, number, sending = _HEAD.unpack_from(data)
     if magic != _MAGIC:

@@ -12,9 +12,10 @@ import numpy as np
 from ..errors import BindError, DigestError, KvbmError
 from .direct import Part, Pass, Piece, Prepared, Reader
 from .flows import TRIES, Incoming
-from .notes import Ask, Foreseen, Offer, Ready, Stop, Table
+from .notes import Ask, Offer, Ready, Stop, Table, foreseen, offered
 
 if TYPE_CHECKING:
+    from .. import _core
     from .handle import Arrival
     from .link import Link
 
@@ -35,42 +36,53 @@ class Ahead:
     offer : Offer
         The expected offer.
     prepared : Prepared
+    loans : Loans
+        The loans of the peer's memory.
+
+    Attributes
+    ----------
+    what : bytes
+        As `offered` returns it of the expected offer.
+    copies : Foreseen
     """
 
-    def __init__(self, arrival: Arrival, peer: str, rank: int, offer: Offer, prepared: Prepared) -> None:
-        self.arrival, self.peer, self.rank = arrival, peer, rank
-        self.offer, self.prepared = Foreseen(offer, prepared.entries), prepared
+    def __init__(
+        self, arrival: Arrival, peer: str, rank: int, offer: Offer, prepared: Prepared, loans: _core.Loans
+    ) -> None:
+        self.arrival, self.peer, self.rank, self.prepared = arrival, peer, rank, prepared
         self._group, self._origin = offer.group, offer.origin
-        self.copies: Pass | None = None  # what was begun; the peer's memory is on loan since
+        note = foreseen(offer, prepared.entries)
+        self.what = offered(note[0])[1]
+        self.copies = prepared.foreseen(note, loans, arrival.order)
 
-    def begin(self, link: Link, blocks: bytes) -> bool:
-        """Begin a loan, and enqueue the copies.  False if nothing is under way."""
-        if not link.hold(self.peer):
-            return False
-        arrival, copies = self.arrival, Pass()
+    def begin(self, note: bytes) -> bool:
+        """Enqueue the copies with a note, unless that is done.  False if they wait for another, or cannot be enqueued."""
         try:
-            self.prepared.require_usable()
-            if arrival.zero is None:  # from now on something is written
-                arrival.zero = functools.partial(link.zero, arrival, self._group, self._origin)
-            self.copies = copies if self.prepared.begin(blocks, copies, arrival.order) else None
+            if not self.copies.has_begun:
+                self.prepared.require_usable()
+            return self.copies.begin(note)
         except KvbmError:  # it is raised when the offer was read
-            pass
-        finally:
-            if self.copies is None:
-                _leave(link, self.peer, copies)
-        return self.copies is not None
+            self.leave()
+            return False
 
-    def leave(self, link: Link) -> None:
-        """Wait for the copies, and end the loan, unless a `Pull` has taken them over."""
-        if self.copies is not None:
-            copies, self.copies = self.copies, None
-            _leave(link, self.peer, copies)
+    def take(self) -> Pass | None:
+        """Let nothing begin any more.  Returns the copies under way, once: the caller then has their loan."""
+        dones = self.copies.end()
+        if dones is None:
+            self.prepared.unused()
+            return None
+        arrival = self.arrival
+        if arrival.zero is None:  # something is written
+            arrival.zero = functools.partial(arrival.link.zero, arrival, self._group, self._origin)
+        return self.prepared.begun(dones)
 
-
-def _leave(link: Link, peer: str, copies: Pass) -> None:
-    with contextlib.suppress(Exception):
-        copies.synchronize()
-    link.give_back(peer)
+    def leave(self) -> None:
+        """Let nothing begin any more.  Wait for the copies under way, and end their loan."""
+        copies = self.take()
+        if copies is not None:
+            with contextlib.suppress(Exception):
+                copies.synchronize()
+            self.arrival.link.give_back(self.peer)
 
 
 class Pull(Incoming):
@@ -109,7 +121,7 @@ class Pull(Incoming):
         #: Numbers of arrivals whose notes are for this flow; 0: for all that is offered, if it is lent.
         self._numbers = {arrival.number}
         if ahead is not None:
-            self._pass, ahead.copies, self._parts = ahead.copies, None, ahead.prepared.parts
+            self._pass, self._parts = ahead.take(), ahead.prepared.parts
             self._is_begun = self._is_complete = True
         if offer.is_lent and (arrival.span.tokens, arrival.span.origin) == (offer.tokens, offer.origin):
             self._numbers.add(0)

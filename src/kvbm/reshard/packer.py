@@ -44,6 +44,9 @@ NUM_CELLS = 2 * _REACH // _ALIGNMENT - 1
 #: Size of the cache of launches with digests, by message, range of layers and distance of origins.
 _MOST_LANES = 4096
 
+#: Size of the caches of what all sequences of some tokens have in common.
+_MOST_TOKENS = 32
+
 
 class Lane(NamedTuple):
     """Launches of one message's units, or single tokens, with digests.
@@ -75,11 +78,37 @@ class Lane(NamedTuple):
 class Listed(NamedTuple):
     """A message's positions of units and of single tokens of a sequence, and the rank's ids of both.
 
-    An id is -1 if the rank has no block.
+    An id is -1 if the rank has no block; `has_all` tells of both whether all have one.
     """
 
     at: Parts
     ids: tuple[Ids, Ids]
+    has_all: tuple[bool, bool]
+
+
+class _Ids(NamedTuple):
+    """Where a rank's ids of units, or of single tokens, are in the table of any sequence of some tokens.
+
+    Attributes
+    ----------
+    entries, rests : array of int64
+        Of each id: its entry of the table, and which of the ids of that block it is.
+    each : int
+        Ids of a block.
+    """
+
+    entries: Ids
+    rests: Ids
+    each: int
+
+    def of(self, table: Ids) -> tuple[Ids, bool]:
+        """The ids, -1 if there is no block; and whether all have one."""
+        found: Ids = table[self.entries]
+        if self.each > 1:
+            found = found * self.each + self.rests
+        if not found.size or found.min() >= 0:
+            return found, True
+        return np.maximum(found, -1), False
 
 
 class Packer:
@@ -156,7 +185,11 @@ class Packer:
         self._lanes: dict[tuple[Message, bool], Lane] = {}
         self._routes: dict[tuple[int, int, bool], tuple[_core.Route, Lane]] = {}
         self._fits: Span | None = None  # the last span that was checked
-        self._listed: tuple[Span | None, int, dict[Message, Listed]] = (None, 0, {})  # the last span that was listed
+        #: Tokens and origin → the entries of a table that have them, from the first to behind the last.
+        self._entries: dict[tuple[range, int], tuple[int, int]] = {}
+        self._listed: tuple[Span | None, int, list[tuple[Message, Listed]]] = (None, 0, [])  # the last span that was listed
+        #: Tokens, the span's and the peers' origin → messages of one kind, and what is listed of them but for the table.
+        self._places: dict[tuple[range, int, int], list[tuple[list[Message], Parts, tuple[_Ids, _Ids]]]] = {}
         self._model = _without(place.part(rank), pool.layout.present)
 
     @functools.cached_property
@@ -187,7 +220,7 @@ class Packer:
         """
         self.require_usable()
         work = []
-        for message, listed in self.listed(span, origin).items():
+        for message, listed in self.listed(span, origin):
             if (some := message.of_layers(layers)) is not None:
                 for single, ids in enumerate(listed.ids):
                     if (ids >= 0).any():
@@ -370,8 +403,10 @@ class Packer:
 
     # ---- a sequence ------------------------------------------------------------------------------------------------
 
-    def listed(self, span: Span, origin: int) -> dict[Message, Listed]:
+    def listed(self, span: Span, origin: int) -> list[tuple[Message, Listed]]:
         """The units and tokens of a sequence for every message.  `origin` is the origin of the peers' spans.
+
+        Sequences of the same tokens and origins have the messages in the same order.
 
         Raises `BindError` if the span does not fit, or if a token that is sent has no block.
         """
@@ -379,25 +414,37 @@ class Packer:
         last, at_origin, found = self._listed
         if last is span and at_origin == origin:  # spans are immutable
             return found
-        known: dict[tuple[int, Turns], Listed] = {}  # peers of one kind have the same tokens
-        found = {}  # not the one that another caller may still read
-        for message in self.fitting(span.origin - origin):
-            mine, far = self.ends(message)
-            kind = message.t.tokens, far.turns
-            if kind not in known:
-                src, dst = self.in_order(mine.turns, far.turns)
-                at = split(message.t, src, dst, span.tokens, span.origin)
-                slots = message.t.src_slots if self.sends else message.t.dst_slots
-                units = mine.units(span, at.units, message.t.tokens, slots)
-                ids = units, mine.ids(span, mine.slots(span, at.tokens), 1) if at.tokens.size else NONE
-                if self.sends and any((one < 0).any() for one in ids):
-                    raise BindError(
-                        f"{mine.name}: table: an entry without a block among the tokens {span.tokens}: expected blocks for all "
-                        "that is sent; send the tokens that have them"
-                    )
-                known[kind] = Listed(at, ids)
-            found[message] = known[kind]
+        found = []  # not the one that another caller may still read
+        for messages, at, places in self._places_of(span, origin):
+            units, has_units = places[0].of(span.table)
+            tokens, has_tokens = places[1].of(span.table) if at.tokens.size else (NONE, True)
+            if self.sends and not (has_units and has_tokens):
+                raise BindError(
+                    f"{self.ends(messages[0])[0].name}: table: an entry without a block among the tokens {span.tokens}: expected "
+                    "blocks for all that is sent; send the tokens that have them"
+                )
+            one = Listed(at, (units, tokens), (has_units, has_tokens))
+            found += [(message, one) for message in messages]
         self._listed = span, origin, found
+        return found
+
+    def _places_of(self, span: Span, origin: int) -> list[tuple[list[Message], Parts, tuple[_Ids, _Ids]]]:
+        """What is listed of any sequence of these tokens, but for the table; cached."""
+        key = span.tokens, span.origin, origin
+        found = self._places.get(key)
+        if found is None:
+            kinds: dict[tuple[int, Turns], tuple[list[Message], Parts, tuple[_Ids, _Ids]]] = {}
+            for message in self.fitting(span.origin - origin):
+                mine, far = self.ends(message)
+                kind = message.t.tokens, far.turns
+                if kind not in kinds:  # peers of one kind have the same tokens
+                    at = split(message.t, *self.in_order(mine.turns, far.turns), span.tokens, span.origin)
+                    slots = message.t.src_slots if self.sends else message.t.dst_slots
+                    kinds[kind] = [], at, (_ids(mine, span, at.units, slots), _ids(mine, span, at.tokens, 1))
+                kinds[kind][0].append(message)
+            if len(self._places) >= _MOST_TOKENS:
+                self._places.clear()
+            found = self._places[key] = list(kinds.values())
         return found
 
     def require_spans(self, span: Span, origin: int) -> int:
@@ -411,13 +458,29 @@ class Packer:
             self._fits = span
         return far
 
+    def entries(self, span: Span) -> tuple[int, int]:
+        """The entries of the table of a span that hold its tokens: the first, and behind the last one.
+
+        Raises `BindError` if no turn of this rank begins at the span's origin.
+        """
+        found = self._entries.get((span.tokens, span.origin))
+        if found is None:
+            rank = next(iter(self._ranks.values()))[self.side]  # this rank is the same in all
+            rank.require_origin(span.origin)
+            first, behind = rank.extent(span) if len(span.tokens) else (0, 0)
+            if len(self._entries) >= _MOST_TOKENS:
+                self._entries.clear()
+            found = (first // rank.nt, -(-behind // rank.nt)) if behind > first else (0, 0)
+            self._entries[span.tokens, span.origin] = found
+        return found
+
     def _require_span(self, rank: Rank, span: Span) -> None:
         """Check that the table is long enough, that its blocks exist, and that none is written twice."""
-        blocks, *_ = rank.blocks(span)
-        if not self.sends and len(blocks) > 1:
-            blocks = np.sort(blocks)  # np.unique makes a hash table, which takes 15 times as long
-            if ((blocks[1:] == blocks[:-1]) & (blocks[1:] >= 0)).any():
-                raise BindError(f"{rank.name}: the table contains a block twice, so it would be written twice")
+        first, behind = self.entries(span)
+        blocks = span.table[first:behind]
+        if behind > len(span.table) or not _core.blocks_fit(blocks, rank.num_blocks, not self.sends):
+            rank.blocks(span)  # raises an error, unless a block is there twice
+            raise BindError(f"{rank.name}: the table contains a block twice, so it would be written twice")
 
     def slot(self, given: Any, size: int, where: object, *, exact: bool = False) -> Array:
         found = given if isinstance(given, Array) else describe(given, str(where))
@@ -457,6 +520,12 @@ class Packer:
     def require_no_stream(self, stream: Any, wait: Any = None) -> None:
         if self.device < 0:
             require_no_stream("the pool is on the CPU, where the call waits for the copy", stream=stream, wait=wait)
+
+
+def _ids(rank: Rank, span: Span, starts: Ids, of: int) -> _Ids:
+    """Where the ids of parts of `of` slots each are that begin at some positions."""
+    entries, rests = np.divmod(rank.slots(span, starts), rank.nt)
+    return _Ids(entries, rests // of, rank.nt // of)
 
 
 def _without(model: Model, present: frozenset[str]) -> Model:

@@ -92,6 +92,12 @@ class Lane:
         mail = self.mail
         return self._posts and not self._waiting and mail is not None and os.getpid() == self._pid and mail.post(note)
 
+    def expect(self, copies: _core.Foreseen) -> None:
+        """Begin copies with one of the next notes in the peer's box.  Any thread may call it, but none of a child."""
+        mail = self.mail
+        if self.takes and mail is not None and os.getpid() == self._pid:
+            mail.expect(copies)
+
     def end(self) -> None:
         """Send all later notes by the other wire."""
         self._posts, self._is_ended = False, True

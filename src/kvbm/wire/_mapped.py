@@ -219,16 +219,26 @@ class Mapped:
         if known is None or self._page is None:
             return False
         self._require(peer)
-        at = known.page.find(known.key)
-        if at is None:
-            return False  # the peer has not connected yet, or cannot read this side's loans
-        self._page.loans(peer, 1)
-        _core.fence()
-        if known.page.is_dropped(at):
-            self._page.loans(peer, -1)
+        if known.loans is None:
+            if (at := known.page.find(known.key)) is None:
+                return False  # the peer has not connected yet, or cannot read this side's loans
+            (count, own), (dropped, far) = self._page.count_at(peer), known.page.dropped_at(at)
+            known.loans = _core.Loans(count, dropped, (own, far))
+        if not known.loans.begin():
             known.lost = "it has ended the connection"
             self._require(peer)
         return True
+
+    def loans(self, peer: str) -> _core.Loans | None:
+        """The loans of a peer's memory, after the first `hold`."""
+        known = self._peers.get(peer)
+        return None if known is None else known.loans
+
+    def expect(self, peer: str, copies: _core.Foreseen) -> None:
+        """Begin copies when one of the peer's next notes comes through shared memory.  Any thread may call it."""
+        known = self._peers.get(peer)
+        if known is not None and known.lane is not None:
+            known.lane.expect(copies)
 
     def open(self, peer: str, handle: str, nbytes: int, address: int) -> Slab:
         """Open memory that a mapped peer shares, to read it.  It stays open until the peer is dropped and its loans have ended.
@@ -262,11 +272,12 @@ class Mapped:
 
     def give_back(self, peer: str) -> None:
         """End a loan.  This process no longer writes to the slice."""
-        assert self._page is not None
-        _core.fence()
         known = self._peers[peer]
-        if not self._page.loans(peer, -1) and known.lost:
+        assert known.loans is not None
+        if not known.loans.end() and known.lost:
             known.close_memory()  # the drop did not close it, because a loan was open
+            if known.is_closed:
+                known.page.close()
 
     def _require(self, peer: str) -> _Peer | None:
         """A mapped peer, or None.  Raises `PeerLostError` if it is lost."""
@@ -369,6 +380,7 @@ class Mapped:
         known = self._peers.get(peer)
         if known is not None and self._page is not None:
             known.lost = known.lost or "it was dropped"
+            known.lends_no_more()
             self._page.drop(peer)
         end = time.monotonic() + (self._drop_seconds if seconds is None else seconds)
         self._wire.drop(peer, seconds)
@@ -396,6 +408,7 @@ class Mapped:
         if self._page is not None:
             for peer, known in self._peers.items():
                 known.lost = known.lost or "this side is closed"
+                known.lends_no_more()
                 self._page.drop(peer)
         self._wire.close()
         self._await_loans(list(self._peers), self._drop_seconds)
@@ -415,6 +428,7 @@ class _Peer:
     ) -> None:
         self.process, self.page, self.slab, self.key, self.shared, self.lane = process, page, slab, key, shared, lane
         self.opened: list[_Lent] = []  # further memory of the peer
+        self.loans: _core.Loans | None = None
         self.lost = ""
         self.is_closed = False
 
@@ -435,8 +449,14 @@ class _Peer:
         at = None if self.is_closed else self.page.find(self.key)
         return at is not None and self.page.count(at) > 0
 
+    def lends_no_more(self) -> None:
+        """Begin no other loan: then who counts none may call `close_memory`."""
+        if self.loans is not None:
+            self.loans.close()
+
     def close_memory(self) -> None:
-        """Unmap its slab and pools.  No loan may be open."""
+        """Unmap its slab and pools.  No loan may be open, and the peer is lost."""
+        self.loans = None  # it keeps the page mapped
         for memory in (self.slab, *self.opened):
             memory.close()
         self.opened = []
@@ -536,14 +556,18 @@ class _Page:
         """Number of this end's loans from a peer."""
         return self.count(self._at[_key(peer)])
 
-    def loans(self, peer: str, more: int) -> int:
-        """Add `more` to the number of this end's loans from a peer; return the new number."""
+    def count_at(self, peer: str) -> tuple[int, Any]:
+        """The address of `count_of`, and what keeps it mapped."""
         word = self._word(self._at[_key(peer)] + _LOANS)
-        word.value += more
-        return int(word.value)
+        return ctypes.addressof(word), word
 
     def is_dropped(self, at: int) -> bool:
         return bool(self._word(at + _DROPPED).value)
+
+    def dropped_at(self, at: int) -> tuple[int, Any]:
+        """The address of `is_dropped`, and what keeps it mapped."""
+        word = self._word(at + _DROPPED)
+        return ctypes.addressof(word), word
 
     def drop(self, peer: str) -> None:
         self._word(self._at[_key(peer)] + _DROPPED).value = 1

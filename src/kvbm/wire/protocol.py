@@ -145,7 +145,8 @@ class Wire(Protocol):
     Notes of a peer to which this side has not connected yet are kept until it connects.
 
     A wire that is informed of new notes and finished operations without polling may have ``on_news(call)``.  It then calls
-    ``call()`` for news, from any thread.  A wire whose notes come through memory may have ``watch`` and ``post``: see `Mapped`.
+    ``call()`` for news, from any thread.  A wire whose notes come through memory may have ``watch``, ``post`` and ``expect``: see
+    `Mapped`.
     """
 
     def register(self, slab: Slab) -> None:
