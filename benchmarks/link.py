@@ -96,11 +96,14 @@ def measure(run: Run, sections: tuple[str, ...]) -> Iterator[Row]:
 
 
 @contextlib.contextmanager
-def _opened(run: Run, tokens: int, names: Iterable[str]) -> Iterator[Pair]:
-    """Both processes with the given ways opened.  Ways that cannot be opened are left out with a note."""
+def _opened(run: Run, tokens: int, names: Iterable[str], *, receives: bool = False) -> Iterator[Pair]:
+    """Both processes with the given ways opened.  Ways that cannot be opened are left out with a note.
+
+    `receives`: this process receives.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder,
-        Pair(run.model, tokens, folder, run.places, run.options) as pair,
+        Pair(run.model, tokens, folder, run.places, run.options, receives=receives) as pair,
     ):
         known = ways_of(run.place)
         for name in names:
@@ -209,31 +212,34 @@ def _memcpy(dst: int, src: int, nbytes: int, device: int, stream: Any) -> None:
 
 
 def _beside(run: Run) -> Iterator[Row]:
-    """A matrix product on either GPU during consecutive messages, compared with the same during memcpy."""
+    """A matrix product on either GPU during consecutive messages, compared with the same during memcpy.
+
+    The product and the copies of its GPU are of one process, as in an engine: a GPU gives its time to one process after the other.
+    """
     if device_of(run.place) < 0:
         run.note("beside: left out: a product beside links is measured on GPUs")
         return
     import torch
 
-    tokens = max(run.sizes)
-    with _opened(run, tokens, ("memcpy", "NIXL", "link by NIXL", "link, mapped", "link, direct")) as pair:
-        if "memcpy" not in pair.ways:
-            return
-        for place in dict.fromkeys(run.places):  # a direct copy is a kernel of the GPU that receives
+    tokens, names = max(run.sizes), ("memcpy", "NIXL", "link by NIXL", "link, mapped", "link, direct")
+    for number, place in enumerate(dict.fromkeys(run.places)):
+        with _opened(run, tokens, names, receives=number == 1) as pair:
+            if "memcpy" not in pair.ways:
+                return
             model = Model(torch, device_of(place), 2048 if run.quick else 8192, 18, 3)
             model.warm()
             found = {
                 name: model.beside(functools.partial(_sent, pair, name, tokens), tokens * run.token_bytes) for name in pair.ways
             }
-            for name, one in found.items():
-                reached = round(found["memcpy"].slowdown / one.slowdown, 4)
-                yield {
-                    "case": f"a product beside, on {place}", "by": name, "n": 1, "total_bytes": tokens * run.token_bytes,
-                    "median_ms": figures(one.product * 1e3), "gbps": figures(one.rate / 1e9), "beside": "memcpy",
-                    "beside_ms": figures(found["memcpy"].product * 1e3), "ratio": reached,
-                    "asked": ">= 0.97" if name.startswith("link") else "",
-                    "reached": ("yes" if reached >= 0.97 else "no") if name.startswith("link") else "",
-                }  # fmt: skip
+        for name, one in found.items():
+            reached = round(found["memcpy"].slowdown / one.slowdown, 4)
+            yield {
+                "case": f"a product beside, on {place}", "by": name, "n": 1, "total_bytes": tokens * run.token_bytes,
+                "median_ms": figures(one.product * 1e3), "gbps": figures(one.rate / 1e9), "beside": "memcpy",
+                "beside_ms": figures(found["memcpy"].product * 1e3), "ratio": reached,
+                "asked": ">= 0.97" if name.startswith("link") else "",
+                "reached": ("yes" if reached >= 0.97 else "no") if name.startswith("link") else "",
+            }  # fmt: skip
 
 
 def _sent(pair: Pair, name: str, tokens: int, stream: Any) -> None:  # noqa: ARG001

@@ -508,7 +508,7 @@ def ways_of(place: str) -> dict[str, Known]:
 
 
 def serve(pipe: Any, setting: Setting) -> None:
-    """The main function of the other process: create ways, and receive messages on them."""
+    """The main function of the other process: create ways, and send or receive messages on them."""
     side = Side(setting)
     ways: dict[str, Way] = {}
     with contextlib.suppress(EOFError):
@@ -528,7 +528,7 @@ def serve(pipe: Any, setting: Setting) -> None:
                     tokens, count = given
                     pipe.send(("ok", None))
                     for _ in range(count):
-                        ways[name].take(tokens)
+                        getattr(ways[name], what)(tokens)
             except Exception as error:
                 pipe.send(("error", f"{type(error).__name__}: {error}"))
     closing = [threading.Thread(target=way.close, daemon=True) for way in ways.values()]
@@ -539,7 +539,7 @@ def serve(pipe: Any, setting: Setting) -> None:
 
 
 class Pair:
-    """The sending process, which is the caller's, and a receiving process."""
+    """The caller's process, which sends, and another one that receives; or the other way round."""
 
     def __init__(
         self,
@@ -548,13 +548,17 @@ class Pair:
         folder: str,
         places: tuple[str, str] = ("cpu", "cpu"),
         options: Mapping[str, int] = {},
+        *,
+        receives: bool = False,
     ) -> None:
+        self.turns = ("take", "send") if receives else ("send", "take")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # for both processes: NIXL logs to stdout, where the CSV goes
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # suppress NCCL's advice about process groups
         logging.getLogger("nixl").setLevel(logging.WARNING)
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        near, far = (Setting(model, tokens, folder, place == 0, places[place], options) for place in (0, 1))
+        ends = (Setting(model, tokens, folder, place == 0, places[place], options) for place in (0, 1))
+        near, far = sorted(ends, key=lambda end: end.sends == receives)
         self.process = context.Process(target=serve, args=(theirs, far), daemon=True)
         self.process.start()
         theirs.close()
@@ -610,11 +614,12 @@ class Pair:
             raise WrongCopyError(f"{name}: {tokens} tokens: what came is not what was sent")
 
     def seconds(self, name: str, tokens: int, count: int) -> list[float]:
-        self.ask("take", name, tokens, count)
+        mine, other = self.turns
+        self.ask(other, name, tokens, count)
         times = []
         for _ in range(count):
             start = time.perf_counter()
-            self.ways[name].send(tokens)
+            getattr(self.ways[name], mine)(tokens)
             times.append(time.perf_counter() - start)
         return times
 
