@@ -376,7 +376,7 @@ struct Cast : CastNest<OUTER, INNER> {
   }
 
 #ifdef __CUDACC__
-  // FINITE: no element is infinite or NaN; `finite`: the same, but not known before.
+  // FINITE: no element is infinite or NaN (E2m1: NaN, with a sign); `finite`: the same, but not known before.
   template <bool FINITE = false>
   static __device__ __forceinline__ Codes<TO> cast(const Codes<FROM>& codes, float factor, bool finite = true) {
     float x[ITEM];
@@ -393,18 +393,22 @@ struct Cast : CastNest<OUTER, INNER> {
         }
       }
     }
+    Codes<TO> made;
+    if constexpr (FINITE && kSame<TO, E2m1>) {
+      Eight<E2m1>::template round<FROM::kBits>(codes.x, x, factor, made.x);
+      return made;
+    }
     KVBM_UNROLL
     for (int i = 0; i < ITEM; ++i) x[i] *= factor;
-    if constexpr (FINITE && Eight<TO>::kRounds) {
+    if constexpr (FINITE && kSame<TO, I8>) {
       if (!finite) {
         KVBM_UNROLL
-        for (int i = 0; i < ITEM; ++i) x[i] = Eight<TO>::limited(x[i]);
+        for (int i = 0; i < ITEM; ++i) x[i] = Eight<I8>::limited(x[i]);
       }
     }
-    Codes<TO> made;
-    if constexpr (FINITE && Eight<TO>::kRounds) {
-      static_assert(!kSame<TO, I8> || kSame<SCALE, F32>, "with a scale of float32 all codes are from -127 to 127");
-      Eight<TO>::round(x, made.x);
+    if constexpr (FINITE && kSame<TO, I8>) {
+      static_assert(kSame<SCALE, F32>, "with a scale of float32 all codes are from -127 to 127");
+      Eight<I8>::round(x, made.x);
     } else {
       KVBM_UNROLL
       for (int i = 0; i < ITEM; i += 2) {
@@ -435,7 +439,6 @@ struct Cast : CastNest<OUTER, INNER> {
     if (scale) Nest::store_code(SCALE::kBits, scale, code, s.word);
     return code;
   }
-  static KVBM_INLINE float computed_factor(uint32_t scale, float given) { return 1.0f / factor_of<SCALE>(scale, given); }
   // `scale`: its code.
   static KVBM_INLINE float stored_factor(uint32_t scale, float given) {
     if constexpr (kHasScales)
@@ -547,14 +550,14 @@ struct Cast : CastNest<OUTER, INNER> {
           KVBM_UNROLL
           for (uint32_t u = 0; u < 2; ++u) {
             scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given[u]);
-            factor[u] = computed_factor(scale[u], given[u]);
+            factor[u] = reciprocal_of<SCALE>(scale[u], given[u]);
           }
         } else {  // a lane makes the scale of one of the groups, and its neighbour that of the other
           const bool odd = mine.lane & 1, stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
           const float of_caller = odd ? given[1] : given[0];
           const uint32_t code =
               put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, of_caller);
-          const float own = computed_factor(code, of_caller), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
+          const float own = reciprocal_of<SCALE>(code, of_caller), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
           factor[0] = odd ? other : own;
           factor[1] = odd ? own : other;
           scale[0] = scale[1] = code;
@@ -628,16 +631,31 @@ struct Cast : CastNest<OUTER, INNER> {
   }
 
   // The largest finite codes of two groups; true if all are finite.
-  static __device__ __forceinline__ bool find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
+  static __device__ __forceinline__ bool find_largest(Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
                                                       uint32_t (&most)[2]) {
     find_largest<false>(codes, has, width, most);
     const bool finite = !__any_sync(~0u, larger(most[0], most[1]) >= FROM::kInfinite);
-    if (!finite) find_largest<true>(codes, has, width, most);
+    if (!finite) {
+      find_largest<true>(codes, has, width, most);
+      if constexpr (kSame<TO, E2m1>) {
+        KVBM_UNROLL
+        for (int i = 0; i < 4; ++i) drop_signs_of_nan(codes[i / 2][i % 2]);
+      }
+    }
     return finite;
+  }
+  static __device__ __forceinline__ void drop_signs_of_nan(Codes<FROM>& codes) {
+    constexpr uint32_t kSignOf = 1u << (FROM::kBits % 32 ? 15 : 31), kAll = FROM::kBits == 32 ? ~0u : 0xffff;
+    KVBM_UNROLL
+    for (int i = 0; i < ITEM; ++i) {
+      const int shift = FROM::kBits == 32 ? 0 : i % 2 * 16;
+      uint32_t& word = codes.x[FROM::kBits == 32 ? i : i / 2];
+      if ((word >> shift & kAll & ~kSignOf) > FROM::kInfinite) word &= ~(kSignOf << shift);
+    }
   }
   // FILTERS: of the finite ones.
   template <bool FILTERS>
-  static __device__ __forceinline__ void find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
+  static __device__ __forceinline__ void find_largest(Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
                                                       uint32_t (&most)[2]) {
     if constexpr (FROM::kBits == 16) {  // of both groups in one word
       // What is added makes codes that are not finite negative.
@@ -755,7 +773,7 @@ struct Cast : CastNest<OUTER, INNER> {
         largest = largest_finite(codes, largest);
       }
       largest = Nest::largest_in_group(largest, mine.width);
-      factor = computed_factor(put_scale(s, largest, items && mine.lane == 0 ? place.scale : nullptr, given), given);
+      factor = reciprocal_of<SCALE>(put_scale(s, largest, items && mine.lane == 0 ? place.scale : nullptr, given), given);
     } else if (items) {
       factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, place.scale, s.word) : 0, given);
     }
