@@ -422,6 +422,16 @@ struct Cast : CastNest<OUTER, INNER> {
     }
     return made;
   }
+
+  static __device__ __forceinline__ Codes<TO> multiplied(const Codes<FROM>& codes, const Multiplier<FROM, TO>& by) {
+    if constexpr (Multiplier<FROM, TO>::kLooksUp) {
+      Codes<TO> made;
+      by.look_up(codes.x, made.x);
+      return made;
+    } else {
+      return cast(codes, by.factor);
+    }
+  }
 #endif
 
   // The scale of the caller for a group, if these formats use it.
@@ -508,7 +518,9 @@ struct Cast : CastNest<OUTER, INNER> {
     return kHasBoth && mine.width == 1 && (SUMS || (p.inner[0].extent.n == 2 && p.inner[kGroup].extent.n % 2 == 0));
   }
   // Whether two threads exchange items before they store them.
-  static __device__ __forceinline__ bool exchanges(const kvbm_part& p, const Lane& mine) { return SUMS || has_pair(p, mine); }
+  static __device__ __forceinline__ bool exchanges(const kvbm_part& p, const Lane& mine) {
+    return SUMS || (TO::kBits == 16 && has_pair(p, mine));
+  }
 
   // A group, which has an even number, and the next one; each has at most twice as many items as threads.  All is loaded before it
   // is cast.
@@ -531,7 +543,7 @@ struct Cast : CastNest<OUTER, INNER> {
       has[u] = has_group[u] && mine.lane < p.tile[1].n;
     }
     uint32_t words[4 * kWords], scale[2] = {};
-    float factor[2], given[2];
+    float factor[2];
     if constexpr (kQuantises) {
       Codes<FROM> codes[2][2];
       KVBM_UNROLL
@@ -540,8 +552,6 @@ struct Cast : CastNest<OUTER, INNER> {
         load_source(place[u].src, codes[u][0]);
         load_source(place[u].src + items.second_src, codes[u][1]);
       }
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u) given[u] = given_scale(a, tile.chunk, group + u);
       bool finite = true;
       if constexpr (kComputes) {
         uint32_t most[2];
@@ -549,22 +559,23 @@ struct Cast : CastNest<OUTER, INNER> {
         if constexpr (kHasBoth) {
           KVBM_UNROLL
           for (uint32_t u = 0; u < 2; ++u) {
-            scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given[u]);
-            factor[u] = reciprocal_of<SCALE>(scale[u], given[u]);
+            const float given = given_scale(a, tile.chunk, group + u);
+            scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given);
+            factor[u] = reciprocal_of<SCALE>(scale[u], given);
           }
         } else {  // a lane makes the scale of one of the groups, and its neighbour that of the other
           const bool odd = mine.lane & 1, stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
-          const float of_caller = odd ? given[1] : given[0];
+          const float given = given_scale(a, tile.chunk, group + odd);
           const uint32_t code =
-              put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, of_caller);
-          const float own = reciprocal_of<SCALE>(code, of_caller), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
+              put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given);
+          const float own = reciprocal_of<SCALE>(code, given), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
           factor[0] = odd ? other : own;
           factor[1] = odd ? own : other;
           scale[0] = scale[1] = code;
         }
       } else {
         KVBM_UNROLL
-        for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(0, given[u]);
+        for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(0, given_scale(a, tile.chunk, group + u));
       }
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u) {
@@ -686,71 +697,49 @@ struct Cast : CastNest<OUTER, INNER> {
     }
   }
 
-  // With digests, threads store neighbouring items, so that a warp stores whole sectors: of two items a thread with an even number
-  // has the first, the next thread the second.  `stored_item`: the first that a thread has in its group.
+  // Where threads exchange items, a warp stores whole sectors: of two items a thread with an even number has the first, the next
+  // thread the second.  `stored_item`: the first that a thread has in its group.
   static __device__ __forceinline__ uint32_t stored_item(const Lane& mine) {
     return mine.width == 1 ? threadIdx.x & 1 : 2 * (mine.lane & ~1u) + (mine.lane & 1);
   }
-  // Casts the items of two groups, after threads have exchanged half of them.
+  // `first` and `second` of an even thread become the firsts, those of the next thread the seconds of both.
+  static __device__ __forceinline__ void exchange(uint32_t& first, uint32_t& second) {
+    const bool odd = threadIdx.x & 1;
+    const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
+    first = odd ? got : first;
+    second = odd ? second : got;
+  }
+  // Casts and stores the items of two groups.
   static __device__ __forceinline__ void put_items(const kvbm_part& p, const Tile& tile, const Items& items, uint32_t group,
-                                                   const Lane& mine, const bool (&has_group)[2], const bool (&has)[2], const Place (&place)[2], const float (&factor)[2], const uint32_t* words) {
-    uint32_t mixed[4 * kWords];  // after the exchange
-    KVBM_UNROLL
-    for (int i = 0; i < 4 * kWords; ++i) mixed[i] = words[i];
-    char* to[2][2];
-    float by[2][2];
-    bool stores[2][2];
+                                                   const Lane& mine, const bool (&has_group)[2], const bool (&has)[2],
+                                                   const Place (&place)[2], const float (&factor)[2], const uint32_t* words) {
+    const bool both = has_pair(p, mine) && exchanges(p, mine);  // the items of an even thread, then those of the next one
+    const uint32_t odd = threadIdx.x & 1, own = uint32_t(place[0].dst - tile.at.dst);
+    const uint32_t other = both ? __shfl_xor_sync(~0u, own, 1) : 0;
     KVBM_UNROLL
     for (int u = 0; u < 2; ++u) {
+      Codes<FROM> codes[2];
       KVBM_UNROLL
-      for (int whose = 0; whose < 2; ++whose) {
-        to[whose][u] = place[u].dst + whose * items.second_dst;
-        by[whose][u] = factor[u];
-        stores[whose][u] = has[u];
+      for (int i = 0; i < kWords; ++i) {
+        codes[0].x[i] = words[2 * u * kWords + i];
+        codes[1].x[i] = words[(2 * u + 1) * kWords + i];
+        if (SUMS && !both) exchange(codes[0].x[i], codes[1].x[i]);
       }
-    }
-    if (exchanges(p, mine)) {
-      const bool odd = threadIdx.x & 1;
+      const Multiplier<FROM, TO> by(factor[u]);
+      Codes<TO> made[2] = {multiplied(codes[0], by), multiplied(codes[1], by)};
+      if (both) {
+        KVBM_UNROLL
+        for (int i = 0; i < Codes<TO>::kWords; ++i) exchange(made[0].x[i], made[1].x[i]);
+      }
       KVBM_UNROLL
-      for (int u = 0; u < 2; ++u) {
-        KVBM_UNROLL
-        for (int i = 0; i < kWords; ++i) {
-          uint32_t &first = mixed[2 * u * kWords + i], &second = mixed[(2 * u + 1) * kWords + i];
-          const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
-          first = odd ? got : first;
-          second = odd ? second : got;
+      for (uint32_t k = 0; k < 2; ++k) {
+        char* to = place[u].dst + k * items.second_dst;
+        bool stores = SUMS ? has_group[u] && stored_item(mine) + 2 * k < 2 * p.tile[1].n : has[u];
+        if (both) {
+          to = tile.at.dst + (odd == k ? own : other) + u * uint32_t(p.inner[kGroup].dst);
+          stores = group - 2 * odd + 2 * k < tile.last;
         }
-      }
-      if (has_pair(p, mine)) {  // both groups of the even thread, and both of the odd one
-        const uint32_t lane = threadIdx.x % 32, offset = uint32_t(place[0].dst - tile.at.dst);
-        KVBM_UNROLL
-        for (int whose = 0; whose < 2; ++whose) {
-          const uint32_t from = (lane & ~1u) + whose;
-          to[whose][0] = tile.at.dst + __shfl_sync(~0u, offset, from);
-          to[whose][1] = to[whose][0] + uint32_t(p.inner[kGroup].dst);
-          KVBM_UNROLL
-          for (int u = 0; u < 2; ++u) {
-            by[whose][u] = float_of(__shfl_sync(~0u, bits_of(factor[u]), from));
-            stores[whose][u] = group - 2 * lane + 2 * from < tile.last;
-          }
-        }
-      } else {
-        const uint32_t item = stored_item(mine);
-        KVBM_UNROLL
-        for (int u = 0; u < 2; ++u) {
-          KVBM_UNROLL
-          for (int whose = 0; whose < 2; ++whose) stores[whose][u] = has_group[u] && item + 2 * whose < 2 * p.tile[1].n;
-        }
-      }
-    }
-    KVBM_UNROLL
-    for (int u = 0; u < 2; ++u) {
-      KVBM_UNROLL
-      for (int whose = 0; whose < 2; ++whose) {
-        Codes<FROM> codes;
-        KVBM_UNROLL
-        for (int i = 0; i < kWords; ++i) codes.x[i] = mixed[(2 * u + whose) * kWords + i];
-        if (stores[whose][u]) store_item(p, to[whose][u], cast(codes, by[whose][u]));
+        if (stores) store_item(p, to, made[k]);
       }
     }
   }
@@ -777,12 +766,13 @@ struct Cast : CastNest<OUTER, INNER> {
     } else if (items) {
       factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, place.scale, s.word) : 0, given);
     }
+    const Multiplier<FROM, TO> by(factor);
     for (uint32_t i = mine.lane; i < items; i += mine.width) {
       Codes<FROM> codes;
       uint32_t src = 0, dst = 0;
       Nest::step_item(p, i, src, dst);
       load_item(p, place.src + src, codes);
-      store_item(p, place.dst + dst, cast(codes, factor));
+      store_item(p, place.dst + dst, multiplied(codes, by));
     }
   }
 #else

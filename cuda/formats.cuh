@@ -243,33 +243,38 @@ __device__ __forceinline__ uint32_t lowest_bytes(const uint32_t (&x)[4]) {
   return four_bytes(four_bytes(x[0], x[1], 0x0040), four_bytes(x[2], x[3], 0x0040), 0x5410);
 }
 // As four_bytes, but each byte is 0xff or 0, by its sign.
-__device__ __forceinline__ uint32_t four_signs(uint32_t low, uint32_t high, uint32_t numbers) {
+KVBM_INLINE uint32_t four_signs(uint32_t low, uint32_t high, uint32_t numbers) {
+  uint32_t signs = 0;
 #ifdef __CUDA_ARCH__
-  uint32_t signs;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(low), "r"(high), "r"(numbers | 0x8888));
-  return signs;
 #else
-  return (four_bytes(low, high, numbers) >> 7 & 0x01010101) * 0xff;
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  for (int i = 0; i < 4; ++i) signs |= uint32_t(bytes >> (8 * (numbers >> 4 * i & 7) + 7) & 1) * 0xff << 8 * i;
 #endif
+  return signs;
 }
 
-// A product, or a sum, limited to 0 .. 1; 0 for NaN.  A multiprocessor has few units for minima, and these need none.
+// A product, or a sum, limited to 0 .. 1; 0 for NaN.  A GPU has more units for these than for minima.
+KVBM_INLINE float limited_product(float a, float b) {
 #ifdef __CUDA_ARCH__
-__device__ __forceinline__ float limited_product(float a, float b) {
   float x;
   asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
   return x;
+#else
+  const float x = a * b;
+  return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f;
+#endif
 }
-__device__ __forceinline__ float limited_sum(float a, float b) {
+KVBM_INLINE float limited_sum(float a, float b) {
+#ifdef __CUDA_ARCH__
   float x;
   asm("add.rn.sat.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
   return x;
-}
 #else
-inline float limited(float x) { return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f; }
-inline float limited_product(float a, float b) { return limited(a * b); }
-inline float limited_sum(float a, float b) { return limited(a + b); }
+  const float x = a + b;
+  return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f;
 #endif
+}
 
 // a + b, also where `a` is a product: nvcc would make one fused operation of both.
 __device__ __forceinline__ float unfused_sum(float a, float b) {
@@ -377,6 +382,41 @@ struct Eight<I8> {
       const uint32_t four = codes[i] ^ 0x80808080;
       KVBM_UNROLL
       for (int k = 0; k < 4; ++k) x[4 * i + k] = float_of(four_bytes(four, 0x4b400000, 0x7650 + k)) - 12583040.0f;
+    }
+  }
+};
+
+// Multiplies by a factor.
+template <class FROM, class TO, bool LOOKS_UP = kSame<FROM, E2m1> && TO::kBits == 16>
+struct Multiplier {
+  static constexpr bool kLooksUp = false;
+  float factor;
+  __device__ __forceinline__ explicit Multiplier(float by) : factor(by) {}
+};
+// The low and the high bytes of the products of all sizes are looked up.
+template <class TO>
+struct Multiplier<E2m1, TO, true> {
+  static constexpr bool kLooksUp = true;
+  uint32_t low[2], high[2], signs;
+
+  __device__ __forceinline__ explicit Multiplier(float by) : signs(by == by ? 0x80808080 : 0) {
+    const uint32_t two[4] = {round_two<TO>(0.0f * by, 0.5f * by), round_two<TO>(by, 1.5f * by), round_two<TO>(2.0f * by, 3.0f * by),
+                             round_two<TO>(4.0f * by, 6.0f * by)};
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      low[i] = four_bytes(two[2 * i], two[2 * i + 1], 0x6420);
+      high[i] = four_bytes(two[2 * i], two[2 * i + 1], 0x7531);
+    }
+  }
+  // Eight products.
+  __device__ __forceinline__ void look_up(const uint32_t* codes, uint32_t* made) const {
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t four = codes[0] >> 16 * i, sizes = four & 0x7777;
+      const uint32_t of_low = four_bytes(low[0], low[1], sizes);
+      const uint32_t of_high = four_bytes(high[0], high[1], sizes) ^ (four_bytes(four, four << 4, 0x1504) & signs);
+      made[2 * i] = four_bytes(of_low, of_high, 0x5140);
+      made[2 * i + 1] = four_bytes(of_low, of_high, 0x7362);
     }
   }
 };
