@@ -89,11 +89,25 @@ struct CastNest {
 
   // The scale of the caller for a group.  `place`: the number of its job without the tile.
   static KVBM_INLINE float given_scale(const kvbm_args& a, const kvbm_part& p, uint32_t place, uint32_t group) {
-    if (!p.given_scales) return p.given_scale;
+    return p.given_scales ? given_scale_of(a, p, given_scale_of_chunk(p, place), group) : p.given_scale;
+  }
+  // Those of a group and the next one.
+  static KVBM_INLINE void given_scales(const kvbm_args& a, const kvbm_part& p, uint32_t place, uint32_t group,
+                                       float (&given)[2]) {
+    given[0] = given[1] = p.given_scale;
+    if (!p.given_scales) return;
+    const uint32_t first = given_scale_of_chunk(p, place);
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < 2; ++u) given[u] = given_scale_of(a, p, first, group + u);
+  }
+  static KVBM_INLINE uint32_t given_scale_of_chunk(const kvbm_part& p, uint32_t place) {
     uint32_t chunk = take(place, p.faster), number = 0;
     if (p.pairs_first) chunk = place;
     KVBM_UNROLL
     for (int k = 0; k < OUTER; ++k) number += (k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk) * p.outer[k].key;
+    return number;
+  }
+  static KVBM_INLINE float given_scale_of(const kvbm_args& a, const kvbm_part& p, uint32_t number, uint32_t group) {
     KVBM_UNROLL
     for (int k = kGroup; k < INNER; ++k) number += (k + 1 < INNER ? take(group, p.inner[k].extent) : group) * p.inner[k].key;
     return reinterpret_cast<const float*>(a.payload)[KVBM_INLINE_BYTES / sizeof(float) - p.given_scales + number];
@@ -201,13 +215,6 @@ struct CastNest {
     }
   }
 
-  // The largest of each of two groups: in even lanes of the first, in odd lanes of the second.
-  static __device__ __forceinline__ uint32_t largest_in_groups(const uint32_t (&largest)[2], uint32_t lane, uint32_t width) {
-    const bool odd = lane & 1;
-    uint32_t most = larger(odd ? largest[1] : largest[0], __shfl_xor_sync(~0u, odd ? largest[0] : largest[1], 1));
-    for (uint32_t other = 2; other < width; other *= 2) most = larger(most, __shfl_xor_sync(~0u, most, other));
-    return most;
-  }
   static __device__ __forceinline__ uint32_t largest_in_group(uint32_t largest, uint32_t width) {
     for (uint32_t other = 1; other < width; other *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, other));
     return largest;
@@ -269,7 +276,7 @@ struct Cast : CastNest<OUTER, INNER> {
   using Nest = CastNest<OUTER, INNER>;
   using Place = typename Nest::Place;
   using Nest::larger;
-  static constexpr uint32_t kThreads = 768;  // a thread needs more than 64 registers
+  static constexpr uint32_t kThreads = FROM::kBits == 32 ? 512 : 768;  // a thread needs more than 80 registers, or than 64
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>, kComputes = kQuantises && kHasScales;
   static constexpr int ITEM = 8;
 
@@ -443,6 +450,12 @@ struct Cast : CastNest<OUTER, INNER> {
     else
       return Nest::given_scale(a, a.part[0], chunk, group);
   }
+  static KVBM_INLINE void given_scales(const kvbm_args& a, uint32_t chunk, uint32_t group, float (&given)[2]) {
+    if constexpr (SUMS || (kHasScales && !kSame<SCALE, E4m3>))
+      given[0] = given[1] = given_scale(a, chunk, group);
+    else
+      Nest::given_scales(a, a.part[0], chunk, group, given);
+  }
   // Stores the scale of a group, and returns its code.
   static KVBM_INLINE uint32_t put_scale(const kvbm_part& s, uint32_t largest, char* scale, float given) {
     const uint32_t code = scale_of<SCALE>(bits_of(FROM::value(largest)), range_of<TO>(), given);
@@ -489,15 +502,21 @@ struct Cast : CastNest<OUTER, INNER> {
     uint32_t src = 0, dst = 0, second_src = ITEM * FROM::kBits / 8, second_dst = ITEM * TO::kBits / 8;
 
     __device__ __forceinline__ Items(const kvbm_part& p, const Lane& mine) {
-      const uint32_t first = SUMS ? 2 * mine.lane : mine.lane;
-      Nest::step_item(p, first, src, dst);
-      if constexpr (!SUMS) {
+      if constexpr (SUMS) {
+        Nest::step_item(p, 2 * mine.lane, src, dst);
+      } else {
         // A warp's threads have neighbouring items.  If there is no second item, it is the first once more.
-        uint32_t second = first + p.tile[1].n;
-        if (second >= items_of(p)) second = first;
-        second_src = -src;
-        second_dst = -dst;
-        Nest::step_item(p, second, second_src, second_dst);
+        uint32_t item = mine.lane + p.tile[1].n;
+        if (item >= items_of(p)) item = mine.lane;
+        _Pragma("unroll 1") for (int k = 0; k < 2; ++k) {
+          second_src = src;
+          second_dst = dst;
+          src = dst = 0;
+          Nest::step_item(p, item, src, dst);
+          item = mine.lane;
+        }
+        second_src -= src;
+        second_dst -= dst;
       }
       if (!kQuantises && exchanges(p, mine)) {
         const uint32_t stored = stored_item(mine);
@@ -543,7 +562,7 @@ struct Cast : CastNest<OUTER, INNER> {
       has[u] = has_group[u] && mine.lane < p.tile[1].n;
     }
     uint32_t words[4 * kWords], scale[2] = {};
-    float factor[2];
+    float factor[2], given[2];
     if constexpr (kQuantises) {
       Codes<FROM> codes[2][2];
       KVBM_UNROLL
@@ -552,6 +571,7 @@ struct Cast : CastNest<OUTER, INNER> {
         load_source(place[u].src, codes[u][0]);
         load_source(place[u].src + items.second_src, codes[u][1]);
       }
+      given_scales(a, tile.chunk, group, given);
       bool finite = true;
       if constexpr (kComputes) {
         uint32_t most[2];
@@ -559,23 +579,21 @@ struct Cast : CastNest<OUTER, INNER> {
         if constexpr (kHasBoth) {
           KVBM_UNROLL
           for (uint32_t u = 0; u < 2; ++u) {
-            const float given = given_scale(a, tile.chunk, group + u);
-            scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given);
-            factor[u] = reciprocal_of<SCALE>(scale[u], given);
+            scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given[u]);
+            factor[u] = reciprocal_of<SCALE>(scale[u], given[u]);
           }
-        } else {  // a lane makes the scale of one of the groups, and its neighbour that of the other
+        } else {  // a lane makes the scale of one of the groups, and its neighbour that of the other; the caller's is 1
           const bool odd = mine.lane & 1, stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
-          const float given = given_scale(a, tile.chunk, group + odd);
           const uint32_t code =
-              put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given);
-          const float own = reciprocal_of<SCALE>(code, given), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
+              put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given[0]);
+          const float own = reciprocal_of<SCALE>(code, given[0]), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
           factor[0] = odd ? other : own;
           factor[1] = odd ? own : other;
           scale[0] = scale[1] = code;
         }
       } else {
         KVBM_UNROLL
-        for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(0, given_scale(a, tile.chunk, group + u));
+        for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(0, given[u]);
       }
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u) {
@@ -614,8 +632,9 @@ struct Cast : CastNest<OUTER, INNER> {
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u)
         if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
+      given_scales(a, tile.chunk, group, given);
       KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(scale[u], given_scale(a, tile.chunk, group + u));
+      for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(scale[u], given[u]);
       put_items(p, tile, items, group, mine, has_group, has, place, factor, words);
     }
     if constexpr (SUMS) sums.add(words, has, has_group, key, scale, tile.keys, is_last);

@@ -287,12 +287,12 @@ __device__ __forceinline__ float unfused_sum(float a, float b) {
 
 template <class F>
 struct Eight {
-  static constexpr bool kRounds = false, kValues = false;  // whether it has them
+  static constexpr bool kValues = false;  // whether it has them
 };
 
 template <>
 struct Eight<E2m1> {
-  static constexpr bool kRounds = true, kValues = true;
+  static constexpr bool kValues = true;
 
   // The codes of products by a positive factor.  `codes`: the numbers as codes of BITS bits, for their signs.  NaN, without a sign,
   // is 0.
@@ -359,7 +359,7 @@ struct Eight<E2m1> {
 
 template <>
 struct Eight<I8> {
-  static constexpr bool kRounds = true, kValues = true;
+  static constexpr bool kValues = true;
   static __device__ __forceinline__ float limited(float x) {
     const float most = x < 127.0f ? x : 127.0f, both = most > -127.0f ? most : -127.0f;
     return x == x ? both : 0.0f;
@@ -400,8 +400,8 @@ struct Multiplier<E2m1, TO, true> {
   uint32_t low[2], high[2], signs;
 
   __device__ __forceinline__ explicit Multiplier(float by) : signs(by == by ? 0x80808080 : 0) {
-    const uint32_t two[4] = {round_two<TO>(0.0f * by, 0.5f * by), round_two<TO>(by, 1.5f * by), round_two<TO>(2.0f * by, 3.0f * by),
-                             round_two<TO>(4.0f * by, 6.0f * by)};
+    const uint32_t two[4] = {round_two<TO>(0.0f * by, 0.5f * by), round_two<TO>(by, 1.5f * by),
+                             round_two<TO>(2.0f * by, 3.0f * by), round_two<TO>(4.0f * by, 6.0f * by)};
     KVBM_UNROLL
     for (int i = 0; i < 2; ++i) {
       low[i] = four_bytes(two[2 * i], two[2 * i + 1], 0x6420);
