@@ -346,15 +346,9 @@ struct Cast : CastNest<OUTER, INNER> {
 
   // The larger of `most` and the codes of an item, without signs.  Codes of larger values are larger.
   static KVBM_INLINE uint32_t largest_of(const Codes<FROM>& codes, uint32_t most) {
-    if constexpr (FROM::kBits == 32) {
-      KVBM_UNROLL
-      for (int i = 0; i < ITEM; ++i) most = larger(most, codes.x[i] & ~kSign);
-    } else {
-      uint32_t both = codes.x[0] & 0x7fff7fff;
-      KVBM_UNROLL
-      for (int i = 1; i < ITEM / 2; ++i) both = larger_halves(both, codes.x[i] & 0x7fff7fff);
-      most = larger(most, larger(both & 0xffff, both >> 16));
-    }
+    static_assert(FROM::kBits == 32, "of shorter codes two are compared at a time");
+    KVBM_UNROLL
+    for (int i = 0; i < ITEM; ++i) most = larger(most, codes.x[i] & ~kSign);
     return most;
   }
   // The same of finite values only.
