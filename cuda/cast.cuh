@@ -89,11 +89,25 @@ struct CastNest {
 
   // The scale of the caller for a group.  `place`: the number of its job without the tile.
   static KVBM_INLINE float given_scale(const kvbm_args& a, const kvbm_part& p, uint32_t place, uint32_t group) {
-    if (!p.given_scales) return p.given_scale;
+    return p.given_scales ? given_scale_of(a, p, given_scale_of_chunk(p, place), group) : p.given_scale;
+  }
+  // Those of a group and the next one.
+  static KVBM_INLINE void given_scales(const kvbm_args& a, const kvbm_part& p, uint32_t place, uint32_t group,
+                                       float (&given)[2]) {
+    given[0] = given[1] = p.given_scale;
+    if (!p.given_scales) return;
+    const uint32_t first = given_scale_of_chunk(p, place);
+    KVBM_UNROLL
+    for (uint32_t u = 0; u < 2; ++u) given[u] = given_scale_of(a, p, first, group + u);
+  }
+  static KVBM_INLINE uint32_t given_scale_of_chunk(const kvbm_part& p, uint32_t place) {
     uint32_t chunk = take(place, p.faster), number = 0;
     if (p.pairs_first) chunk = place;
     KVBM_UNROLL
     for (int k = 0; k < OUTER; ++k) number += (k + 1 < OUTER ? take(chunk, p.outer[k].extent) : chunk) * p.outer[k].key;
+    return number;
+  }
+  static KVBM_INLINE float given_scale_of(const kvbm_args& a, const kvbm_part& p, uint32_t number, uint32_t group) {
     KVBM_UNROLL
     for (int k = kGroup; k < INNER; ++k) number += (k + 1 < INNER ? take(group, p.inner[k].extent) : group) * p.inner[k].key;
     return reinterpret_cast<const float*>(a.payload)[KVBM_INLINE_BYTES / sizeof(float) - p.given_scales + number];
@@ -201,13 +215,6 @@ struct CastNest {
     }
   }
 
-  // The largest of each of two groups: in even lanes of the first, in odd lanes of the second.
-  static __device__ __forceinline__ uint32_t largest_in_groups(const uint32_t (&largest)[2], uint32_t lane, uint32_t width) {
-    const bool odd = lane & 1;
-    uint32_t most = larger(odd ? largest[1] : largest[0], __shfl_xor_sync(~0u, odd ? largest[0] : largest[1], 1));
-    for (uint32_t other = 2; other < width; other *= 2) most = larger(most, __shfl_xor_sync(~0u, most, other));
-    return most;
-  }
   static __device__ __forceinline__ uint32_t largest_in_group(uint32_t largest, uint32_t width) {
     for (uint32_t other = 1; other < width; other *= 2) largest = larger(largest, __shfl_xor_sync(~0u, largest, other));
     return largest;
@@ -259,25 +266,23 @@ struct CastNest {
 #endif
 };
 
-// FROM, TO: formats of the elements.  SCALE: format of the scales, or None.  A thread moves eight contiguous and aligned elements
-// at a time, an item.
+// FROM, TO: formats of the elements.  SCALE: format of the scales, or None.  Eight contiguous and aligned elements are an item.  A
+// thread has two items of each of two groups: 64 bytes of bfloat16 a turn.  Groups with more than 64 items are cast one by one.
 //
-// SUMS: the quantised side is digested too.  A thread has two neighbouring items, half a cell of codes of 4 bits or a whole one, of
-// each of two groups.  A group has an even number of items, at most as many as a warp has threads.
+// SUMS: the quantised side is digested too.  Then the two items are neighbours, half a cell of codes of 4 bits or a whole one, and a
+// group has an even number of items, at most as many as a warp has threads.
 template <int OUTER, int INNER, class FROM, class TO, class SCALE, bool SUMS = false>
 struct Cast : CastNest<OUTER, INNER> {
   using Nest = CastNest<OUTER, INNER>;
   using Place = typename Nest::Place;
   using Nest::larger;
-  // With digests a thread needs more registers.
-  static constexpr uint32_t kThreads = SUMS ? 768 : Nest::kThreads;
+  static constexpr uint32_t kThreads = FROM::kBits == 32 ? 512 : 768;  // a thread needs more than 80 registers, or than 64
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>, kComputes = kQuantises && kHasScales;
   static constexpr int ITEM = 8;
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (SUMS && items_of_group(a->part[0]) > 32) return KVBM_TOO_LARGE;
-    constexpr bool kMayHaveWhole = SUMS && (FROM::kBits == 4 || TO::kBits == 4);
-    return Nest::prepare(a, sms, {FROM::kBits + TO::kBits, SUMS ? 2 : 1, kMayHaveWhole ? 1 : 2}, grid, kThreads);
+    return Nest::prepare(a, sms, {FROM::kBits + TO::kBits, 2, FROM::kBits == 4 || TO::kBits == 4 ? 1 : 2}, grid, kThreads);
   }
 
   // The codes of an item, packed as in memory: 32 bits, or more for wide formats.
@@ -341,15 +346,9 @@ struct Cast : CastNest<OUTER, INNER> {
 
   // The larger of `most` and the codes of an item, without signs.  Codes of larger values are larger.
   static KVBM_INLINE uint32_t largest_of(const Codes<FROM>& codes, uint32_t most) {
-    if constexpr (FROM::kBits == 32) {
-      KVBM_UNROLL
-      for (int i = 0; i < ITEM; ++i) most = larger(most, codes.x[i] & ~kSign);
-    } else {
-      uint32_t both = codes.x[0] & 0x7fff7fff;
-      KVBM_UNROLL
-      for (int i = 1; i < ITEM / 2; ++i) both = larger_halves(both, codes.x[i] & 0x7fff7fff);
-      most = larger(most, larger(both & 0xffff, both >> 16));
-    }
+    static_assert(FROM::kBits == 32, "of shorter codes two are compared at a time");
+    KVBM_UNROLL
+    for (int i = 0; i < ITEM; ++i) most = larger(most, codes.x[i] & ~kSign);
     return most;
   }
   // The same of finite values only.
@@ -378,7 +377,7 @@ struct Cast : CastNest<OUTER, INNER> {
   }
 
 #ifdef __CUDACC__
-  // FINITE: no element is infinite or NaN; `finite`: the same, but not known before.
+  // FINITE: no element is infinite or NaN (E2m1: NaN, with a sign); `finite`: the same, but not known before.
   template <bool FINITE = false>
   static __device__ __forceinline__ Codes<TO> cast(const Codes<FROM>& codes, float factor, bool finite = true) {
     float x[ITEM];
@@ -395,18 +394,22 @@ struct Cast : CastNest<OUTER, INNER> {
         }
       }
     }
+    Codes<TO> made;
+    if constexpr (FINITE && kSame<TO, E2m1>) {
+      Eight<E2m1>::template round<FROM::kBits>(codes.x, x, factor, made.x);
+      return made;
+    }
     KVBM_UNROLL
     for (int i = 0; i < ITEM; ++i) x[i] *= factor;
-    if constexpr (FINITE && Eight<TO>::kRounds) {
+    if constexpr (FINITE && kSame<TO, I8>) {
       if (!finite) {
         KVBM_UNROLL
-        for (int i = 0; i < ITEM; ++i) x[i] = Eight<TO>::limited(x[i]);
+        for (int i = 0; i < ITEM; ++i) x[i] = Eight<I8>::limited(x[i]);
       }
     }
-    Codes<TO> made;
-    if constexpr (FINITE && Eight<TO>::kRounds) {
-      static_assert(!kSame<TO, I8> || kSame<SCALE, F32>, "with a scale of float32 all codes are from -127 to 127");
-      Eight<TO>::round(x, made.x);
+    if constexpr (FINITE && kSame<TO, I8>) {
+      static_assert(kSame<SCALE, F32>, "with a scale of float32 all codes are from -127 to 127");
+      Eight<I8>::round(x, made.x);
     } else {
       KVBM_UNROLL
       for (int i = 0; i < ITEM; i += 2) {
@@ -420,14 +423,32 @@ struct Cast : CastNest<OUTER, INNER> {
     }
     return made;
   }
+
+  static __device__ __forceinline__ Codes<TO> multiplied(const Codes<FROM>& codes, const Multiplier<FROM, TO>& by) {
+    if constexpr (Multiplier<FROM, TO>::kLooksUp) {
+      Codes<TO> made;
+      by.look_up(codes.x, made.x);
+      return made;
+    } else {
+      return cast(codes, by.factor);
+    }
+  }
 #endif
 
   // The scale of the caller for a group, if these formats use it.
   static KVBM_INLINE float given_scale(const kvbm_args& a, uint32_t chunk, uint32_t group) {
     if constexpr (kHasScales && !kSame<SCALE, E4m3>)
       return 1.0f;
+    else if constexpr (SUMS)
+      return a.part[0].given_scale;  // one for all, where casts digest
     else
       return Nest::given_scale(a, a.part[0], chunk, group);
+  }
+  static KVBM_INLINE void given_scales(const kvbm_args& a, uint32_t chunk, uint32_t group, float (&given)[2]) {
+    if constexpr (SUMS || (kHasScales && !kSame<SCALE, E4m3>))
+      given[0] = given[1] = given_scale(a, chunk, group);
+    else
+      Nest::given_scales(a, a.part[0], chunk, group, given);
   }
   // Stores the scale of a group, and returns its code.
   static KVBM_INLINE uint32_t put_scale(const kvbm_part& s, uint32_t largest, char* scale, float given) {
@@ -435,7 +456,6 @@ struct Cast : CastNest<OUTER, INNER> {
     if (scale) Nest::store_code(SCALE::kBits, scale, code, s.word);
     return code;
   }
-  static KVBM_INLINE float computed_factor(uint32_t scale, float given) { return 1.0f / factor_of<SCALE>(scale, given); }
   // `scale`: its code.
   static KVBM_INLINE float stored_factor(uint32_t scale, float given) {
     if constexpr (kHasScales)
@@ -455,107 +475,76 @@ struct Cast : CastNest<OUTER, INNER> {
   static __device__ __forceinline__ void run(const kvbm_args& a, char*) {
     const kvbm_part& p = a.part[0];
     const Lane mine(p);
-    if constexpr (SUMS) {
-      run_sums(a, mine);
-    } else {
-      Nest::template for_tiles<false>(a, [&](const Tile& tile) {
-        uint32_t group = tile.first;
-        if (p.tile[1].n > mine.width)
-          for (; group < tile.last; group += mine.rows) run_long(a, tile, group + mine.row, mine);
-        else
-          for (; group < tile.last; group += 2 * mine.rows) run_two(a, tile, group + 2 * mine.row, mine);
-      });
-    }
-  }
-
-  // A group, which has an even number, and the next one; each has no more items than threads.  Both are loaded before they are cast.
-  static __device__ __forceinline__ void run_two(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine) {
-    const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
-    Codes<FROM> codes[2];
-    const Place first = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);
-    const bool is_apart = p.inner[kGroup].extent.n % 2;
-    const Place second = is_apart ? Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1)
-                                  : Nest::template next<kQuantises>(p, s, first);
-    Place place[2] = {first, second};
-    uint32_t src = 0, dst = 0;
-    Nest::step_item(p, mine.lane, src, dst);
-    const bool odd = mine.lane & 1;
-    bool has_group[2], has_item[2];
-    KVBM_UNROLL
-    for (uint32_t u = 0; u < 2; ++u) {
-      has_group[u] = group + u < tile.last;
-      has_item[u] = has_group[u] && mine.lane < p.tile[1].n;
-      place[u].dst += dst;
-      if (has_item[u]) load_item(p, place[u].src + src, codes[u]);
-    }
-    auto put = [&](uint32_t u, auto cast_item) {
-      if (!has_item[u]) return;
-      store_item(p, place[u].dst, cast_item(codes[u]));
-    };
-    if constexpr (kComputes) {
-      // A lane makes the scale of one of the groups, and its neighbour that of the other.
-      uint32_t largest[2];
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u) largest[u] = has_item[u] ? largest_of(codes[u], 0) : 0;
-      uint32_t most = Nest::largest_in_groups(largest, mine.lane, mine.width);
-      const bool finite = !__any_sync(~0u, most >= FROM::kInfinite);
-      if (!finite) {
-        KVBM_UNROLL
-        for (uint32_t u = 0; u < 2; ++u) largest[u] = has_item[u] ? largest_finite(codes[u], 0) : 0;
-        most = Nest::largest_in_groups(largest, mine.lane, mine.width);
+    Sums sums(p, a.part[kHasScales], mine.lane, mine.width, mine.row, SUMS ? Nest::key_of_item(p, 2 * mine.lane) : 0);
+    Nest::template for_tiles<SUMS>(a, [&](const Tile& found) {
+      if (!SUMS && p.tile[1].n > mine.width) {
+        for (uint32_t group = found.first; group < found.last; group += mine.rows) run_long(a, found, group + mine.row, mine);
+        return;
       }
-      const bool stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
-      const float given = given_scale(a, tile.chunk, group + odd);
-      const uint32_t code = put_scale(s, most, stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given);
-      const float own = computed_factor(code, given), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
-      const float factor[2] = {odd ? other : own, odd ? own : other};
-      if constexpr (Eight<TO>::kRounds) {
-        KVBM_UNROLL
-        for (uint32_t u = 0; u < 2; ++u)
-          if (finite) put(u, [&](const auto& item) { return cast<true>(item, factor[u]); });
-      }
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u)
-        if (!Eight<TO>::kRounds || !finite) put(u, [&](const auto& item) { return cast(item, factor[u]); });
-    } else {
-      uint32_t scale[2] = {};
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u)
-        if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
-      float factor[2];
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(scale[u], given_scale(a, tile.chunk, group + u));
-      KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u) put(u, [&](const auto& item) { return cast(item, factor[u]); });
-    }
-  }
-
-  // With digests.
-  static __device__ __forceinline__ void run_sums(const kvbm_args& a, const Lane& mine) {
-    const kvbm_part& p = a.part[0];
-    Sums sums(p, a.part[kHasScales], mine.lane, mine.width, mine.row, Nest::key_of_item(p, 2 * mine.lane));
-    Nest::template for_tiles<true>(a, [&](const Tile& found) {
       Tile tile = found;
-      uint32_t src = 0, dst = 0, none = 0;
-      Nest::step_item(p, 2 * mine.lane, src, kQuantises ? dst : none);
-      if constexpr (!kQuantises) Nest::step_item(p, stored_item(mine), none, dst);
-      tile.at.src += src;
-      tile.at.dst += dst;
+      const Items items(p, mine);
+      tile.at.src += items.src;
+      tile.at.dst += items.dst;
       for (uint32_t first = tile.first; first < tile.last; first += 2 * mine.rows)
-        run_cells(a, tile, first + 2 * mine.row, mine, first + 2 * mine.rows >= tile.last, sums);
-      add_to_digest<32>(a, p, tile.chunk * p.tiles.n, threadIdx.x % 32, 32, sums.take());
+        run_two(a, tile, items, first + 2 * mine.row, mine, first + 2 * mine.rows >= tile.last, sums);
+      if constexpr (SUMS) add_to_digest<32>(a, p, tile.chunk * p.tiles.n, threadIdx.x % 32, 32, sums.take());
     });
   }
 
-  // A group, which has an even number, and the next one.
-  static __device__ __forceinline__ void run_cells(const kvbm_args& a, const Tile& tile, uint32_t group, const Lane& mine,
-                                                   bool is_last, Sums& sums) {
+  // Offsets of the first item of a thread in its group, and of the second from the first.
+  struct Items {
+    uint32_t src = 0, dst = 0, second_src = ITEM * FROM::kBits / 8, second_dst = ITEM * TO::kBits / 8;
+
+    __device__ __forceinline__ Items(const kvbm_part& p, const Lane& mine) {
+      if constexpr (SUMS) {
+        Nest::step_item(p, 2 * mine.lane, src, dst);
+      } else {
+        // A warp's threads have neighbouring items.  If there is no second item, it is the first once more.
+        uint32_t item = mine.lane + p.tile[1].n;
+        if (item >= items_of(p)) item = mine.lane;
+        _Pragma("unroll 1") for (int k = 0; k < 2; ++k) {
+          second_src = src;
+          second_dst = dst;
+          src = dst = 0;
+          Nest::step_item(p, item, src, dst);
+          item = mine.lane;
+        }
+        second_src -= src;
+        second_dst -= dst;
+      }
+      if (!kQuantises && exchanges(p, mine)) {
+        const uint32_t stored = stored_item(mine);
+        uint32_t none = 0;
+        dst = 0;
+        second_dst = 0;
+        Nest::step_item(p, stored, none, dst);
+        Nest::step_item(p, stored + 2, none, second_dst);
+        second_dst -= dst;
+      }
+    }
+  };
+  static __device__ __forceinline__ uint32_t items_of(const kvbm_part& p) {
+    return p.inner[0].extent.n * p.inner[1].extent.n * p.inner[2].extent.n;
+  }
+  // Whether a thread has all of two neighbouring groups.
+  static __device__ __forceinline__ bool has_pair(const kvbm_part& p, const Lane& mine) {
+    return kHasBoth && mine.width == 1 && (SUMS || (p.inner[0].extent.n == 2 && p.inner[kGroup].extent.n % 2 == 0));
+  }
+  // Whether two threads exchange items before they store them.
+  static __device__ __forceinline__ bool exchanges(const kvbm_part& p, const Lane& mine) {
+    return SUMS || (TO::kBits == 16 && has_pair(p, mine));
+  }
+
+  // A group, which has an even number, and the next one; each has at most twice as many items as threads.  All is loaded before it
+  // is cast.
+  static __device__ __forceinline__ void run_two(const kvbm_args& a, const Tile& tile, const Items& items, uint32_t group,
+                                                 const Lane& mine, bool is_last, Sums& sums) {
     const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
     Place place[2];
     Keys key[2] = {};
-    place[0] = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group, &key[0]);
+    place[0] = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group, SUMS ? &key[0] : nullptr);
     if (p.inner[kGroup].extent.n % 2) {
-      place[1] = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1, &key[1]);
+      place[1] = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group + 1, SUMS ? &key[1] : nullptr);
     } else {
       place[1] = Nest::template next<kQuantises>(p, s, place[0]);
       key[1] = {key[0].item + p.inner[kGroup].key, key[0].scale + s.inner[kGroup].key};
@@ -566,14 +555,17 @@ struct Cast : CastNest<OUTER, INNER> {
       has_group[u] = group + u < tile.last;
       has[u] = has_group[u] && mine.lane < p.tile[1].n;
     }
-    const float given = p.given_scale;  // one for all, where casts digest
     uint32_t words[4 * kWords], scale[2] = {};
-    float factor[2];
+    float factor[2], given[2];
     if constexpr (kQuantises) {
       Codes<FROM> codes[2][2];
       KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u)
-        if (has[u]) load_items(place[u].src, codes[u]);
+      for (uint32_t u = 0; u < 2; ++u) {
+        if (!has[u]) continue;
+        load_source(place[u].src, codes[u][0]);
+        load_source(place[u].src + items.second_src, codes[u][1]);
+      }
+      given_scales(a, tile.chunk, group, given);
       bool finite = true;
       if constexpr (kComputes) {
         uint32_t most[2];
@@ -581,20 +573,21 @@ struct Cast : CastNest<OUTER, INNER> {
         if constexpr (kHasBoth) {
           KVBM_UNROLL
           for (uint32_t u = 0; u < 2; ++u) {
-            scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given);
-            factor[u] = computed_factor(scale[u], given);
+            scale[u] = put_scale(s, most[u], mine.lane == 0 && has_group[u] ? place[u].scale : nullptr, given[u]);
+            factor[u] = reciprocal_of<SCALE>(scale[u], given[u]);
           }
-        } else {  // a lane makes the scale of one of the groups, and its neighbour that of the other
+        } else {  // a lane makes the scale of one of the groups, and its neighbour that of the other; the caller's is 1
           const bool odd = mine.lane & 1, stores = mine.lane < 2 && (odd ? has_group[1] : has_group[0]);
           const uint32_t code =
-              put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given);
-          const float own = computed_factor(code, given), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
+              put_scale(s, odd ? most[1] : most[0], stores ? (odd ? place[1].scale : place[0].scale) : nullptr, given[0]);
+          const float own = reciprocal_of<SCALE>(code, given[0]), other = float_of(__shfl_xor_sync(~0u, bits_of(own), 1));
           factor[0] = odd ? other : own;
           factor[1] = odd ? own : other;
           scale[0] = scale[1] = code;
         }
       } else {
-        factor[0] = factor[1] = stored_factor(0, given);
+        KVBM_UNROLL
+        for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(0, given[u]);
       }
       KVBM_UNROLL
       for (uint32_t u = 0; u < 2; ++u) {
@@ -604,8 +597,10 @@ struct Cast : CastNest<OUTER, INNER> {
           const Codes<TO> made = cast<kComputes>(codes[u][h], factor[u], finite);
           KVBM_UNROLL
           for (int i = 0; i < kWords; ++i) words[(2 * u + h) * kWords + i] = made.x[i];
+          if (!SUMS && !is_joined(p, mine)) store_item(p, place[u].dst + h * items.second_dst, made);
         }
-        if (!is_joined(p, mine)) Nest::template store_words<2 * kWords>(place[u].dst, words + 2 * u * kWords);
+        if constexpr (SUMS)
+          if (!is_joined(p, mine)) Nest::template store_words<2 * kWords>(place[u].dst, words + 2 * u * kWords);
       }
       if (is_joined(p, mine) && has[0]) Nest::template store_words<4>(place[0].dst, words);
     } else {
@@ -613,48 +608,78 @@ struct Cast : CastNest<OUTER, INNER> {
         if (has[0]) Nest::template load_words<4>(place[0].src, words);
       } else {
         KVBM_UNROLL
-        for (uint32_t u = 0; u < 2; ++u)
-          if (has[u]) Nest::template load_words<2 * kWords>(place[u].src, words + 2 * u * kWords);
+        for (uint32_t u = 0; u < 2; ++u) {
+          if (!has[u]) continue;
+          if constexpr (SUMS) {
+            Nest::template load_words<2 * kWords>(place[u].src, words + 2 * u * kWords);
+          } else {
+            KVBM_UNROLL
+            for (uint32_t h = 0; h < 2; ++h) {
+              Codes<FROM> codes;
+              load_item(p, place[u].src + h * items.second_src, codes);
+              KVBM_UNROLL
+              for (int i = 0; i < kWords; ++i) words[(2 * u + h) * kWords + i] = codes.x[i];
+            }
+          }
+        }
       }
       KVBM_UNROLL
-      for (uint32_t u = 0; u < 2; ++u) {
+      for (uint32_t u = 0; u < 2; ++u)
         if (kHasScales && has_group[u]) scale[u] = Nest::load_code(SCALE::kBits, place[u].scale, s.word);
-        factor[u] = stored_factor(scale[u], given);
-      }
-      put_items(p, tile, group, mine, has_group, place, factor, words);
+      given_scales(a, tile.chunk, group, given);
+      KVBM_UNROLL
+      for (uint32_t u = 0; u < 2; ++u) factor[u] = stored_factor(scale[u], given[u]);
+      put_items(p, tile, items, group, mine, has_group, has, place, factor, words);
     }
-    sums.add(words, has, has_group, key, scale, tile.keys, is_last);
+    if constexpr (SUMS) sums.add(words, has, has_group, key, scale, tile.keys, is_last);
   }
 
   // 32-bit words of an item of quantised codes.
-  static constexpr int kWords = (kQuantises ? TO::kBits : FROM::kBits) == 8 ? 2 : 1;
+  static constexpr int kWords = kQuantises ? Codes<TO>::kWords : Codes<FROM>::kWords;
   // Whether two groups are one cell whose bytes follow each other.
   static __device__ __forceinline__ bool is_joined(const kvbm_part& p, const Lane& mine) {
-    return kHasBoth && mine.width == 1 && (kQuantises ? p.inner[kGroup].dst : p.inner[kGroup].src) == 8 * kWords;
+    return has_pair(p, mine) && (kQuantises ? p.inner[kGroup].dst : p.inner[kGroup].src) == 8 * kWords;
   }
-  // Two items that follow each other.
-  static __device__ __forceinline__ void load_items(const char* from, Codes<FROM> (&codes)[2]) {
-    constexpr int kLoads = FROM::kBits / 16;
+  // An item that is not quantised.  Where a thread loads the other half of a sector next, the L1 keeps it.
+  static __device__ __forceinline__ void load_source(const char* from, Codes<FROM>& codes) {
     KVBM_UNROLL
-    for (int w = 0; w < 2 * kLoads; ++w) {
+    for (int w = 0; w < FROM::kBits / 16; ++w) {
       Word16 v;
-      load_half(v, from + 16 * w);
+      if constexpr (SUMS || kHasBoth || FROM::kBits == 32)
+        load_half(v, from + 16 * w);
+      else
+        load(v, from + 16 * w);
       KVBM_UNROLL
-      for (int i = 0; i < 4; ++i) codes[w / kLoads].x[w % kLoads * 4 + i] = v.x[i];
+      for (int i = 0; i < 4; ++i) codes.x[w * 4 + i] = v.x[i];
     }
   }
 
   // The largest finite codes of two groups; true if all are finite.
-  static __device__ __forceinline__ bool find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
+  static __device__ __forceinline__ bool find_largest(Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
                                                       uint32_t (&most)[2]) {
     find_largest<false>(codes, has, width, most);
     const bool finite = !__any_sync(~0u, larger(most[0], most[1]) >= FROM::kInfinite);
-    if (!finite) find_largest<true>(codes, has, width, most);
+    if (!finite) {
+      find_largest<true>(codes, has, width, most);
+      if constexpr (kSame<TO, E2m1>) {
+        KVBM_UNROLL
+        for (int i = 0; i < 4; ++i) drop_signs_of_nan(codes[i / 2][i % 2]);
+      }
+    }
     return finite;
+  }
+  static __device__ __forceinline__ void drop_signs_of_nan(Codes<FROM>& codes) {
+    constexpr uint32_t kSignOf = 1u << (FROM::kBits % 32 ? 15 : 31), kAll = FROM::kBits == 32 ? ~0u : 0xffff;
+    KVBM_UNROLL
+    for (int i = 0; i < ITEM; ++i) {
+      const int shift = FROM::kBits == 32 ? 0 : i % 2 * 16;
+      uint32_t& word = codes.x[FROM::kBits == 32 ? i : i / 2];
+      if ((word >> shift & kAll & ~kSignOf) > FROM::kInfinite) word &= ~(kSignOf << shift);
+    }
   }
   // FILTERS: of the finite ones.
   template <bool FILTERS>
-  static __device__ __forceinline__ void find_largest(const Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
+  static __device__ __forceinline__ void find_largest(Codes<FROM> (&codes)[2][2], const bool (&has)[2], uint32_t width,
                                                       uint32_t (&most)[2]) {
     if constexpr (FROM::kBits == 16) {  // of both groups in one word
       // What is added makes codes that are not finite negative.
@@ -685,65 +710,49 @@ struct Cast : CastNest<OUTER, INNER> {
     }
   }
 
-  // Threads store neighbouring items, so that a warp stores whole sectors: of two items a thread with an even number has the first,
-  // the next thread the second.  `stored_item`: the first that a thread has in its group.
+  // Where threads exchange items, a warp stores whole sectors: of two items a thread with an even number has the first, the next
+  // thread the second.  `stored_item`: the first that a thread has in its group.
   static __device__ __forceinline__ uint32_t stored_item(const Lane& mine) {
     return mine.width == 1 ? threadIdx.x & 1 : 2 * (mine.lane & ~1u) + (mine.lane & 1);
   }
-  // Casts the items of two groups, after threads have exchanged half of them.
-  static __device__ __forceinline__ void put_items(const kvbm_part& p, const Tile& tile, uint32_t group, const Lane& mine,
-                                                   const bool (&has_group)[2], const Place (&place)[2],
-                                                   const float (&factor)[2], const uint32_t* words) {
+  // `first` and `second` of an even thread become the firsts, those of the next thread the seconds of both.
+  static __device__ __forceinline__ void exchange(uint32_t& first, uint32_t& second) {
     const bool odd = threadIdx.x & 1;
-    uint32_t first[2][kWords], second[2][kWords];  // of a pair of threads: what the even one had, and what the odd one had
+    const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
+    first = odd ? got : first;
+    second = odd ? second : got;
+  }
+  // Casts and stores the items of two groups.
+  static __device__ __forceinline__ void put_items(const kvbm_part& p, const Tile& tile, const Items& items, uint32_t group,
+                                                   const Lane& mine, const bool (&has_group)[2], const bool (&has)[2],
+                                                   const Place (&place)[2], const float (&factor)[2], const uint32_t* words) {
+    const bool both = has_pair(p, mine) && exchanges(p, mine);  // the items of an even thread, then those of the next one
+    const uint32_t odd = threadIdx.x & 1, own = uint32_t(place[0].dst - tile.at.dst);
+    const uint32_t other = both ? __shfl_xor_sync(~0u, own, 1) : 0;
     KVBM_UNROLL
     for (int u = 0; u < 2; ++u) {
+      Codes<FROM> codes[2];
       KVBM_UNROLL
       for (int i = 0; i < kWords; ++i) {
-        const uint32_t one = words[2 * u * kWords + i], two = words[(2 * u + 1) * kWords + i];
-        const uint32_t got = __shfl_xor_sync(~0u, odd ? one : two, 1);
-        first[u][i] = odd ? got : one;
-        second[u][i] = odd ? two : got;
+        codes[0].x[i] = words[2 * u * kWords + i];
+        codes[1].x[i] = words[(2 * u + 1) * kWords + i];
+        if (SUMS && !both) exchange(codes[0].x[i], codes[1].x[i]);
       }
-    }
-    char* to[2][2];
-    float by[2][2];
-    bool stores[2][2];
-    if (kHasBoth && mine.width == 1) {  // both groups of the even thread, and both of the odd one
-      const uint32_t lane = threadIdx.x % 32, offset = uint32_t(place[0].dst - tile.at.dst);
-      KVBM_UNROLL
-      for (int whose = 0; whose < 2; ++whose) {
-        const uint32_t from = (lane & ~1u) + whose;
-        to[whose][0] = tile.at.dst + __shfl_sync(~0u, offset, from);
-        to[whose][1] = to[whose][0] + uint32_t(p.inner[kGroup].dst);
+      const Multiplier<FROM, TO> by(factor[u]);
+      Codes<TO> made[2] = {multiplied(codes[0], by), multiplied(codes[1], by)};
+      if (both) {
         KVBM_UNROLL
-        for (int u = 0; u < 2; ++u) {
-          by[whose][u] = float_of(__shfl_sync(~0u, bits_of(factor[u]), from));
-          stores[whose][u] = group - 2 * lane + 2 * from < tile.last;
+        for (int i = 0; i < Codes<TO>::kWords; ++i) exchange(made[0].x[i], made[1].x[i]);
+      }
+      KVBM_UNROLL
+      for (uint32_t k = 0; k < 2; ++k) {
+        char* to = place[u].dst + k * items.second_dst;
+        bool stores = SUMS ? has_group[u] && stored_item(mine) + 2 * k < 2 * p.tile[1].n : has[u];
+        if (both) {
+          to = tile.at.dst + (odd == k ? own : other) + u * uint32_t(p.inner[kGroup].dst);
+          stores = group - 2 * odd + 2 * k < tile.last;
         }
-      }
-    } else {
-      const uint32_t item = stored_item(mine), items = 2 * p.tile[1].n;
-      uint32_t none = 0, offset[2] = {0, 0};
-      KVBM_UNROLL
-      for (int whose = 0; whose < 2; ++whose) {
-        Nest::step_item(p, item + 2 * whose, none, offset[whose]);
-        KVBM_UNROLL
-        for (int u = 0; u < 2; ++u) {
-          to[whose][u] = place[u].dst + (offset[whose] - offset[0]);
-          by[whose][u] = factor[u];
-          stores[whose][u] = has_group[u] && item + 2 * whose < items;
-        }
-      }
-    }
-    KVBM_UNROLL
-    for (int u = 0; u < 2; ++u) {
-      KVBM_UNROLL
-      for (int whose = 0; whose < 2; ++whose) {
-        Codes<FROM> codes;
-        KVBM_UNROLL
-        for (int i = 0; i < kWords; ++i) codes.x[i] = whose ? second[u][i] : first[u][i];
-        if (stores[whose][u]) store_item(p, to[whose][u], cast(codes, by[whose][u]));
+        if (stores) store_item(p, to, made[k]);
       }
     }
   }
@@ -752,7 +761,7 @@ struct Cast : CastNest<OUTER, INNER> {
   // values, because what a call gets by reference lies in memory all the time.
   static __device__ __noinline__ void run_long(const kvbm_args& a, Tile tile, uint32_t group, Lane mine) {
     const kvbm_part &p = a.part[0], &s = a.part[kHasScales];
-    const uint32_t items = group < tile.last ? p.tile[1].n : 0;
+    const uint32_t items = group < tile.last ? items_of(p) : 0;
     const Place place = Nest::template find<kQuantises>(p, s, tile.at, tile.scales, group);
     const float given = given_scale(a, tile.chunk, group);
     float factor = 0;
@@ -766,16 +775,17 @@ struct Cast : CastNest<OUTER, INNER> {
         largest = largest_finite(codes, largest);
       }
       largest = Nest::largest_in_group(largest, mine.width);
-      factor = computed_factor(put_scale(s, largest, items && mine.lane == 0 ? place.scale : nullptr, given), given);
+      factor = reciprocal_of<SCALE>(put_scale(s, largest, items && mine.lane == 0 ? place.scale : nullptr, given), given);
     } else if (items) {
       factor = stored_factor(kHasScales ? Nest::load_code(SCALE::kBits, place.scale, s.word) : 0, given);
     }
+    const Multiplier<FROM, TO> by(factor);
     for (uint32_t i = mine.lane; i < items; i += mine.width) {
       Codes<FROM> codes;
       uint32_t src = 0, dst = 0;
       Nest::step_item(p, i, src, dst);
       load_item(p, place.src + src, codes);
-      store_item(p, place.dst + dst, cast(codes, factor));
+      store_item(p, place.dst + dst, multiplied(codes, by));
     }
   }
 #else

@@ -238,12 +238,42 @@ KVBM_INLINE void value_of_two(uint32_t codes, float& first, float& second) {
 __device__ __forceinline__ uint32_t four_bytes(uint32_t low, uint32_t high, uint32_t numbers) {
   return __byte_perm(low, high, numbers);
 }
-// The lowest, or the highest, byte of each of four words.
+// The lowest byte of each of four words.
 __device__ __forceinline__ uint32_t lowest_bytes(const uint32_t (&x)[4]) {
   return four_bytes(four_bytes(x[0], x[1], 0x0040), four_bytes(x[2], x[3], 0x0040), 0x5410);
 }
-__device__ __forceinline__ uint32_t highest_bytes(const uint32_t (&x)[4]) {
-  return four_bytes(four_bytes(x[0], x[1], 0x0073), four_bytes(x[2], x[3], 0x0073), 0x5410);
+// As four_bytes, but each byte is 0xff or 0, by its sign.
+KVBM_INLINE uint32_t four_signs(uint32_t low, uint32_t high, uint32_t numbers) {
+  uint32_t signs = 0;
+#ifdef __CUDA_ARCH__
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(low), "r"(high), "r"(numbers | 0x8888));
+#else
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  for (int i = 0; i < 4; ++i) signs |= uint32_t(bytes >> (8 * (numbers >> 4 * i & 7) + 7) & 1) * 0xff << 8 * i;
+#endif
+  return signs;
+}
+
+// A product, or a sum, limited to 0 .. 1; 0 for NaN.  A GPU has more units for these than for minima.
+KVBM_INLINE float limited_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float x;
+  asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+#else
+  const float x = a * b;
+  return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f;
+#endif
+}
+KVBM_INLINE float limited_sum(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float x;
+  asm("add.rn.sat.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+#else
+  const float x = a + b;
+  return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f;
+#endif
 }
 
 // a + b, also where `a` is a product: nvcc would make one fused operation of both.
@@ -257,39 +287,57 @@ __device__ __forceinline__ float unfused_sum(float a, float b) {
 
 template <class F>
 struct Eight {
-  static constexpr bool kRounds = false, kValues = false;  // whether it has them
+  static constexpr bool kValues = false;  // whether it has them
 };
 
 template <>
 struct Eight<E2m1> {
-  static constexpr bool kRounds = true, kValues = true;
-  // What `round` takes instead of a value that is not finite; the code is the same.
-  static __device__ __forceinline__ float limited(float x) { return x == x ? x : 0.0f; }
+  static constexpr bool kValues = true;
 
-  // The codes of numbers.  Adding a number whose last bit is worth the unit of the code (1/2 below 2, 1 below 4, 2 above)
-  // rounds to that unit.  The number is 2^e * (2^22 + 3), so the sum has the mantissa 6 + the value in units, and the exponent
-  // 149 + e.  The code is the value in units + 2 * e, and 2 * 149 + 6 is a multiple of 8.
-  static __device__ __forceinline__ void round(const float (&x)[8], uint32_t* made) {
-    uint32_t codes[2];
+  // The codes of products by a positive factor.  `codes`: the numbers as codes of BITS bits, for their signs.  NaN, without a sign,
+  // is 0.
+  //
+  // Where h is half of a product's size, its code is 4h limited to 4, plus 2(h - 1) limited to 0 .. 2, plus h - 2 limited to 0 .. 1,
+  // rounded.  At most one of the three is not whole.  They are added to a number whose last bit is worth one.
+  template <int BITS>
+  static __device__ __forceinline__ void round(const uint32_t* codes, const float (&x)[8], float factor, uint32_t* made) {
+    constexpr uint32_t kWhole = 0x4b400000;  // 1.5 * 2^23
+    const float by = 0.5f * factor;
+    uint32_t sums[8];
     KVBM_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      uint32_t sums[4], bits[4];
-      KVBM_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        bits[k] = bits_of(x[4 * i + k]);
+    for (int i = 0; i < 8; ++i) {
 #ifdef __CUDA_ARCH__
-        const float size = fminf(fabsf(x[4 * i + k]), 6.0f), least = fmaxf(size, 1.0f);
-        const uint32_t sum = bits_of(__fmaf_rn(float_of(bits_of(least) & kInfinity), 4194307.0f, size));
+      const float size = fabsf(x[i]), half = size * by;
+      const float low = __fmaf_rn(limited_product(size, by), 4.0f, float_of(kWhole));
+      const float middle = __fmaf_rn(limited_sum(half, -1.0f), 2.0f, low);
 #else
-        const float whole = float_of(bits[k] & ~kSign), size = whole < 6.0f ? whole : 6.0f, least = size > 1.0f ? size : 1.0f;
-        const uint32_t sum = bits_of(__builtin_fmaf(float_of(bits_of(least) & kInfinity), 4194307.0f, size));
+      const float size = float_of(bits_of(x[i]) & ~kSign), half = size * by;
+      const float low = __builtin_fmaf(limited_product(size, by), 4.0f, float_of(kWhole));
+      const float middle = __builtin_fmaf(limited_sum(half, -1.0f), 2.0f, low);
 #endif
-        sums[k] = sum + (sum >> 22);
-      }
-      const uint32_t bytes = (lowest_bytes(sums) & 0x07070707) | (highest_bytes(bits) >> 4 & 0x08080808);
-      codes[i] = bytes | bytes >> 4;  // bytes 0 and 2 have two codes each
+      sums[i] = bits_of(unfused_sum(middle, limited_sum(half, -2.0f)));
     }
-    made[0] = four_bytes(codes[0], codes[1], 0x6420);
+    KVBM_UNROLL
+    for (int bits = 4; bits <= 16; bits *= 2) {  // two, then four, then eight codes in a word
+      KVBM_UNROLL
+      for (int i = 0; i < 16 / bits; ++i) sums[i] = sums[2 * i] + (sums[2 * i + 1] << bits);
+    }
+    made[0] = sums[0] - kWhole * 0x11111111u + (signs<BITS>(codes) & 0x88888888);
+  }
+
+  // Signs of eight codes, in all of their bits.
+  template <int BITS>
+  static __device__ __forceinline__ uint32_t signs(const uint32_t* codes) {
+    uint32_t even, odd;
+    if constexpr (BITS == 16) {
+      const uint32_t low = four_signs(codes[0], codes[1], 0x7351), high = four_signs(codes[2], codes[3], 0x7351);
+      even = four_bytes(low, high, 0x5410);
+      odd = four_bytes(low, high, 0x7632);
+    } else {
+      even = four_bytes(four_signs(codes[0], codes[2], 0x7373), four_signs(codes[4], codes[6], 0x7373), 0x5410);
+      odd = four_bytes(four_signs(codes[1], codes[3], 0x7373), four_signs(codes[5], codes[7], 0x7373), 0x5410);
+    }
+    return (even & 0x0f0f0f0f) | (odd & 0xf0f0f0f0);
   }
 
   // The high and low bytes of bfloat16 are looked up.
@@ -311,7 +359,7 @@ struct Eight<E2m1> {
 
 template <>
 struct Eight<I8> {
-  static constexpr bool kRounds = true, kValues = true;
+  static constexpr bool kValues = true;
   static __device__ __forceinline__ float limited(float x) {
     const float most = x < 127.0f ? x : 127.0f, both = most > -127.0f ? most : -127.0f;
     return x == x ? both : 0.0f;
@@ -334,6 +382,41 @@ struct Eight<I8> {
       const uint32_t four = codes[i] ^ 0x80808080;
       KVBM_UNROLL
       for (int k = 0; k < 4; ++k) x[4 * i + k] = float_of(four_bytes(four, 0x4b400000, 0x7650 + k)) - 12583040.0f;
+    }
+  }
+};
+
+// Multiplies by a factor.
+template <class FROM, class TO, bool LOOKS_UP = kSame<FROM, E2m1> && TO::kBits == 16>
+struct Multiplier {
+  static constexpr bool kLooksUp = false;
+  float factor;
+  __device__ __forceinline__ explicit Multiplier(float by) : factor(by) {}
+};
+// The low and the high bytes of the products of all sizes are looked up.
+template <class TO>
+struct Multiplier<E2m1, TO, true> {
+  static constexpr bool kLooksUp = true;
+  uint32_t low[2], high[2], signs;
+
+  __device__ __forceinline__ explicit Multiplier(float by) : signs(by == by ? 0x80808080 : 0) {
+    const uint32_t two[4] = {round_two<TO>(0.0f * by, 0.5f * by), round_two<TO>(by, 1.5f * by),
+                             round_two<TO>(2.0f * by, 3.0f * by), round_two<TO>(4.0f * by, 6.0f * by)};
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      low[i] = four_bytes(two[2 * i], two[2 * i + 1], 0x6420);
+      high[i] = four_bytes(two[2 * i], two[2 * i + 1], 0x7531);
+    }
+  }
+  // Eight products.
+  __device__ __forceinline__ void look_up(const uint32_t* codes, uint32_t* made) const {
+    KVBM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t four = codes[0] >> 16 * i, sizes = four & 0x7777;
+      const uint32_t of_low = four_bytes(low[0], low[1], sizes);
+      const uint32_t of_high = four_bytes(high[0], high[1], sizes) ^ (four_bytes(four, four << 4, 0x1504) & signs);
+      made[2 * i] = four_bytes(of_low, of_high, 0x5140);
+      made[2 * i + 1] = four_bytes(of_low, of_high, 0x7362);
     }
   }
 };
@@ -393,12 +476,7 @@ KVBM_INLINE uint32_t scale_of(uint32_t largest, const Range& of, float given) {
     return code < 1 ? 1 : code;
   } else {
     if (largest == 0) return 127;  // 1
-    int exponent = int(largest >> 23) - 127;
-    if (largest < kLeastNormal) {
-      exponent = -150;
-      for (uint32_t rest = largest; rest; rest >>= 1) ++exponent;
-    }
-    const int code = exponent - of.exponent + 127;
+    const int code = int(largest >> 23) - of.exponent;
     return uint32_t(code < 0 ? 0 : code);  // at most 254
   }
 }
@@ -416,6 +494,24 @@ KVBM_INLINE float factor_of(uint32_t scale, float given) {
     return factor * given;
   } else {
     return S::value(scale);
+  }
+}
+
+// The reciprocal of the factor of a scale of scale_of.
+template <class S>
+KVBM_INLINE float reciprocal_of(uint32_t scale, float given) {
+  if constexpr (kSame<S, E8m0>) {
+    return float_of(scale == 254 ? kLeastNormal >> 1 : (254 - scale) << 23);
+  } else {
+    const float factor = factor_of<S>(scale, given);
+#ifdef __CUDA_ARCH__
+    // What a division does, without its tests: the factor is from 2^-126 to 2^126.
+    float near;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(factor));
+    return __fmaf_rn(near, __fmaf_rn(-factor, near, 1.0f), near);
+#else
+    return 1.0f / factor;
+#endif
   }
 }
 

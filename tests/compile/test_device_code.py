@@ -131,7 +131,7 @@ def test_rounds(emulated: partial[str], tmp_path: Path) -> None:
 ROWS, NARROW, TILE, SUM_ROWS = "rows_o1_i3_w16", "rows_o1_i3_w8", "tile_o1_r1_e2_w16", "sum_rows_o1_i3_w16"
 FEW_ROWS = "few_rows_o4_i8_w16"
 TO_FP8, TO_FP4, TO_INT8 = (f"cast_bf16_{name}_o4_i6_e8" for name in ("e4m3_f32", "e2m1_e4m3", "i8_f32"))
-FROM_FP4, FROM_INT8 = (f"cast_{name}_o4_i6_e8" for name in ("e2m1_bf16_e4m3", "i8_bf16_f32"))
+FROM_FP8, FROM_FP4, FROM_INT8 = (f"cast_{name}_o4_i6_e8" for name in ("e4m3_bf16_f32", "e2m1_bf16_e4m3", "i8_bf16_f32"))
 TO_ANY = "cast_any_plain_o4_i8_e1"
 
 #: Kernels, what of their code is replaced, by what, and what `programs.nests.each` then says of them.
@@ -153,28 +153,36 @@ BROKEN = [
 #: The same of kernels that cast, and `programs.casts.few`.
 BROKEN_CASTS = [
     (TO_FP8, "other = 1; other < width", "other = 2; other < width"),
-    (TO_FP8, "other = 2; other < width", "other = 4; other < width"),
+    (TO_FP8, "other = 1; other < width", "other = 1; 2 * other < width"),
     (TO_ANY, "i += mine.width) cast_item(p, of, at, i, factor);", "i += 2 * mine.width) cast_item(p, of, at, i, factor);"),
     (TO_FP8, "mine.lane < 2 && (odd", "mine.lane < 1 && (odd"),
-    (TO_FP8, "{odd ? other : own, odd", "{own, odd"),
-    (TO_FP8, "if (!has_item[u]) return;", "if (!has_item[u] || !mine.lane) return;"),
-    (TO_FP8, "is_apart = p.inner[kGroup].extent.n % 2", "is_apart = false"),
+    (TO_FP8, "factor[1] = odd ? own : other", "factor[1] = own"),
+    (TO_FP8, "has[u] = has_group[u] && mine.lane <", "has[u] = has_group[u] && mine.lane + 1 <"),
+    (TO_FP8, "if (p.inner[kGroup].extent.n % 2) {", "if (false) {"),
+    (TO_FP8, "item = mine.lane + p.tile[1].n", "item = mine.lane + 1"),
+    (TO_FP8, "if (item >= items_of(p)) item = mine.lane;", ""),
+    (TO_FP8, "? items_of(p) : 0", "? p.tile[1].n : 0"),
+    (FROM_FP8, "to = place[u].dst + k * items.second_dst", "to = place[u].dst"),
+    (FROM_FP4, "p.inner[0].extent.n == 2 && p.inner[kGroup].extent.n % 2 == 0", "p.inner[0].extent.n == 2"),
     (TO_FP4, "has_group[u] = group + u < tile.last", "has_group[u] = true"),
     (TO_ANY, "min((tile + 1) * p.tile_words, p.words)", "p.words - 1"),
     (TO_FP8, "if (code < FROM::kInfinite) most = larger(most, code);", "most = larger(most, code);"),
-    (TO_FP8, "larger(both & 0xffff, both >> 16)", "both & 0xffff"),
+    (TO_FP8, "most[1] = of_two >> 16", "most[1] = of_two & 0xffff"),
     (TO_ANY, "second * uint32_t(p.inner[1].dst)", "0"),
     (TO_FP8, "(size >> kShift & 1)", "1"),
     (TO_FP8, "bits_of(scale) < kLeastNormal ? kLeastNormal : bits_of(scale)", "bits_of(scale)"),
-    (TO_FP4, "return size > kInfinity ? all<U>(NOT_A_NUMBER) : code;", "return code;"),
+    (TO_FP8, "return size > kInfinity ? all<U>(NOT_A_NUMBER) : code;", "return code;"),
     (TO_FP4, "normal < LARGEST ? normal : all<U>(LARGEST)", "normal"),
     (TO_FP8, "bits_of(float_of(size) + float_of(kUnit)) - kUnit", "all<U>(0u)"),
-    (TO_FP4, "4194307.0f", "4194306.0f"),
-    (TO_FP4, "whole < 6.0f ? whole : 6.0f", "whole"),
-    (TO_FP4, "size > 1.0f ? size : 1.0f", "size"),
-    (TO_FP4, "0x08080808", "0"),
-    (FROM_FP4, "0xc0804000", "0xc0800000"),
+    (TO_FP4, "limited_sum(half, -2.0f)", "half - 2.0f"),
+    (TO_FP4, "limited_sum(half, -1.0f)", "limited_sum(half, -1.5f)"),
+    (TO_FP4, "limited_product(size, by), 4.0f", "half, 4.0f"),
+    (TO_FP4, "0x7351", "0x7531"),
+    (TO_FP4, "(codes) & 0x88888888", "(codes) & 0"),
+    (TO_FP4, "drop_signs_of_nan(codes[i / 2][i % 2]);", "static_cast<void>(i);"),
+    (FROM_FP4, "1.5f * by", "by"),
     (FROM_FP4, "four << 4, 0x1504", "four << 4, 0x5140"),
+    (FROM_FP4, "(odd == k ? own : other)", "own"),
     (TO_INT8, "12582912.0f));  // 1.5 * 2^23", "12582913.0f));"),
     (FROM_INT8, "codes[i] ^ 0x80808080", "codes[i]"),
 ]
@@ -192,8 +200,8 @@ BROKEN_SUMS = [
     (OF_FP8, "bf16_e4m3_f32", "if (p.inner[kGroup].extent.n % 2) {", "if (false) {", BYTES),
     (OF_FP8, "bf16_e4m3_f32", "factor[0] = odd ? other : own", "factor[0] = own", BYTES),
     (OF_FP8, "bf16_e4m3_f32", "if (has[1]) sum +=", "sum +=", DIGESTS),
-    (OF_FP8, "e4m3_bf16_f32", "odd ? two : got", "odd ? got : two", BYTES),
-    (OF_FP8, "e4m3_bf16_f32", "item + 2 * whose < items", "item < items", BYTES),
+    (OF_FP8, "e4m3_bf16_f32", "second = odd ? second : got", "second = odd ? got : second", BYTES),
+    (OF_FP8, "e4m3_bf16_f32", "stored_item(mine) + 2 * k <", "stored_item(mine) <", BYTES),
     (OF_FP4, "bf16_e2m1_e4m3", "number_ % 2 ? 0x3276 : 0x5410", "0x5410", DIGESTS),
     (OF_FP4, "bf16_e2m1_e4m3", "second ? got : mine", "mine", DIGESTS),
     (OF_FP4, "bf16_e2m1_e4m3", "rows_ > 4", "rows_ > 8", DIGESTS),
@@ -201,8 +209,8 @@ BROKEN_SUMS = [
     (OF_FP4, "bf16_e2m1_e4m3", "turn < 2 ? two : 0", "two", DIGESTS),
     (OF_FP4, "bf16_e2m1_e4m3", "turn + 1 < turns_ && !is_last", "turn + 1 < turns_", DIGESTS),
     (OF_FP4, "bf16_e2m1_e4m3", "odd ? got : words[i]", "words[i]", DIGESTS),
+    (OF_FP4, "e2m1_bf16_e4m3", "(odd == k ? own : other)", "own", BYTES),
     (OF_FP4, "bf16_e2m1_e4m3", "sums.take()", "0", DIGESTS),
-    (OF_FP4, "e2m1_bf16_e4m3", "(lane & ~1u) + whose", "lane", BYTES),
     (OF_MXFP4, "bf16_e2m1_e8m0", "if (is_single_) {", "if (false) {", DIGESTS),
 ]
 

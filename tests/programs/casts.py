@@ -228,14 +228,16 @@ def few() -> None:
         )
         for tokens in (4, 5):  # with 5, records are not aligned to items of 8
             _there_and_back(layout, order, (2, 2, 3, tokens, width))
-    for dtype, scale, group in (("float4_e2m1fn", "float8_e4m3fn", 16), ("int8", "float32", 32)):
+    for dtype, scale, group, width in (
+        ("float4_e2m1fn", "float8_e4m3fn", 16, 96), ("float4_e2m1fn", "float8_e4m3fn", 16, 48), ("int8", "float32", 32, 96)
+    ):  # fmt: skip
         layout = planar(
             "[b] l o <>",
-            plane("data", dtype, "h t d", "d", 96),
-            plane("scale", scale, "h t s", "s", 96 // group),
+            plane("data", dtype, "h t d", "d", width),
+            plane("scale", scale, "h t s", "s", width // group),
         )
         for tokens in (4, 5):
-            _there_and_back(layout, "t h d", (2, 2, 3, tokens, 96))
+            _there_and_back(layout, "t h d", (2, 2, 3, tokens, width))
 
 
 def _there_and_back(layout: Any, order: str, sizes: tuple[int, ...]) -> None:
