@@ -282,7 +282,9 @@ struct Cast : CastNest<OUTER, INNER> {
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (SUMS && items_of_group(a->part[0]) > 32) return KVBM_TOO_LARGE;
-    return Nest::prepare(a, sms, {FROM::kBits + TO::kBits, 2, FROM::kBits == 4 || TO::kBits == 4 ? 1 : 2}, grid, kThreads);
+    constexpr bool kIsNarrow = FROM::kBits == 4 || TO::kBits == 4;
+    const CastItems items = {FROM::kBits + TO::kBits, 2, kIsNarrow ? 1 : 2, SUMS || kIsNarrow ? kCastTurns : kCastTurns / 2};
+    return Nest::prepare(a, sms, items, grid, kThreads);
   }
 
   // The codes of an item, packed as in memory: 32 bits, or more for wide formats.
@@ -640,15 +642,12 @@ struct Cast : CastNest<OUTER, INNER> {
   static __device__ __forceinline__ bool is_joined(const kvbm_part& p, const Lane& mine) {
     return has_pair(p, mine) && (kQuantises ? p.inner[kGroup].dst : p.inner[kGroup].src) == 8 * kWords;
   }
-  // An item that is not quantised.  Where a thread loads the other half of a sector next, the L1 keeps it.
+  // An item that is not quantised.  A thread may load the other half of a sector next: the L1 keeps it.
   static __device__ __forceinline__ void load_source(const char* from, Codes<FROM>& codes) {
     KVBM_UNROLL
     for (int w = 0; w < FROM::kBits / 16; ++w) {
       Word16 v;
-      if constexpr (SUMS || kHasBoth || FROM::kBits == 32)
-        load_half(v, from + 16 * w);
-      else
-        load(v, from + 16 * w);
+      load_half(v, from + 16 * w);
       KVBM_UNROLL
       for (int i = 0; i < 4; ++i) codes.x[w * 4 + i] = v.x[i];
     }

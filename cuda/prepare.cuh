@@ -108,7 +108,8 @@ inline bool prepare_few(const Structure& s, const kvbm_args& a, kvbm_part& p, ui
   uint32_t width = 32, segment = 1, log = 0, turns = kFewTurns;
   while (width > kMinWidth && width / 2 >= words) width /= 2;
   for (; segment < width && p.inner[0].extent.n % (2 * segment) == 0; ++log) segment *= 2;
-  while (turns > kFewUnroll && a.num_pairs * chunks * divide_up(words, turns * width) < 4ull * sms * (s.threads / width)) turns /= 2;
+  while (turns > kFewUnroll && a.num_pairs * chunks * divide_up(words, turns * width) < 4ull * sms * (s.threads / width))
+    turns /= 2;
   const uint32_t step = kFewUnroll * width;
   turns = divide_up(divide_up(words, divide_up(words, turns * width)), step) * kFewUnroll;  // tiles of one size, whole steps
   p.words = uint32_t(words);
@@ -133,7 +134,7 @@ KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t w
 }
 
 constexpr int kGroup = 3;              // casts: inner modes of a group
-constexpr uint32_t kCastTurns = 4;     // casts: pairs of groups that a thread takes, one after the other
+constexpr uint32_t kCastTurns = 4;     // casts: most pairs of groups that a thread takes, one after the other
 constexpr uint32_t kNearBytes = 4096;  // casts: chunks that lie closer than this are jobs one after the other
 constexpr uint32_t kCastCtas = 12;     // casts: CTAs that a multiprocessor should have before a thread takes more of them
 
@@ -148,9 +149,10 @@ inline bool is_near(int64_t step, int32_t table_step) {
   return table_step == 0 && step != 0 && uint64_t(step < 0 ? -step : step) < kNearBytes;
 }
 
-// The items of a cast: bytes of one on both sides, how many a thread takes of a group, and the fewest threads of a group.
+// The items of a cast: bytes of one on both sides, how many a thread takes of a group, and the fewest threads of a group.  turns:
+// the most pairs of groups that a thread takes.
 struct CastItems {
-  uint32_t bytes, of_thread, least_width;
+  uint32_t bytes, of_thread, least_width, turns = kCastTurns;
 };
 
 // Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group, tile[1] of them have items, and a CTA takes tile[2]
@@ -178,7 +180,7 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, const C
   } else {
     while (width < 32 && width < items) width *= 2;
     const uint32_t pairs = 2 * (s.threads / width);  // groups of a turn
-    p.tile_words = pairs * kCastTurns;
+    p.tile_words = pairs * item.turns;
     while (p.tile_words > pairs &&
            a.num_pairs * chunks * divide_up(groups, p.tile_words) * s.threads < uint64_t{kCastCtas} * sms * kRowThreads)
       p.tile_words /= 2;
