@@ -495,7 +495,8 @@ struct Cast : CastNest<OUTER, INNER> {
 
   // Offsets of the first item of a thread in its group, and of the second from the first.
   struct Items {
-    uint32_t src = 0, dst = 0, second_src = ITEM * FROM::kBits / 8, second_dst = ITEM * TO::kBits / 8;
+    uint32_t src = 0, dst = 0;
+    int64_t second_src = ITEM * FROM::kBits / 8, second_dst = ITEM * TO::kBits / 8;  // below 0 where the sides differ in order
 
     __device__ __forceinline__ Items(const kvbm_part& p, const Lane& mine) {
       if constexpr (SUMS) {
@@ -516,12 +517,11 @@ struct Cast : CastNest<OUTER, INNER> {
       }
       if (!kQuantises && exchanges(p, mine)) {
         const uint32_t stored = stored_item(mine);
-        uint32_t none = 0;
+        uint32_t none = 0, second = 0;
         dst = 0;
-        second_dst = 0;
         Nest::step_item(p, stored, none, dst);
-        Nest::step_item(p, stored + 2, none, second_dst);
-        second_dst -= dst;
+        Nest::step_item(p, stored + 2, none, second);
+        second_dst = int64_t{second} - int64_t{dst};
       }
     }
   };

@@ -601,9 +601,11 @@ ONE_PART = [name for name in _core.kernel_names() if "__" not in name and name n
 FEW = [name for name in ONE_PART if name.startswith("few_")]
 
 
-def ways(name: str) -> list[tuple[int, bool]]:
+def ways(name: str, short: bool) -> list[tuple[int, bool]]:
     """Runs of a nest, and whether it is digested: rows on few multiprocessors share addresses along a run, and digest if asked."""
-    return list(itertools.product((0, 2, 4, 16, 24, 64), (False, True))) if name.startswith("few_rows") else [(0, False)]
+    if not name.startswith("few_rows"):
+        return [(0, False)]
+    return [(0, False), (0, True), (2, True), (4, False), (16, True), (24, True), (64, True)] if short else [(0, False), (16, True)]
 
 
 def families(names: Iterable[str]) -> dict[str, list[str]]:
@@ -931,7 +933,7 @@ def _on_a_gpu(name: str, short: bool) -> None:
     import torch
 
     stream = torch.cuda.Stream()
-    for most, (run, keyed) in itertools.product((1, 3, 8, 1000) if name in FEW else (0,), ways(name)):
+    for most, (run, keyed) in itertools.product((1, 3, 8, 1000) if name in FEW else (0,), ways(name, short)):
         nest = Nest(name, short, run, keyed)
         with torch.cuda.stream(stream):
             source, got = torch.from_numpy(nest.src.data).cuda(), torch.from_numpy(nest.dst.data).cuda()

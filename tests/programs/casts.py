@@ -69,7 +69,7 @@ def owns(direction: str, strategy: str) -> None:
     for number, (what, layout, sizes) in enumerate(OWNS):
         if what == "a group of 4096":
             continue
-        for turn, other in enumerate(PLAINS[number % 4 :: 4]):
+        for turn, other in enumerate(PLAINS if number == len(OWNS) - 1 else PLAINS[number % 4 :: 4]):
             made = plain_of(other, sizes, "bfloat16")
             if made is None or are_apart(made, layout):
                 continue

@@ -28,7 +28,7 @@ def each(names: tuple[str, ...] = ()) -> None:
     """Every kernel of one part, or those of these names, bit for bit, guards and digests included."""
     for name in names or ONE_PART:
         for short in (True, False):
-            for most, (run, keyed) in itertools.product((1, 3) if name in FEW else (0,), ways(name)):
+            for most, (run, keyed) in itertools.product((1 + 2 * short,) if name in FEW else (0,), ways(name, short)):
                 nest = Nest(name, short, run, keyed)
                 source, got = aligned(nest.src.data), aligned(nest.dst.data)
                 tables = [_core.Table(s.addresses(b.ctypes.data)) for s, b in ((nest.src, source), (nest.dst, got))]

@@ -75,7 +75,7 @@ cdef class Mail:
             with nogil:
                 self._begin_next()
         kvbm_lock(&self.lock)
-        nbytes = kvbm_mail_take(&self.mail, note)
+        nbytes = KVBM_MAIL_NONE if self.mail.own == NULL else kvbm_mail_take(&self.mail, note)  # closed meanwhile
         kvbm_unlock(&self.lock)
         if nbytes == KVBM_MAIL_NONE:
             return None

@@ -14,9 +14,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from .. import _core
 from .._arguments import quoted, seconds
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError, escaping
 from ..memory.array_info import Array
+from ..memory.streams import is_capturing
 from ..reshard.messages import Resharding, require_layers
 from ..reshard.packer import Packer
 from ..reshard.sequence import Span
@@ -266,7 +268,8 @@ class Link:
             else:
                 for rank, reader in readers.items():
                     arrival.parts[rank, span.origin, some] = reader.parts(span, span.origin, some)
-                if verify == "after" and wait is None and group not in self._gathered and self.endpoint.secret is None:
+                is_plain = verify == "after" and wait is None and group not in self._gathered and self.endpoint.secret is None
+                if is_plain and identity not in self._failed and not _captures(packer, order):
                     arrival.ahead = self._foreseen(arrival, course, readers)
         except KvbmError:  # it is raised when the offer arrives
             arrival.ahead = []
@@ -886,3 +889,8 @@ def _pass_on(flow: Incoming, note: Put | Table | Ready) -> None:
 
 def _handle_of(flow: Outflow | Incoming) -> Handle:
     return flow.sending if isinstance(flow, Outflow) else flow.arrival
+
+
+def _captures(packer: Packer, order: Mapping[str, Any]) -> bool:
+    """True if a copy that begins now would become a part of the caller's graph, which would read the peer's pool at each replay."""
+    return packer.device >= 0 and is_capturing(_core.stream_handle(order["stream"]))

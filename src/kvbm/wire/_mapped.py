@@ -237,7 +237,7 @@ class Mapped:
     def expect(self, peer: str, copies: _core.Foreseen) -> None:
         """Begin copies when one of the peer's next notes comes through shared memory.  Any thread may call it."""
         known = self._peers.get(peer)
-        if known is not None and known.lane is not None:
+        if known is not None and known.lane is not None and not known.lost:
             known.lane.expect(copies)
 
     def open(self, peer: str, handle: str, nbytes: int, address: int) -> Slab:
@@ -274,6 +274,8 @@ class Mapped:
         """End a loan.  This process no longer writes to the slice."""
         known = self._peers[peer]
         assert known.loans is not None
+        if known.lost:
+            known.lends_no_more()  # before the count: no copy begins that would be counted too late
         if not known.loans.end() and known.lost:
             known.close_memory()  # the drop did not close it, because a loan was open
             if known.is_closed:
@@ -456,6 +458,7 @@ class _Peer:
 
     def close_memory(self) -> None:
         """Unmap its slab and pools.  No loan may be open, and the peer is lost."""
+        self.lends_no_more()
         self.loans = None  # it keeps the page mapped
         for memory in (self.slab, *self.opened):
             memory.close()
