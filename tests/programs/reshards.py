@@ -68,7 +68,7 @@ def mapped(first: int, cases: int) -> None:
     opened: list[int] = []
     real = _core.ipc_open
     _mapped._core = types.SimpleNamespace(  # type: ignore[assignment]
-        **{name: getattr(_core, name) for name in ("fence", "ipc_close", "ipc_handle")},
+        **{name: getattr(_core, name) for name in ("Loans", "fence", "ipc_close", "ipc_handle")},
         ipc_open=lambda *given: opened.append(real(*given)) or opened[-1],
     )
     hub = wire.Hub()
@@ -84,7 +84,7 @@ def handles_that_fail() -> None:
         def fails(*_: Any, name: str = name) -> None:
             raise kvbm.CudaError(f"{name} failed")
 
-        calls = {one: getattr(_core, one) for one in ("fence", "ipc_close", "ipc_handle", "ipc_open")}
+        calls = {one: getattr(_core, one) for one in ("Loans", "fence", "ipc_close", "ipc_handle", "ipc_open")}
         _mapped._core = types.SimpleNamespace(**{**calls, name: fails})  # type: ignore[assignment]
         rings = [Ring("cuda:0", 4096, 1, 1) for _ in range(2)]
         ends = [wire.mapped(wire.memory(f"{number}", hub)) for number in range(2)]
