@@ -204,7 +204,8 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
   }
 }
 
-// Most shared memory of the teams of a CTA: eight times a tile of 8 KiB plus half as much padding (prepare.cuh).
+// Most shared memory of a CTA on few multiprocessors: eight teams with a tile of 8 KiB plus half as much padding each, or the ring
+// of FewRows (prepare.cuh).
 constexpr uint32_t kTeamsShared = 96 << 10;
 
 // Sets the digests of a batch to zero, in the order of the stream.

@@ -122,7 +122,7 @@ def digest_copies(
     lanes : int
         Keys per token of the whole model.
     src_steps, dst_steps, sm_limited
-        As for `prepare`; only casts accept a limit of multiprocessors.
+        As for `prepare`; tiles do not accept a limit of multiprocessors.
 
     Raises
     ------
