@@ -86,7 +86,7 @@ typedef struct kvbm_part {
   kvbm_div tiles;               /* tiles of a chunk */
   uint32_t words;               /* rows: words of a chunk.  tiles: indices of the modes other than A and B */
   uint32_t tile_words;          /* how many of them belong to one tile */
-  kvbm_div tile[4];             /* rows: threads of a row, rows of a CTA; few_ rows: threads of a row, words of a segment, turns.
+  kvbm_div tile[4];             /* rows: threads of a row, rows of a CTA (few_: words of a segment, turns).
                                    tiles: squares of a tile along A and B, tiles along A and B */
   uint32_t transposes_on_store; /* tiles: squares are transposed after shared memory, not before */
   uint32_t jobs;                /* pairs * chunks * tiles */
