@@ -69,14 +69,15 @@ def owns(direction: str, strategy: str) -> None:
     for number, (what, layout, sizes) in enumerate(OWNS):
         if what == "a group of 4096":
             continue
-        for turn, other in enumerate(PLAINS if number == len(OWNS) - 1 else PLAINS[number % 4 :: 4]):
+        others = [one for one in PLAINS for _ in range(2)] if number == len(OWNS) - 1 else PLAINS[number % 4 :: 4]  # both ways
+        for turn, other in enumerate(others):
             made = plain_of(other, sizes, "bfloat16")
             if made is None or are_apart(made, layout):
                 continue
             both: Any = [(made, "bfloat16"), (layout, "bfloat16")]
             (a, a_type), (b, b_type) = both if turn % 2 else both[::-1]
             src = Side(a, sizes, a_type, 5, align=ALIGNS[turn % 6], how=WAYS[turn % 3], seed=turn, where=here)
-            dst = Side(b, sizes, b_type, 7, dst=True, align=ALIGNS[number % 6], how=WAYS[number % 3], where=there)
+            dst = Side(b, sizes, b_type, 7, dst=True, align=ALIGNS[(number + turn // 2) % 6], how=WAYS[number % 3], where=there)
             try:
                 _copy(src, dst, IDS[turn % 4], strategy, None, (what, made))
             except kvbm.MissingKernelError as error:
