@@ -104,7 +104,7 @@ int open_slowly(Device* device, int ordinal) {
   for (Stream* stream : {&device->private_stream, &device->side_stream})
     if (!*stream) RETURN_IF_FAILED(CU(StreamCreate, stream, kStreamNonBlocking));
   const auto kernels = static_cast<size_t>(kvbm_num_kernels);
-  if (!device->functions) device->functions = new (std::nothrow) std::atomic<Handle>[kernels + KVBM_MAX_RUNTIME]();
+  if (!device->functions) device->functions = new (std::nothrow) Function[kernels + KVBM_MAX_RUNTIME];
   if (!device->modules) device->modules = new (std::nothrow) Handle[static_cast<size_t>(kvbm_num_images) + 1]();
   if (!device->functions || !device->modules) return check("malloc", KVBM_NO_MEMORY);
   device->is_open.store(true, std::memory_order_release);

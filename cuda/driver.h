@@ -185,6 +185,12 @@ inline int check(const char* call, int status) {
 
 struct Slot;  // of the upload ring (launch.cpp)
 
+// A kernel's code on a device.
+struct Function {
+  std::atomic<Handle> handle{nullptr};           // null until loaded
+  std::atomic<uint32_t> shared_bytes{48 << 10};  // most dynamic shared memory of a CTA that the driver accepts; only grows
+};
+
 struct Device {
   std::mutex mutex;  // held while the device is opened, and while images and functions are loaded
   std::atomic<bool> is_open{false};
@@ -194,8 +200,8 @@ struct Device {
   Stream side_stream = nullptr;     // replaces a caller's stream that cannot run a call; ordered by events, never captured
   Handle* modules = nullptr;        // one per image; null until loaded
   bool images_loaded = false;
-  std::atomic<Handle>* functions = nullptr;  // one per kernel; read without a lock
-  std::atomic<Handle> fixed[2] = {};         // the kernels of copy.cu, by FixedKernel
+  Function* functions = nullptr;      // one per kernel; read without a lock
+  std::atomic<Handle> fixed[2] = {};  // the kernels of copy.cu, by FixedKernel
   std::mutex ring_mutex;
   Slot* newest = nullptr;  // a circular list: newest->next is the least recently used slot
   std::mutex events_mutex;
@@ -260,7 +266,7 @@ inline int Current::open(int ordinal) {
 }
 
 // launch.cpp.  The context of the device must be current.
-int find_kernel(Device* device, int kernel, Handle* function);
+int find_kernel(Device* device, int kernel, Function** function);
 int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_batch* batch, Stream stream);
 
 int load_images(Device* device);  // with device->mutex held

@@ -35,7 +35,7 @@ int load_images(Device* device) {
 }
 
 int load_kernel(Device* device, int kernel) {
-  if (device->functions[kernel].load(std::memory_order_relaxed)) return KVBM_OK;
+  if (device->functions[kernel].handle.load(std::memory_order_relaxed)) return KVBM_OK;
   Handle function = nullptr;
   if (is_kernel(kernel)) {
     RETURN_IF_FAILED(load_images(device));
@@ -47,17 +47,26 @@ int load_kernel(Device* device, int kernel) {
   }
   // With lazy loading, the first launch would load the code, and that may wait for a running kernel.
   if (driver.FuncLoad) RETURN_IF_FAILED(CU(FuncLoad, function));
-  device->functions[kernel].store(function, std::memory_order_release);
+  device->functions[kernel].handle.store(function, std::memory_order_release);
   return KVBM_OK;
 }
 
-int find_kernel(Device* device, int kernel, Handle* function) {
-  *function = device->functions[kernel].load(std::memory_order_acquire);
-  if (__builtin_expect(*function != nullptr, 1)) return KVBM_OK;
+int find_kernel(Device* device, int kernel, Function** function) {
+  *function = &device->functions[kernel];
+  if (__builtin_expect((*function)->handle.load(std::memory_order_acquire) != nullptr, 1)) return KVBM_OK;
   std::lock_guard<std::mutex> lock(device->mutex);
   RelaxedCapture relaxed;
-  RETURN_IF_FAILED(load_kernel(device, kernel));
-  *function = device->functions[kernel].load(std::memory_order_relaxed);
+  return load_kernel(device, kernel);
+}
+
+// Lets CTAs of a kernel have so much dynamic shared memory.
+int allow_shared(Device* device, Function* function, uint32_t bytes) {
+  if (__builtin_expect(bytes <= function->shared_bytes.load(std::memory_order_acquire), 1)) return KVBM_OK;
+  std::lock_guard<std::mutex> lock(device->mutex);  // a smaller value would undo that of another thread
+  if (bytes <= function->shared_bytes.load(std::memory_order_relaxed)) return KVBM_OK;
+  RETURN_IF_FAILED(
+      CU(FuncSetAttribute, function->handle.load(std::memory_order_relaxed), kMaxDynamicShared, static_cast<int>(bytes)));
+  function->shared_bytes.store(bytes, std::memory_order_release);
   return KVBM_OK;
 }
 
@@ -204,10 +213,6 @@ void write_fields(const kvbm_batch* batch, const Fields& f, kvbm_args* args, voi
   }
 }
 
-// Most shared memory of a CTA on few multiprocessors: eight teams with a tile of 8 KiB plus half as much padding each, or the ring
-// of FewRows (prepare.cuh).
-constexpr uint32_t kTeamsShared = 96 << 10;
-
 // Sets the digests of a batch to zero, in the order of the stream.
 int clear_digests(Device* device, const kvbm_batch& batch, Stream stream) {
   enum : uint32_t { kThreads = 256 };
@@ -231,7 +236,7 @@ int launch_behind_clear(Handle function, const kvbm_grid& grid, Stream stream, v
   return CU(LaunchKernelEx, &config, function, parameters, nullptr);
 }
 
-int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* device, const kvbm_batch* batch,
+int launch(Function* function, const kvbm_kernel& kernel, kvbm_args* args, Device* device, const kvbm_batch* batch,
            Stream stream) {
   // A kernel with teams needs no more than one CTA for each multiprocessor that it may use.
   const bool is_limited = kernel.teams > 1 || args->inline_mask & KVBM_SM_LIMITED;
@@ -244,13 +249,11 @@ int launch(Handle function, const kvbm_kernel& kernel, kvbm_args* args, Device* 
   if (clears) RETURN_IF_FAILED(clear_digests(device, *batch, stream));
   if (grid.ctas == 0) return KVBM_OK;
   if (is_limited) grid.ctas = std::min(grid.ctas, most);
-  // The same value for every batch: a smaller one could undo the setting of another thread before its launch.
-  if (grid.shared_bytes > 48 << 10)
-    RETURN_IF_FAILED(CU(FuncSetAttribute, function, kMaxDynamicShared,
-                        static_cast<int>(std::max<uint32_t>(grid.shared_bytes, kTeamsShared))));
+  RETURN_IF_FAILED(allow_shared(device, function, grid.shared_bytes));
+  const Handle handle = function->handle.load(std::memory_order_relaxed);
   void* parameters[] = {args};
-  if (clears) return launch_behind_clear(function, grid, stream, parameters);
-  return CU(LaunchKernel, function, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream, parameters,
+  if (clears) return launch_behind_clear(handle, grid, stream, parameters);
+  return CU(LaunchKernel, handle, grid.ctas, 1, 1, grid.threads_x, grid.threads_y, 1, grid.shared_bytes, stream, parameters,
             nullptr);
 }
 
@@ -276,14 +279,14 @@ int carry(Device* device, size_t bytes, size_t scratch, Stream stream, Cargo* ca
 
 // A batch with ids or tables that do not fit into the kernel's parameters.
 struct BatchCargo : Cargo {
-  Handle function;
+  Function* function;
   const kvbm_kernel& kernel;
   kvbm_args* args;
   const kvbm_batch* batch;
   const Fields& fields;
   Device* device;
   Stream stream;
-  BatchCargo(Handle function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch, const Fields& fields,
+  BatchCargo(Function* function, const kvbm_kernel& kernel, kvbm_args* args, const kvbm_batch* batch, const Fields& fields,
              Device* device, Stream stream)
       : function(function), kernel(kernel), args(args), batch(batch), fields(fields), device(device), stream(stream) {}
   void write(void* host, Address device) override { write_fields(batch, fields, args, host, device); }
@@ -395,7 +398,7 @@ int launch_batch(Device* device, int kernel, const kvbm_args* args, const kvbm_b
   if (batch->num_pairs == 0) return KVBM_OK;
   const kvbm_kernel* const entry = is_kernel(kernel) ? &kvbm_kernels[kernel] : kvbm_kernel_at(kernel);
   if (!entry) return check("kvbm_launch", kInvalidValue);
-  Handle function = nullptr;
+  Function* function = nullptr;
   RETURN_IF_FAILED(find_kernel(device, kernel, &function));
   kvbm_args copy;  // the payload's unused rest stays as it is: no kernel reads it
   copy_description(&copy, *args);
@@ -424,9 +427,10 @@ int kvbm_warm(int kernel, int device) {
   Current current;
   RETURN_IF_FAILED(current.open(device));
   if (kvbm_num_images == 0 && kernel < kvbm_num_kernels) return check("kvbm_images", KVBM_NOT_BUILT);
-  Handle function = nullptr;
+  Function* found = nullptr;
   const int first = kernel < 0 ? 0 : kernel, last = kernel < 0 ? kvbm_num_kernels : kernel + 1;
-  for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(current.device, i, &function));
+  for (int i = first; i < last; ++i) RETURN_IF_FAILED(find_kernel(current.device, i, &found));
+  Handle function = nullptr;
   RETURN_IF_FAILED(find_fixed_kernel(current.device, kClear, &function));
   return kernel < 0 ? find_fixed_kernel(current.device, kCopyPairs, &function) : KVBM_OK;
 }

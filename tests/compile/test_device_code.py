@@ -84,7 +84,7 @@ PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
     ("casts.digests", ("h2d", "staged")),
     ("casts.digests", ("d2h", "staged")),
     ("reshards.casts_on_few", (1500, 1)),
-    ("reshards.out_of_another_gpu", (700, 4)),
+    ("reshards.out_of_another_gpu", (700, 16)),
 ]
 
 
