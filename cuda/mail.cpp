@@ -91,12 +91,15 @@ int64_t kvbm_mail_take(kvbm_mail* mail, void* note) {
 
 void kvbm_flag_set(uint32_t* flag, uint32_t value) { word(flag).store(value, std::memory_order_release); }
 
-void kvbm_lock(uint32_t* lock) {
+int kvbm_try_lock(uint32_t* lock) {
   const uint32_t own = own_process.load(std::memory_order_relaxed);
-  for (int turn = 0;; ++turn) {
-    uint32_t holder = 0;
-    if (word(lock).compare_exchange_strong(holder, own, std::memory_order_acquire)) return;
-    if (holder && holder != own && word(lock).compare_exchange_strong(holder, own, std::memory_order_acquire)) return;
+  uint32_t holder = 0;
+  if (word(lock).compare_exchange_strong(holder, own, std::memory_order_acquire)) return 1;
+  return holder && holder != own && word(lock).compare_exchange_strong(holder, own, std::memory_order_acquire);
+}
+
+void kvbm_lock(uint32_t* lock) {
+  for (int turn = 0; !kvbm_try_lock(lock); ++turn) {
     if (turn < kSpins) {
       relax();
     } else {

@@ -18,7 +18,7 @@
  *   Faults    The environment: FAKE_INIT, FAKE_LOAD, FAKE_LAUNCH, FAKE_REGISTER (a CUresult), FAKE_REGISTER_FROM,
  *             FAKE_MOST_BYTES, FAKE_NO_RANGES, FAKE_PEERS (1), FAKE_VERSION (13000), FAKE_DEVICES (1).  `fake_fail_at` = n: the n-th call from
  *             then on that can fail does, before it does anything; `fake_failed` is its name.  `fake_room` = n: allocations on the
- *             GPU and pinned ones may take n bytes more, and are then refused.
+ *             GPU and pinned ones may take n bytes more, and are then refused.  `fake_full` = 1: launches wait until it is 0 again.
  *   Counters  What is alive: `live` events, streams, allocations and pinned allocations, modules, mappings of other processes; and what was done, below.
  *
  * What it does not
@@ -27,6 +27,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,6 +63,7 @@ _Atomic long illegal;     /* accesses of memory without a grant */
 _Atomic long digests;     /* kernels that digest */
 _Atomic long fake_wrong;
 _Atomic long fake_room = -1; /* without a limit */
+_Atomic long fake_full;      /* 1: launches wait until it is 0, as with a full queue; 2: one waits */
 _Atomic long fake_fail_at;
 const char *fake_failed;
 static int fails(const char *call) {
@@ -616,6 +618,7 @@ static int submit_launch(Handle name, unsigned gx, unsigned x, unsigned shared, 
   if (!clears && few && gx > few_ctas) few_ctas = gx;
   if (early && work.args.digest.out != cleared) abort(); /* it would wait for something else */
   cleared = clears ? work.clear.digests : 0;
+  while (fake_full) fake_full = 2, sched_yield();
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
   return knob("FAKE_LAUNCH", 0);
 }

@@ -6,6 +6,8 @@ import ctypes
 import itertools
 import mmap
 import random
+import threading
+import time
 import types
 from dataclasses import replace
 from typing import Any
@@ -342,6 +344,51 @@ def many_chunks() -> None:
         done.synchronize()
         assert len(digesting.pinned._watched) <= 60, (call, len(digesting.pinned._watched))
     assert len(digesting.pinned._slabs) <= 8, len(digesting.pinned._slabs)
+
+
+def launches_that_wait_for_python(what: str) -> None:
+    """A launch waits in the driver until a thread of Python's has gone on; meanwhile another one wants what it holds.
+
+    Red: that one kept Python's lock while it waited, and all stood still.
+    """
+    model = kvbm.BlockShape(nl=2, no=2, nh=2, nt=8, hd=16, dtype="int16")
+    layout, place = kvbm.load("universal"), kvbm.Placement("tp1", model=model, name="engine")
+    memory, pools = [], []
+    for value in (7, 0):
+        wanted = layout.resolve(model, 10).allocations
+        memory.append([on_pages(np.full(one.nbytes, value, np.uint8)) for one in wanted])
+        shapes = zip(wanted, memory[-1], strict=True)
+        pools.append(kvbm.Pool(layout, model, [FakeCuda(one.shape, "int16", address=at.ctypes.data) for one, at in shapes]))
+    packer = reshard.Packer(reshard.plan(place, place), 0, pools[1], side="dst")
+    span, layers, words = kvbm.Span(range(10), range(80)), range(2), on_pages(np.zeros(16, np.uint8)).view(np.uint64)
+    reader, page = direct.Reader(packer, 0, pools[0]), words.ctypes.data
+    prepared = reader.prepared(reader.parts(span, 0, layers), span, layers)
+    assert prepared is not None
+    note = bytes(16), bytes(16), (0, 8)
+    copies = prepared.foreseen(note, _core.Loans(page, page + 8, words), {"stream": 5})
+    boxes = [on_pages(np.zeros(_core.MAIL_BYTES, np.uint8)) for _ in range(2)]
+    near, far = (_core.Mail(*(box.ctypes.data for box in ends), boxes) for ends in (boxes, boxes[::-1]))
+    wants = {
+        "close": pools[1].watch.close, "end": copies.end, "has_begun": lambda: copies.has_begun, "take": near.take,
+        "expect": lambda: near.expect(prepared.foreseen(note, _core.Loans(page, page + 8, words), {"stream": 5})),
+        "close the mail": near.close,
+    }  # fmt: skip
+    full = ctypes.c_long.in_dll(driver, "fake_full")
+    full.value = 1
+    assert far.post(bytes(16) + np.arange(10, dtype="<i4").tobytes())
+    begins = threading.Thread(target=near.expect, args=(copies,), daemon=True)
+    begins.start()
+    while full.value != 2:
+        time.sleep(1e-4)
+    asks = threading.Thread(target=wants[what], daemon=True)
+    asks.start()
+    for _ in range(20):
+        time.sleep(1e-3)
+    full.value = 0
+    begins.join()
+    asks.join()
+    pump()
+    assert all((one == 7).all() for one in memory[1])
 
 
 def casts_on_few(first: int, cases: int) -> None:

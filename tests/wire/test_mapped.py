@@ -658,3 +658,8 @@ def test_out_of_a_gpu_that_is_not_one(fake_gpu: FakeDriver) -> None:
 
 def test_handles_that_fail(fake_gpu: FakeDriver) -> None:
     fake_gpu("reshards.handles_that_fail")
+
+
+@pytest.mark.parametrize("what", ["close", "end", "has_begun", "take", "expect", "close the mail"])
+def test_threads_let_pythons_lock_go_while_they_wait_for_a_launch(what: str, fake_gpu: FakeDriver) -> None:
+    fake_gpu("reshards.launches_that_wait_for_python", what)

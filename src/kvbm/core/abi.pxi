@@ -250,6 +250,7 @@ cdef extern from "mail.h" nogil:
     int kvbm_mail_wait(kvbm_mail *const *mails, uint32_t num_mails, const uint32_t *flag, const kvbm_event *events,
                        uint32_t num_events, uint32_t microseconds) noexcept
     void kvbm_lock(uint32_t *lock) noexcept
+    int kvbm_try_lock(uint32_t *lock) noexcept
     void kvbm_unlock(uint32_t *lock) noexcept
     ctypedef struct kvbm_loans:
         void *count

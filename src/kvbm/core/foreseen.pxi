@@ -126,7 +126,7 @@ cdef class Foreseen:
     def has_begun(self):
         """Whether copies have begun that `end` has not returned."""
         cdef bint found
-        kvbm_lock(&self.lock)
+        lock_in_python(&self.lock)
         found = self.state == BEGUN
         kvbm_unlock(&self.lock)
         return found
@@ -140,7 +140,7 @@ cdef class Foreseen:
             The ends of copies that have begun, once: the caller then ends the loan.  None: nothing has begun.
         """
         cdef bint is_begun
-        kvbm_lock(&self.lock)
+        lock_in_python(&self.lock)
         is_begun = self.state == BEGUN
         self.state = OVER
         kvbm_unlock(&self.lock)
@@ -148,6 +148,13 @@ cdef class Foreseen:
             self.mail._forget(self)
             self.mail = None
         return [(<Expected> copy).done for copy in self.copies] if is_begun else None
+
+    cdef bint _is_waiting(self) noexcept:
+        cdef bint found
+        lock_in_python(&self.lock)
+        found = self.state == WAITING
+        kvbm_unlock(&self.lock)
+        return found
 
     cdef bint _begin(self, const unsigned char *note, int64_t nbytes) noexcept nogil:
         """Whether the copies have begun with this note, now or before."""

@@ -74,7 +74,7 @@ cdef class Mail:
         if self.num_expected and kvbm_mail_has_note(&self.mail):
             with nogil:
                 self._begin_next()
-        kvbm_lock(&self.lock)
+        lock_in_python(&self.lock)
         nbytes = KVBM_MAIL_NONE if self.mail.own == NULL else kvbm_mail_take(&self.mail, note)  # closed meanwhile
         kvbm_unlock(&self.lock)
         if nbytes == KVBM_MAIL_NONE:
@@ -89,26 +89,25 @@ cdef class Mail:
         The note still comes.  Nothing is expected if as many others are, or the box is closed.
         """
         cdef bint is_expected
-        self.kept[id(one)] = one
-        kvbm_lock(&self.lock)
-        kvbm_lock(&one.lock)
-        is_expected = (one.state == WAITING and one.mail is None and self.num_expected < MOST_EXPECTED
-                       and self.mail.own != NULL)
+        if not one._is_waiting() or one.mail is not None:
+            return
+        one.mail, self.kept[id(one)] = self, one
+        lock_in_python(&self.lock)  # meanwhile `one` may end, on another thread: then its mail is None
+        is_expected = one.mail is self and self.num_expected < MOST_EXPECTED and self.mail.own != NULL
         if is_expected:
             self.expected[self.num_expected] = <void *> one
             self.num_expected += 1
-        kvbm_unlock(&one.lock)
         kvbm_unlock(&self.lock)
         if is_expected:
-            one.mail = self
             with nogil:
                 self._begin_next()
-        else:
+        elif one.mail is self:
+            one.mail = None
             del self.kept[id(one)]
 
     cdef int _forget(self, Foreseen one) except -1:
         cdef uint32_t i
-        kvbm_lock(&self.lock)
+        lock_in_python(&self.lock)
         for i in range(self.num_expected):
             if self.expected[i] == <void *> one:
                 self.num_expected -= 1
@@ -133,7 +132,7 @@ cdef class Mail:
 
     def close(self):
         """No longer use the boxes: they may be unmapped."""
-        kvbm_lock(&self.lock)
+        lock_in_python(&self.lock)
         self.mail.own = self.mail.far = NULL
         kvbm_unlock(&self.lock)
         self.keep = None

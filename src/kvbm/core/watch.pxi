@@ -51,6 +51,18 @@ cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept no
     return one.kind == BY_NOTHING
 
 
+cdef inline void lock_in_python(uint32_t *lock) noexcept:
+    """`kvbm_lock` for a thread that holds Python's lock.
+
+    It lets Python's lock go while it waits: another thread may hold `lock` during a launch, which may wait for the GPU, and
+    that may wait for a thread of Python.
+    """
+    while not kvbm_try_lock(lock):
+        with nogil:
+            kvbm_lock(lock)
+            kvbm_unlock(lock)
+
+
 @cython.final
 cdef class Watch:
     """The arrays of a pool, with the addresses and sizes of their memory at the last check.
@@ -132,7 +144,7 @@ cdef class Watch:
         """Record the present state of an array as the expected one."""
         if not 0 <= index < self.count:
             raise IndexError(index)
-        kvbm_lock(&self.lock)
+        lock_in_python(&self.lock)
         self._note(&self.each[index])
         kvbm_unlock(&self.lock)
 
@@ -193,7 +205,7 @@ cdef class Watch:
 
     def close(self):
         """Release the arrays.  Later checks raise the error of a closed pool, and no copy begins (see `Foreseen`)."""
-        kvbm_lock(&self.lock)
+        lock_in_python(&self.lock)
         self.closed = True
         self.count = self.num_versions = 0
         kvbm_unlock(&self.lock)
