@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -701,6 +702,34 @@ def test_ranks_of_one_engine_have_chunks_of_one_size() -> None:
         told["chunk_bytes"] //= 2
         with pytest.raises(BindError, match="ranks 0 and 1 differ in chunk_bytes"):
             found.ends[1][0].meet([cards[0], json.dumps(told).encode(), *cards[2:]])
+
+
+@pytest.mark.parametrize("fails", ["Expected", "Foreseen", "submit"])
+def test_memory_of_digests_is_used_again_after_an_error(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: an error of `receive` kept what it had prepared for good: a page of pinned memory a time."""
+    made: list[direct.Sums] = []
+
+    class Noted(direct.Sums):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise BindError("refused")
+
+    with OneEach("shared", "shared") as found, monkeypatch.context() as patch:
+        found.meet()
+        assert found.go() == [None, None]
+        patch.setattr(direct, "Sums", Noted)
+        if fails == "submit":
+            patch.setattr(Endpoint, "submit", refuse)
+            with pytest.raises(BindError, match="refused"):
+                found.links[1].receive("x", Span([2, 0], range(60)))
+        else:
+            names = {name: getattr(_core, name) for name in ("Expected", "Foreseen", "Loans", "Table")}
+            patch.setattr(direct, "_core", types.SimpleNamespace(**{**names, fails: refuse}))
+            found.links[1].receive("x", Span([2, 0], range(60))).abort()
+        assert made and all(one.is_enqueued for one in made)
 
 
 def test_a_closed_pool_is_not_lent() -> None:

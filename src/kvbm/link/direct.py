@@ -641,14 +641,18 @@ class Prepared:
         """The copies, which begin with a note that ends with the table.  `note`: as `foreseen` of `kvbm.link.notes` returns it."""
         packer, on_gpu = self._packer, self._packer.device >= 0
         self._sums = [Sums(len(part.own), on_gpu) for part in self.parts]
-        copies = [
-            _core.Expected(
-                part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self._reader.far.num_blocks,
-                sums.address, on_gpu, (packer, self._reader, sums),
-            )
-            for part, sums in zip(self.parts, self._sums, strict=True)
-        ]  # fmt: skip
-        return _core.Foreseen(copies, *note, self.entries, loans, packer.pool.watch, order.get("stream"))
+        try:
+            copies = [
+                _core.Expected(
+                    part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self._reader.far.num_blocks,
+                    sums.address, on_gpu, (packer, self._reader, sums),
+                )
+                for part, sums in zip(self.parts, self._sums, strict=True)
+            ]  # fmt: skip
+            return _core.Foreseen(copies, *note, self.entries, loans, packer.pool.watch, order.get("stream"))
+        except BaseException:
+            self.unused()
+            raise
 
     def unused(self) -> None:
         """The copies have not begun, and will not."""

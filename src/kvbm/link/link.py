@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import _core
@@ -215,21 +215,23 @@ class Link:
         """
         arrival = self._arriving(key, span, layers, group, verify, wait, stream, timeout)
         if group not in self._gathered:
-            self.endpoint.submit(lambda: self._begin_arrival(arrival), wakes=False)
+            with _given_up(arrival):
+                self.endpoint.submit(lambda: self._begin_arrival(arrival), wakes=False)
             for ahead in arrival.ahead:  # their copies begin here if the offers have come
                 self.endpoint.wire.expect(ahead.peer, ahead.copies)  # type: ignore[attr-defined]
             self.endpoint.wake()
             return arrival
         near, name = self._sibling_link(), f"{self.engine}: {key}"
         rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
-        passing, starts = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
-        gathering = Gathering(arrival, rest, passing, lambda: near._begin_sending(passing, starts))
+        with _given_up(rest):
+            passing, starts = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
+            gathering = Gathering(arrival, rest, passing, lambda: near._begin_sending(passing, starts))
 
-        def begin_both() -> None:
-            near._begin_arrival(rest)
-            self._begin_arrival(arrival)
+            def begin_both() -> None:
+                near._begin_arrival(rest)
+                self._begin_arrival(arrival)
 
-        self.endpoint.submit(begin_both)
+            self.endpoint.submit(begin_both)
         return gathering
 
     def _sibling_link(self) -> Link:
@@ -270,23 +272,23 @@ class Link:
                     arrival.parts[rank, span.origin, some] = reader.parts(span, span.origin, some)
                 is_plain = verify == "after" and wait is None and group not in self._gathered and self.endpoint.secret is None
                 if is_plain and identity not in self._failed and not _captures(packer, order):
-                    arrival.ahead = self._foreseen(arrival, course, readers)
+                    self._foresee(arrival, course, readers)
         except KvbmError:  # it is raised when the offer arrives
+            arrival.expect_no_more()
             arrival.ahead = []
         arrival.missing = packer.layers(some).copy()
         return arrival
 
-    def _foreseen(self, arrival: Arrival, course: _Course, readers: Mapping[int, Reader]) -> list[Ahead]:
-        """What begins with the offers of all that is received, if they are of complete blocks."""
-        found, (group, key), span, some = [], arrival.identity, arrival.span, course.layers
+    def _foresee(self, arrival: Arrival, course: _Course, readers: Mapping[int, Reader]) -> None:
+        """Prepare what begins with the offers of all that is received, if they are of complete blocks."""
+        (group, key), span, some = arrival.identity, arrival.span, course.layers
         for rank, reader in readers.items():
             peer = course.peers[rank]
             loans = self.endpoint.wire.loans(peer)  # type: ignore[attr-defined]
             prepared = reader.prepared(arrival.parts[rank, span.origin, some], span, some)
             if loans is not None and prepared is not None and prepared.entries <= MOST_POSTED:
                 offer = Offer(0, course.packer.fingerprint, key, group, some, span.tokens, span.origin, False)
-                found.append(Ahead(arrival, peer, rank, offer, prepared, loans))
-        return found
+                arrival.ahead.append(Ahead(arrival, peer, rank, offer, prepared, loans))
 
     fetch = receive
 
@@ -889,6 +891,16 @@ def _pass_on(flow: Incoming, note: Put | Table | Ready) -> None:
 
 def _handle_of(flow: Outflow | Incoming) -> Handle:
     return flow.sending if isinstance(flow, Outflow) else flow.arrival
+
+
+@contextlib.contextmanager
+def _given_up(arrival: Arrival) -> Iterator[None]:
+    """After an error nobody has the handle: what it has prepared is given back."""
+    try:
+        yield
+    except BaseException:
+        arrival.expect_no_more()
+        raise
 
 
 def _captures(packer: Packer, order: Mapping[str, Any]) -> bool:
