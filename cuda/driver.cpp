@@ -408,6 +408,15 @@ int kvbm_stream_device(uint64_t stream, int* device) {
   return KVBM_OK;
 }
 
+int kvbm_stream_is_captured(int device, uint64_t stream, int* is_captured) {
+  Current current;
+  RETURN_IF_FAILED(current.open(device));
+  Handle graph = nullptr;
+  RETURN_IF_FAILED(capturing_graph(reinterpret_cast<Stream>(stream), &graph));
+  *is_captured = graph != nullptr;
+  return KVBM_OK;
+}
+
 int kvbm_enable_peer(int device, int peer, int* can) {
   enum { kAlreadyEnabled = 704 };
   *can = 0;

@@ -24,12 +24,13 @@ from chunking import Carried, far_cells, is_sendable
 from kvbm import _core, reshard, wire
 from kvbm.digest import run as digesting
 from kvbm.link import direct
+from kvbm.link.link import _captures
 from kvbm.link.ring import Ring
 from kvbm.reshard.local import cuts_of
 from kvbm.wire import _mapped
 from linking import Linked, ended, in_bursts, plain_case, require_nothing_left, right_cases, sender_of, written
 from memory import FakeCuda
-from programs.fake_gpu import alive, count, defer, driver, pump, refused, seed
+from programs.fake_gpu import alive, count, defer, driver, handle, pump, refused, seed
 from programs.transfers import POOL, grant
 
 
@@ -389,6 +390,26 @@ def launches_that_wait_for_python(what: str) -> None:
     asks.join()
     pump()
     assert all((one == 7).all() for one in memory[1])
+
+
+def captured_streams() -> None:
+    """A link copies once, so it refuses a stream that a graph captures.
+
+    Red: the copies became a part of the graph, and the transfer never ended.
+    """
+    with Linked(plain_case(), None, (on_pages, arrays)) as found:
+        [sender, *_], [receiver, *_] = found.links
+        ours, theirs = found.spans(0)[0][0], found.spans(1)[0][0]
+        for stream in (6, 2):
+            assert not _core.is_captured(stream, 0)
+            driver.fake_begin_capture(handle(stream))
+            assert _core.is_captured(stream, 0) and not _core.is_captured(7, 0) and not _core.is_captured(1, 0)
+            for call, span in ((sender.send, ours), (receiver.receive, theirs), (sender.offer, ours)):
+                with refused(kvbm.BindError, "stream: a CUDA graph captures it"):
+                    call("x", span, stream=stream)
+            assert _captures(sender._packer("", sends=True), {"stream": 2}) == (stream == 2), "what begins early asks so"
+            driver.fake_end_capture()
+    assert count("broken_captures") == 0
 
 
 def casts_on_few(first: int, cases: int) -> None:

@@ -660,6 +660,10 @@ def test_handles_that_fail(fake_gpu: FakeDriver) -> None:
     fake_gpu("reshards.handles_that_fail")
 
 
+def test_captured_streams(fake_gpu: FakeDriver) -> None:
+    fake_gpu("reshards.captured_streams")
+
+
 @pytest.mark.parametrize("what", ["close", "end", "has_begun", "take", "expect", "close the mail"])
 def test_threads_let_pythons_lock_go_while_they_wait_for_a_launch(what: str, fake_gpu: FakeDriver) -> None:
     fake_gpu("reshards.launches_that_wait_for_python", what)

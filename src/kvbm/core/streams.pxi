@@ -73,6 +73,16 @@ def stream_device(stream):
     return device
 
 
+def is_captured(stream, int device):
+    """Whether a graph captures a CUDA stream.  `device`: its GPU, or that of a default stream."""
+    cdef uint64_t handle = _handle_of(stream)
+    cdef int status, found = 0
+    with nogil:
+        status = kvbm_stream_is_captured(device, handle, &found)
+    check(status, "asking whether a graph captures a stream")
+    return found != 0
+
+
 cdef uint64_t _handle_of(stream) except? 0xFFFFFFFFFFFFFFFF:
     if type(stream) is int:
         try:

@@ -18,7 +18,6 @@ from .. import _core
 from .._arguments import quoted, seconds
 from ..errors import BindError, KvbmError, PeerLostError, TransferError, TransferTimeoutError, escaping
 from ..memory.array_info import Array
-from ..memory.streams import is_capturing
 from ..reshard.messages import Resharding, require_layers
 from ..reshard.packer import Packer
 from ..reshard.sequence import Span
@@ -152,7 +151,7 @@ class Link:
         group : str, optional
             Group of the endpoint's pool.
         wait, stream : optional
-            As for `Transfer.copy`: the event after which the blocks are complete.
+            As for `Transfer.copy`: the event after which the blocks are complete.  A stream that a graph captures is refused.
         timeout : float
             Seconds after which the transfer fails.
 
@@ -860,6 +859,10 @@ class Link:
         if packer.device < 0:
             packer.require_no_stream(stream, wait)
             return {}
+        if stream is not None and _core.is_captured(stream, packer.device):
+            raise BindError(
+                f"{self.title}: stream: a CUDA graph captures it, and a link copies once; pass another stream, or leave it out"
+            )
         return {"wait": wait, "stream": self.endpoint.stream if stream is None else stream}
 
     def __repr__(self) -> str:
@@ -905,4 +908,4 @@ def _given_up(arrival: Arrival) -> Iterator[None]:
 
 def _captures(packer: Packer, order: Mapping[str, Any]) -> bool:
     """True if a copy that begins now would become a part of the caller's graph, which would read the peer's pool at each replay."""
-    return packer.device >= 0 and is_capturing(_core.stream_handle(order["stream"]))
+    return packer.device >= 0 and _core.is_captured(order["stream"], packer.device)

@@ -34,16 +34,6 @@ def framework_stream(framework: str, index: int) -> Any:
     )
 
 
-def is_capturing(stream: int) -> bool:
-    """True if a graph captures a stream, or if the driver does not say.  `stream`: its handle; 2 is that of the calling thread."""
-    from cuda.bindings import driver
-
-    status, *capture = driver.cuStreamIsCapturing(driver.CUstream(stream))
-    if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-        return False  # this thread uses no GPU
-    return bool(int(status)) or bool(int(capture[0]))
-
-
 def require_no_stream(why: str, **given: Any) -> None:
     """Raise `BindError` for a stream, or something to wait for, on the CPU: ``stream: the pool is …; leave stream out``."""
     for name, one in given.items():
