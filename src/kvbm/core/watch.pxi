@@ -38,8 +38,8 @@ cdef inline uint64_t _sizes(const NumpyArray *array) noexcept nogil:
 
 
 cdef inline bint _is_same(const Watched *one, const TorchFields *at) noexcept nogil:
-    # A pointer is followed only if it has not changed.  Then the object that it points to is alive.  `Foreseen` reads so
-    # without Python's lock: who replaces the storage of a tensor during a receive may be seen late.
+    # A pointer is followed only if it has not changed.  Then the object that it points to is alive.  `Foreseen` reads
+    # so without Python's lock: who replaces the storage of a tensor during a receive may be seen late.
     if one.kind == BY_TORCH:
         return (_word(<uint64_t> one.array, at.tensor) == one.words[0]
                 and _word(one.words[0], at.storage) == one.words[1]
