@@ -27,7 +27,7 @@ from kvbm.integrations.vllm import caches, connector, holding
 from kvbm.integrations.vllm.connector import _Worker
 from kvbm.integrations.vllm.holding import Hold, Push
 from kvbm.integrations.vllm.identity import inputs_of
-from kvbm.integrations.vllm.meetings import Want
+from kvbm.integrations.vllm.meetings import Visit, Want
 from kvbm.integrations.vllm.scheduling import Load, Scheduler, Source, StepMetadata
 
 LIMIT = 30.0
@@ -498,6 +498,43 @@ def test_what_is_to_come_is_waited_for_and_keeps_nobody_waiting(worker: Any, mon
     prefill.results(set())
     monkeypatch.undo()
     assert until(decode, "finished_recving").failed_recving == {"never"} and not prefill.holds._wanted
+
+
+def test_what_has_come_is_told_before_the_answer_is_read(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: vLLM heard of it when the thread that reads answers had its turn."""
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    told, answer = threading.Event(), Visit._answer
+
+    def late(self: Visit, *given: Any) -> Any:
+        assert told.wait(LIMIT)
+        return answer(self, *given)
+
+    monkeypatch.setattr(Visit, "_answer", late)
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
+    found = until(decode, "finished_recving")
+    assert found.finished_recving == {"q"} and not found.failed_recving
+    told.set()
+    until(prefill, "finished_sending")
+
+
+@pytest.mark.parametrize("when", ["before it is asked for", "before the answer"])
+def test_who_is_given_up_while_it_is_asked_for_is_released(when: str, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = worker("p"), worker("d")
+    prefill.begin(StepMetadata("1", holds={"r": hold()}))
+    cls, name = (_Worker, "_begun") if when.endswith("for") else (Visit, "_answer")
+    usual, ended = getattr(cls, name), []
+
+    def late(self: Any, *given: Any) -> Any:
+        if not ended:
+            ended.append(decode.results({"q"}))
+        return usual(self, *given)
+
+    monkeypatch.setattr(cls, name, late)
+    decode.begin(StepMetadata("2", loads={"q": load(prefill)}))
+    until(prefill, "finished_sending")
+    found = ended[0] if ended[0].finished_recving else until(decode, "finished_recving")
+    assert found.finished_recving == {"q"}
 
 
 @pytest.mark.parametrize("name", ["r", "", "/", "1", "1/", "1/x/r"])

@@ -266,16 +266,16 @@ class _Worker:
                     visit = self._visit(load.source)
                     visit.submit(self._load, request, load, visit, wait, end)
                 except KvbmError as error:
-                    self._loaded(request, load, _Arriving(load.source, []), error)
+                    self._failed(request, load, _Arriving(load.source, []), error)
 
     def _queued(self) -> Any:
-        """An event after the GPU's queued work on the blocks; None on the CPU."""
+        """An event after the GPU's queued work on the blocks; None if there is none."""
         assert self._endpoint is not None
         if self._endpoint.ring.device == "cpu":
             return None
         event = sys.modules["torch"].cuda.Event()
         event.record()
-        return event
+        return None if event.query() else event  # what waits for nothing begins earlier
 
     # ---- decode ----------------------------------------------------------------------------------------------------
 
@@ -294,8 +294,7 @@ class _Worker:
 
     def _load(self, request: str, load: Load, visit: Visit, wait: Any, end: float) -> None:
         """Ask for a request, on the thread of its engine.  Everything has come at `end`, or the load has failed."""
-        source = load.source
-        arriving, why = _Arriving(source, []), None
+        source, arriving = load.source, _Arriving(load.source, [])
         try:
             want = Want(source.request, is_given_up=True)
             if load.first < load.last:
@@ -312,22 +311,33 @@ class _Worker:
                     for key, tokens in parts:
                         part = Span(span.table, tokens)
                         arriving.arrivals.append(link.receive(key, part, group=group, wait=wait, timeout=seconds))
-            visit.want(want, end)
+            self._begun(request, load, arriving)  # all may have come before this thread has its turn and reads the answer
+            if not arriving.failure:
+                visit.want(want, end)
+            if arriving.failure and not source.is_early:  # it was given up meanwhile, perhaps before anything could be refused
+                visit.want(Want(source.request, is_given_up=True), end)
         except Exception as error:
-            why = error
-        self._loaded(request, load, arriving, why)
+            self._failed(request, load, arriving, error)
 
-    def _loaded(self, request: str, load: Load, arriving: _Arriving, why: Exception | None) -> None:
-        """A request was asked for, or could not be."""
-        if why is not None:
-            where = printable(f"{load.source.request} of {load.source.host}:{load.source.port}")
-            logger.warning("request %s: %s was not loaded: %s", printable(request), where, why)
-            arriving.fail(str(why) or type(why).__name__)
+    def _begun(self, request: str, load: Load, arriving: _Arriving) -> None:
+        """All of a load is received, or it has failed.  May be called again."""
         with self._lock:
+            if request not in self._requesting:
+                return
             if self._requesting.pop(request):
                 self._give_up(arriving)
             if load.first < load.last:  # else vLLM has all blocks and does not wait
                 self._arrivals[request] = arriving
+
+    def _failed(self, request: str, load: Load, arriving: _Arriving, why: Exception) -> None:
+        """A load could not be asked for, or was refused."""
+        with self._lock:
+            if request not in self._requesting and self._arrivals.get(request) is not arriving:
+                return  # all has come, or vLLM was told of the failure
+            where = printable(f"{load.source.request} of {load.source.host}:{load.source.port}")
+            logger.warning("request %s: %s was not loaded: %s", printable(request), where, why)
+            arriving.fail(str(why) or type(why).__name__)
+        self._begun(request, load, arriving)
 
     def _give_up(self, arriving: _Arriving, why: str = "it was given up") -> None:
         """Give up a load, and tell the prefill engine if it still computes.  The caller holds `_lock`."""

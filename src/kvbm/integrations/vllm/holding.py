@@ -227,6 +227,9 @@ class Holds:
             is_first = record.link is None  # else another worker of the same engine has asked before
             if is_first or want.is_given_up:
                 self._join(record, want, link)
+            if want.is_given_up:
+                for sending in record.sendings:
+                    sending.abort()
             if not is_first or record.hold is None:
                 return  # already asked for, or sent while it is computed
         self._finish(record)
