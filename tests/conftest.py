@@ -84,11 +84,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: a test of half a second or more, which sample and quick leave out")
     config.addinivalue_line("markers", "sanitize: all of its cases run under AddressSanitizer, not only the quick ones")
     config.addinivalue_line("markers", "threads: runs on several threads, without `thread` in its name: for ThreadSanitizer")
-    config.addinivalue_line("markers", f"sample: {SAMPLE} cases of every test that is not slow (given by conftest.py)")
+    config.addinivalue_line("markers", "sample: a few cases of every test that is not slow (given by conftest.py)")
     config.addinivalue_line("markers", f"quick: {QUICK} case of every test of the sample that starts no process, or marked by hand")
 
 
-SAMPLE = 3
+#: Cases of a test: of `sample`, which the sanitizers run five times as long as others, and of `quick`.
+SAMPLE = 1 if "KVBM_SANITIZE" in os.environ else 3
 QUICK = 1
 #: Names by which tests and their helpers start processes.
 PROCESSES = {"subprocess", "multiprocessing", "processes", "fork", "sshd", "server", "pytester", "fake_driver", "fake_gpu", "place"}

@@ -34,7 +34,7 @@ def emulated(fake_gpu: processes.FakeDriver, tmp_path_factory: pytest.TempPathFa
 
 
 PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
-    ("nests.each", ()),
+    ("nests.each", ((), (True,)) if "KVBM_SANITIZE" in os.environ else ()),  # long ones take minutes there
     ("nests.each_of_planes_is_launched", ()),
     ("launches.launches_move_what_the_host_moves", ("hnd", "vllm/paged_attn_v0")),
     ("launches.lists_of_tensors", ()),

@@ -24,10 +24,10 @@ def each_of_planes_is_launched() -> None:
     assert count("launches") == len(OF_PLANES) > 20
 
 
-def each(names: tuple[str, ...] = ()) -> None:
+def each(names: tuple[str, ...] = (), shorts: tuple[bool, ...] = (True, False)) -> None:
     """Every kernel of one part, or those of these names, bit for bit, guards and digests included."""
     for name in names or ONE_PART:
-        for short in (True, False):
+        for short in shorts:
             for most, (run, keyed) in itertools.product((1 + 2 * short,) if name in FEW else (0,), ways(name, short)):
                 nest = Nest(name, short, run, keyed)
                 source, got = aligned(nest.src.data), aligned(nest.dst.data)
