@@ -38,7 +38,7 @@ from few import spread  # noqa: E402
 
 # Derandomised: a red run stays red.  KVBM_HYPOTHESIS=explore looks for new cases.
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("quick", derandomize=True, database=None, max_examples=15, **_common)
+settings.register_profile("quick", derandomize=True, database=None, max_examples=8, **_common)
 settings.register_profile("ci", derandomize=True, database=None, max_examples=50, **_common)
 settings.register_profile("full", derandomize=True, database=None, max_examples=1000, **_common)
 settings.register_profile("deep", derandomize=True, database=None, max_examples=5000, **_common)

@@ -183,6 +183,7 @@ def test_interference_draws_slowdowns_from_one_and_marks_the_memcpys() -> None:
             assert f"{float(row['slowdown']):.2f}×  {said}" in texts(axes)
 
 
+@pytest.mark.slow
 def test_overhead_draws_a_line_a_kind_of_ids_and_a_line_a_function() -> None:
     figure = drawn("overhead", "overhead")
     for (call, ids), held in by(rows("overhead"), "call", "ids").items():

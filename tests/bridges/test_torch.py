@@ -575,6 +575,7 @@ def test_inductor_with_gradients() -> None:
     assert torch.equal(results[0][0], tensor.transpose(0, 1)) and torch.equal(results[0][1][:, 0], tensor[:, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.export about torch
 def test_export() -> None:
     class Offload(torch.nn.Module):

@@ -1576,6 +1576,7 @@ def test_notes_are_read_as_written(note: notes.Note) -> None:
                 notes.read(data[:end])
 
 
+@pytest.mark.slow
 @given(st.sampled_from(NOTES), st.integers(0, 200), st.binary(max_size=40))
 def test_any_bytes_are_a_note_or_refused(note: notes.Note, at: int, some: bytes) -> None:
     data = notes.write(note)
