@@ -417,6 +417,20 @@ int kvbm_stream_is_captured(int device, uint64_t stream, int* is_captured) {
   return KVBM_OK;
 }
 
+int kvbm_stream_make(int device, uint64_t* stream) {
+  Current current;
+  RETURN_IF_FAILED(current.open(device));
+  Stream made = nullptr;
+  RETURN_IF_FAILED(CU(StreamCreate, &made, 0));
+  *stream = reinterpret_cast<uint64_t>(made);
+  return KVBM_OK;
+}
+
+void kvbm_stream_drop(int device, uint64_t stream) {
+  Current current;
+  if (current.open(device) == KVBM_OK) driver.StreamDestroy(reinterpret_cast<Stream>(stream));
+}
+
 int kvbm_enable_peer(int device, int peer, int* can) {
   enum { kAlreadyEnabled = 704 };
   *can = 0;

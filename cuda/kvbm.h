@@ -451,6 +451,8 @@ int kvbm_event_synchronize(int device, uint64_t event);
 int kvbm_stream_wait(int device, uint64_t stream, uint64_t event);
 int kvbm_stream_device(uint64_t stream, int* device); /* -1: a default stream, which belongs to the current device */
 int kvbm_stream_is_captured(int device, uint64_t stream, int* is_captured); /* by a graph */
+int kvbm_stream_make(int device, uint64_t* stream); /* ordered with the legacy default stream, as streams are by default */
+void kvbm_stream_drop(int device, uint64_t stream);
 /* Lets kernels on `device` access memory of cuMemAlloc on `peer`.  *can is 0 if the machine does not allow it. */
 int kvbm_enable_peer(int device, int peer, int* can);
 /* Finds memory that `device` cannot access: of a stream-ordered pool (KVBM_UNGRANTED_POOL) or mapped by cuMemMap.  Access to

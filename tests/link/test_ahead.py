@@ -544,3 +544,72 @@ def test_random_messages_are_right_or_leave_nothing(rate: float, spins: bool, mo
         until(lambda: loans(found) == [0, 0], "all loans have ended")
         assert not any(link._ahead or link.handles for link in found.links)
     assert outcomes.count("right") > 10 and any(begun), outcomes
+
+
+def test_a_copy_that_is_dropped_holds_up_no_other_transfer(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it stands behind the caller's work.  Its blocks and its loan are free when it has ended.
+
+    Red: the endpoint's thread waited for it.
+    """
+    near, far = near_far.links
+    query, is_busy = direct.Pass.query, threading.Event()
+    monkeypatch.setattr(direct.Pass, "query", lambda self: query(self) and (self is not late[0] or not is_busy.is_set()))
+    monkeypatch.setattr(direct.Pass, "synchronize", lambda self: until(lambda: self.query(), "it is done"))
+    late: list[Any] = [None]
+    take = pulls.Ahead.take
+
+    def taken(self: pulls.Ahead) -> Any:
+        found = take(self)
+        if found is not None and late[0] is None:
+            late[0] = found
+        return found
+
+    monkeypatch.setattr(pulls.Ahead, "take", taken)
+    is_busy.set()
+    with paused(near_far.ends[1]):
+        say(near_far, notes.write(offer_of(near_far, "x")))
+        arrival = far.receive("x", THERE)
+        assert is_written(near_far)
+        arrival.abort()
+    try:
+        until(lambda: arrival.has_failed, "it has failed")
+        assert ended([far.receive("y", Span([7, 9], range(60))), near.send("y", HERE)]) == [None, None]
+        assert late[0] is not None and not arrival.has_ended and sum(loans(near_far)) == 1
+        assert far.awaited() == [] and not far.is_idle
+    finally:
+        is_busy.clear()
+    assert isinstance(ended([arrival])[0], KvbmError)
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+
+
+def test_receives_of_one_key_begin_with_their_own_offers(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: the second began, was not found, and was copied again."""
+    near, far = near_far.links
+    leave, dropped = pulls.Ahead.leave, []
+    monkeypatch.setattr(pulls.Ahead, "leave", lambda self: (dropped.append(self.copies.has_begun), leave(self))[1])
+    for number in range(4):
+        with paused(near_far.ends[1]):
+            arrivals = [far.receive("x", Span([2 * k, 2 * k + 1], range(60))) for k in range(3)]
+        for arrival in arrivals:
+            assert ended([near.send("x", HERE), arrival]) == [None, None], number
+    assert not any(dropped)
+
+
+def test_a_handler_of_a_signal_may_call_while_a_send_posts(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: the endpoint's thread waited for who posts, and that for the thread."""
+    near, far = near_far.links
+    post, called = Link._post, []
+
+    def interrupted(self: Link, start: Any) -> bool:
+        if not called:
+            called.append(0)
+            time.sleep(0.03)  # the thread has begun with the sending
+            self.endpoint.call(lambda: called.append(1), 5)
+            near.send("z", HERE).abort()
+        return post(self, start)
+
+    monkeypatch.setattr(Link, "_post", interrupted)
+    arrival = far.receive("x", THERE)
+    assert ended([near.send("x", HERE), arrival]) == [None, None]
+    assert called == [0, 1]
+    near_far.require_right()

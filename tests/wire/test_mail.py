@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -325,6 +326,30 @@ def test_a_watch_ends_with_a_note_a_latch_or_its_time(ends: tuple[End, End]) -> 
     latch.clear()
     assert not near.wire.watch(latch, 1000)
     assert near.wire.watch(latch, 60_000_000, [_core.finished()])
+
+
+@pytest.mark.threads
+def test_a_box_stays_mapped_while_a_thread_waits_for_its_notes() -> None:
+    """Red: the thread read memory that was unmapped."""
+
+    class Pages(list[mmap.mmap]):
+        """What keeps both boxes mapped."""
+
+    pages = Pages(mmap.mmap(-1, _core.MAIL_BYTES) for _ in range(2))
+    mail = _core.Mail(*(ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in pages), pages)
+    kept, latch, found = weakref.ref(pages), _core.Latch(), []
+    del pages
+    thread = threading.Thread(target=lambda: found.append(latch.wait(60_000_000, [mail])))
+    thread.start()
+    time.sleep(0.02)
+    mail.close()
+    assert kept() is not None
+    time.sleep(0.01)
+    latch.set()
+    thread.join()
+    assert found == [True] and kept() is None
+    latch.clear()
+    assert not latch.wait(0, [mail]), "nobody waits for a closed one"
 
 
 def test_boxes_that_are_none() -> None:

@@ -209,6 +209,8 @@ cdef extern from "kvbm.h" nogil:
     int kvbm_stream_wait(int device, uint64_t stream, uint64_t event) noexcept
     int kvbm_stream_device(uint64_t stream, int *device) noexcept
     int kvbm_stream_is_captured(int device, uint64_t stream, int *is_captured) noexcept
+    int kvbm_stream_make(int device, uint64_t *stream) noexcept
+    void kvbm_stream_drop(int device, uint64_t stream) noexcept
     int kvbm_enable_peer(int device, int peer, int *can) noexcept
     int kvbm_find_ungranted(int device, const uint64_t *spans, uint64_t count, uint64_t *index, int *how) noexcept
     int kvbm_alloc_device(int device, uint64_t nbytes, uint64_t *address) noexcept

@@ -125,11 +125,7 @@ cdef class Foreseen:
     @property
     def has_begun(self):
         """Whether copies have begun that `end` has not returned."""
-        cdef bint found
-        lock_in_python(&self.lock)
-        found = self.state == BEGUN
-        kvbm_unlock(&self.lock)
-        return found
+        return self._state() == BEGUN
 
     def end(self):
         """Let nothing begin any more.
@@ -149,10 +145,15 @@ cdef class Foreseen:
             self.mail = None
         return [(<Expected> copy).done for copy in self.copies] if is_begun else None
 
-    cdef bint _is_waiting(self) noexcept:
-        cdef bint found
+    @property
+    def has_failed(self):
+        """Whether copies that have begun could not all be enqueued."""
+        return self.status != KVBM_OK
+
+    cdef int _state(self) noexcept:
+        cdef int found
         lock_in_python(&self.lock)
-        found = self.state == WAITING
+        found = self.state
         kvbm_unlock(&self.lock)
         return found
 

@@ -26,6 +26,7 @@ cdef class Mail:
     cdef void *expected[MOST_EXPECTED]   # what begins with one of the peer's next notes
     cdef uint32_t num_expected
     cdef dict kept                       # the same objects
+    cdef uint32_t users                  # threads that wait for notes
 
     def __init__(self, uint64_t own, uint64_t far, keep):
         if not own or not far or own % 64 or far % 64:
@@ -89,7 +90,7 @@ cdef class Mail:
         The note still comes.  Nothing is expected if as many others are, or the box is closed.
         """
         cdef bint is_expected
-        if not one._is_waiting() or one.mail is not None:
+        if one._state() != WAITING or one.mail is not None:
             return
         one.mail, self.kept[id(one)] = self, one
         lock_in_python(&self.lock)  # meanwhile `one` may end, on another thread: then its mail is None
@@ -101,9 +102,9 @@ cdef class Mail:
         if is_expected:
             with nogil:
                 self._begin_next()
-        elif one.mail is self:
+        if one.mail is self and not (is_expected and one._state() != OVER):  # or a finaliser has ended it before it had a mail
+            self._forget(one)
             one.mail = None
-            del self.kept[id(one)]
 
     cdef int _forget(self, Foreseen one) except -1:
         cdef uint32_t i
@@ -130,12 +131,33 @@ cdef class Mail:
                     break
         kvbm_unlock(&self.lock)
 
-    def close(self):
-        """No longer use the boxes: they may be unmapped."""
+    cdef bint _use(self) except -1:
+        """Keep the peer's box mapped until `_leave`.  False if the boxes are not used any more."""
+        cdef bint is_open
         lock_in_python(&self.lock)
-        self.mail.own = self.mail.far = NULL
+        is_open = self.mail.own != NULL
+        self.users += is_open
         kvbm_unlock(&self.lock)
-        self.keep = None
+        return is_open
+
+    cdef int _leave(self, uint32_t users) except -1:
+        cdef bint is_last
+        lock_in_python(&self.lock)
+        self.users -= users
+        is_last = self.mail.own == NULL and self.users == 0
+        if is_last:
+            self.mail.far = NULL
+        kvbm_unlock(&self.lock)
+        if is_last:
+            self.keep = None
+        return 0
+
+    def close(self):
+        """No longer use the boxes: they may be unmapped when no thread waits for notes."""
+        lock_in_python(&self.lock)
+        self.mail.own = NULL
+        kvbm_unlock(&self.lock)
+        self._leave(0)
 
 
 @cython.final
@@ -169,12 +191,7 @@ cdef class Latch:
         cdef Mail mail
         cdef Done done
         cdef bint is_news
-        kept = []
-        for mail in mails:
-            if num_mails < MOST_WATCHED and mail.mail.own != NULL:
-                watched[num_mails], boxes[num_mails] = &mail.mail, <void *> mail
-                num_mails += 1
-                kept.append(mail)
+        kept, used = [], []
         for done in dones:
             if done.event == 0:
                 return True
@@ -182,8 +199,17 @@ cdef class Latch:
                 events[num_events].device, events[num_events].event = done.device, done.event
                 num_events += 1
                 kept.append(done)
-        with nogil:
-            is_news = kvbm_mail_wait(watched, num_mails, &self.flag, events, num_events, microseconds)
-            for i in range(num_mails):
-                (<Mail> boxes[i])._begin_next()
+        try:
+            for mail in mails:
+                if num_mails < MOST_WATCHED and mail._use():
+                    used.append(mail)
+                    watched[num_mails], boxes[num_mails] = &mail.mail, <void *> mail
+                    num_mails += 1
+            with nogil:
+                is_news = kvbm_mail_wait(watched, num_mails, &self.flag, events, num_events, microseconds)
+                for i in range(num_mails):
+                    (<Mail> boxes[i])._begin_next()
+        finally:
+            for mail in used:
+                mail._leave(1)
         return is_news

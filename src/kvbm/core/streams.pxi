@@ -73,6 +73,37 @@ def stream_device(stream):
     return device
 
 
+@cython.final
+cdef class Stream:
+    """A CUDA stream of a GPU.  It is ordered with the legacy default stream, as streams are by default.
+
+    Parameters
+    ----------
+    device : int
+        Ordinal of the GPU.
+    """
+
+    cdef readonly int device
+    cdef readonly uint64_t handle
+
+    def __init__(self, int device):
+        cdef int status
+        if self.handle:
+            raise TypeError("a Stream is initialised once")
+        self.device = device
+        with nogil:
+            status = kvbm_stream_make(device, &self.handle)
+        check(status, "making a stream")
+
+    def __cuda_stream__(self):
+        return 0, self.handle
+
+    def __dealloc__(self):
+        if self.handle:
+            with nogil:
+                kvbm_stream_drop(self.device, self.handle)
+
+
 def is_captured(stream, int device):
     """Whether a graph captures a CUDA stream.  `device`: its GPU, or that of a default stream."""
     cdef uint64_t handle = _handle_of(stream)
@@ -89,6 +120,8 @@ cdef uint64_t _handle_of(stream) except? 0xFFFFFFFFFFFFFFFF:
             return PyLong_AsUnsignedLongLong(stream)
         except OverflowError:
             raise BindError(f"stream: expected a handle of 64 bits, got {stream}") from None
+    if type(stream) is Stream:
+        return (<Stream> stream).handle
     kind = _kind_of.get(type(stream))
     if kind is None:
         kind = _stream_kind(stream)

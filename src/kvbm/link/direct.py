@@ -659,11 +659,12 @@ class Prepared:
         for one in self._sums:
             one.is_enqueued = True  # nothing writes to its memory
 
-    def begun(self, dones: list[_core.Done]) -> Pass:
-        """The copies under way, of which these are the ends."""
+    def begun(self, dones: list[_core.Done], *, has_failed: bool = False) -> Pass:
+        """The copies under way, of which these are the ends.  `has_failed`: not all were enqueued."""
         found = Pass()
         for done, sums in zip(dones, self._sums, strict=True):
             found.add(done if self._packer.device >= 0 else None, sums)
+            sums.is_enqueued = not has_failed
         return found
 
     def require_usable(self) -> None:

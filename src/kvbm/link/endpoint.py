@@ -201,7 +201,8 @@ class Endpoint:
         self._nonce = secrets.token_bytes(32)  # its notes have other codes than those of other endpoints
         self._codes: dict[str, tuple[Notes, Notes]] = {}  # peer → notes to it, notes from it
         self.max_sms = max_sms
-        self.stream: Any = None if device == "cpu" else 2  # the stream of the thread
+        #: Of all copies of which the caller names no stream, whichever thread begins them.
+        self.stream = None if device == "cpu" else _core.Stream(int(device.partition(":")[2]))
         self.incarnation = incarnation
         size = Ring.slot_size(chunk_bytes + TRAILER)
         each = ring_bytes // size // 2 if slots is None else slots
@@ -227,9 +228,9 @@ class Endpoint:
         self.spins = device != "cpu" and hasattr(wire, "watch")
         if hasattr(wire, "on_news"):
             wire.on_news(self._wake.set)
-        self._lock, self._is_over = threading.Lock(), False
+        self._lock, self._is_over = threading.RLock(), False  # a handler of a signal may call while its thread does
         self._is_closed, self._broken = False, ""
-        self._closing, self._is_released = threading.Lock(), False
+        self._closing, self._is_released = threading.RLock(), False
         self._clock: int | None = None  # clock id of the thread's CPU time, while it runs
         self._used = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvbm {engine}/{rank}", daemon=True)
@@ -699,9 +700,10 @@ class Endpoint:
                         f"endpoint {self.engine}: its wire waits for a peer that is being dropped; the ring is not released: "
                         "close it again"
                     )
-            self.wire.close()
-            self.ring.close()
-            self._is_released = True
+            if not self._is_released:  # by a signal's handler
+                self.wire.close()
+                self.ring.close()
+                self._is_released = True
 
     @property
     def links(self) -> tuple[Link, ...]:

@@ -93,6 +93,11 @@ class Handle:
             if self.whole is not None:
                 self.whole.fail(error)
 
+    @property
+    def uses_no_pool(self) -> bool:
+        """True if no kernel of this transfer uses a pool."""
+        return all(flow.uses_no_pool for flow in self.flows)
+
     def settle(self) -> None:
         """Wake the waiting threads when the memory of the pool is no longer in use."""
         if not self.has_ended:
@@ -192,6 +197,10 @@ class Arrival(Handle):
             if rank in (None, one.rank):
                 one.leave()
 
+    @property
+    def uses_no_pool(self) -> bool:
+        return super().uses_no_pool and all(one.has_ended() for one in self.ahead)
+
     def settle(self) -> None:
         if self.has_failed and self.whole is None:
             self.clear()
@@ -199,6 +208,8 @@ class Arrival(Handle):
 
     def _end(self) -> None:
         self.expect_no_more()
+        for one in self.ahead:  # what it has begun stands before what has ended, on the same stream
+            one.release()
         self.ahead, self.parts = [], {}  # they keep the peer's memory mapped
         super()._end()
 

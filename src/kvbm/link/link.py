@@ -39,6 +39,9 @@ _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
 
+#: Seconds that the endpoint's thread waits for a caller that posts its offers, before it does something else.
+_POSTS = 0.01
+
 #: Seconds between two probes of a peer from which something is expected.
 _PROBES = 0.5
 
@@ -120,8 +123,10 @@ class Link:
         self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
         self._numbers = itertools.count(secrets.randbits(32) + 1)
-        self._posting = threading.Lock()  # held while a caller submits a sending and posts its offers
-        self._ahead: dict[tuple[str, bytes], Ahead] = {}  # peer and what is offered → what begins with that offer
+        #: Held while a caller submits a sending and posts its offers; twice, if a signal's handler sends.
+        self._posting = threading.RLock()
+        self._ahead: dict[tuple[str, bytes], list[Ahead]] = {}  # peer and what is offered → what begins with such offers
+        self.left: list[Ahead] = []  # copies under way that no transfer waits for
         self._probe_at = 0.0  # time of the next check of silent peers
         self.is_closed = False
 
@@ -270,7 +275,7 @@ class Link:
                 for rank, reader in readers.items():
                     arrival.parts[rank, span.origin, some] = reader.parts(span, span.origin, some)
                 is_plain = verify == "after" and wait is None and group not in self._gathered and self.endpoint.secret is None
-                if is_plain and identity not in self._failed and not _captures(packer, order):
+                if is_plain and identity not in self._failed:
                     self._foresee(arrival, course, readers)
         except KvbmError:  # it is raised when the offer arrives
             arrival.expect_no_more()
@@ -381,8 +386,11 @@ class Link:
 
     def _begin_sending(self, sending: Sending, starts: Iterable[Start], said: Container[int] = ()) -> None:
         """Begin to send.  `said`: numbers of the offers that were sent already."""
-        with self._posting:  # all that a caller posts is posted now
-            pass
+        # A signal's handler may have interrupted the caller that posts, and wait for this thread.
+        if not self._posting.acquire(timeout=-1 if self.endpoint.is_over else _POSTS):
+            self.endpoint.submit(lambda: self._begin_sending(sending, starts, said))
+            return
+        self._posting.release()  # all that the caller posts is posted now
         dropping = self.endpoint.dropping
         if not any(start.offer.sending in said and start.peer in dropping for start in starts) and self._is_late(sending):
             return
@@ -410,7 +418,7 @@ class Link:
         self._handles.append(arrival)
         self.count("arrivals")
         for ahead in arrival.ahead:
-            self._ahead.setdefault((ahead.peer, ahead.what), ahead)
+            self._ahead.setdefault((ahead.peer, ahead.what), []).append(ahead)
         ranks = {rank for rank, missing in arrival.missing.items() if missing}
         for peer, rank in self.peers.items():
             if peer in self.lost and rank in ranks:
@@ -430,11 +438,15 @@ class Link:
     def early(self, peer: str, note: bytes) -> Ahead | None:
         """What begins with an offer that is expected, or has begun with it, before it is read.  None if a note is no such offer."""
         number, what = offered(note)
-        ahead = self._ahead.get((peer, what))
-        if ahead is None or not (ahead.copies.has_begun or self._is_next(ahead, number)) or not ahead.begin(note):
+        if (some := self._ahead.get((peer, what))) is None:
             return None
-        del self._ahead[peer, what]
-        return ahead
+        for ahead in sorted(some, key=lambda one: not one.copies.has_begun) if len(some) > 1 else some:
+            if (ahead.copies.has_begun or self._is_next(ahead, number)) and ahead.begin(note):
+                some.remove(ahead)
+                if not some:
+                    del self._ahead[peer, what]
+                return ahead
+        return None
 
     def _is_next(self, ahead: Ahead, number: int) -> bool:
         """True if an offer of this number would be the first of its arrival."""
@@ -626,6 +638,8 @@ class Link:
             is_tidy &= not handle.has_ended and not handle.has_failed
         if not is_tidy:
             self._tidy()
+        if self.left:
+            self.left = [one for one in self.left if not one.has_ended()]
         return busy
 
     def _tidy(self) -> None:
@@ -634,10 +648,10 @@ class Link:
             if handle.has_failed and isinstance(handle, Arrival):
                 self._failed[handle.identity] = handle.failed_at, handle.number, handle.why
                 self._failed.move_to_end(handle.identity)
-            if handle.has_failed and all(flow.uses_no_pool for flow in handle.flows):
+            if handle.has_failed and handle.uses_no_pool:
                 handle.settle()
         self._handles = [handle for handle in self._handles if not handle.has_ended]
-        self._ahead = {at: one for at, one in self._ahead.items() if one.arrival.is_awaited}
+        self._ahead = {at: left for at, some in self._ahead.items() if (left := [one for one in some if one.arrival.is_awaited])}
         for over in [at for at, flow in self._flows.items() if flow.is_over and flow.sending.has_ended]:
             self._flows.pop(over)
         for at in [at for at, inflow in self._inflows.items() if inflow.is_over]:
@@ -670,12 +684,12 @@ class Link:
             if dones is None:
                 return None
             found += dones
-        return found
+        return found + [done for one in self.left for done in one.dones]
 
     @property
     def is_idle(self) -> bool:
         """True if no transfer runs and no slot or loan is held."""
-        return not self._handles and all(flow.is_over for flow in self._all_flows())
+        return not self._handles and not self.left and all(flow.is_over for flow in self._all_flows())
 
     def _lose(self, peer: str, error: PeerLostError) -> None:
         """Handle the loss of a peer: its transfers fail.  Its slots become free when it can no longer write to them."""
@@ -693,8 +707,8 @@ class Link:
 
     def release(self) -> None:
         """Wait until no kernel uses a pool or memory that peers lent.  Called at the end."""
-        for flow in self._all_flows():
-            flow.release()
+        for one in (*self._all_flows(), *self.left):
+            one.release()
 
     def dropped(self, peer: str) -> None:
         """Called when a lost peer can no longer write."""
@@ -904,8 +918,3 @@ def _given_up(arrival: Arrival) -> Iterator[None]:
     except BaseException:
         arrival.expect_no_more()
         raise
-
-
-def _captures(packer: Packer, order: Mapping[str, Any]) -> bool:
-    """True if a copy that begins now would become a part of the caller's graph, which would read the peer's pool at each replay."""
-    return packer.device >= 0 and _core.is_captured(order["stream"], packer.device)

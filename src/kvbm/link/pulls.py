@@ -54,6 +54,7 @@ class Ahead:
         note = foreseen(offer, prepared.entries)
         self.what = offered(note[0])[1]
         self.copies = prepared.foreseen(note, loans, arrival.order)
+        self._left: Pass | None = None  # copies of which nobody waits for the end but `has_ended`
 
     def begin(self, note: bytes) -> bool:
         """Enqueue the copies with a note, unless that is done.  False if they wait for another, or cannot be enqueued."""
@@ -74,15 +75,37 @@ class Ahead:
         arrival = self.arrival
         if arrival.zero is None:  # something is written
             arrival.zero = functools.partial(arrival.link.zero, arrival, self._group, self._origin)
-        return self.prepared.begun(dones)
+        return self.prepared.begun(dones, has_failed=self.copies.has_failed)
 
     def leave(self) -> None:
-        """Let nothing begin any more.  Wait for the copies under way, and end their loan."""
+        """Let nothing begin any more.  Copies under way end by themselves: they may stand behind the caller's work on a GPU."""
         copies = self.take()
         if copies is not None:
-            with contextlib.suppress(Exception):
-                copies.synchronize()
+            self._left = copies
+            if not self.has_ended():
+                self.arrival.link.left.append(self)
+
+    def has_ended(self) -> bool:
+        """True if nothing is under way of which only this object knows.  Ends the loan then."""
+        if self._left is not None:
+            with contextlib.suppress(KvbmError):
+                if not self._left.query():
+                    return False
+            self._left = None
             self.arrival.link.give_back(self.peer)
+        return True
+
+    @property
+    def dones(self) -> list[_core.Done]:
+        """What `has_ended` asks for."""
+        return [] if self._left is None else self._left.dones
+
+    def release(self) -> None:
+        """Wait for copies under way."""
+        if self._left is not None:
+            with contextlib.suppress(Exception):
+                self._left.synchronize()
+        self.has_ended()
 
 
 class Pull(Incoming):
