@@ -102,7 +102,7 @@ cdef class Mail:
         if is_expected:
             with nogil:
                 self._begin_next()
-        if one.mail is self and not (is_expected and one._state() != OVER):  # or a finaliser has ended it before it had a mail
+        if one.mail is self and not (is_expected and one._state() != OVER):  # or a finaliser has ended it meanwhile
             self._forget(one)
             one.mail = None
 
