@@ -91,6 +91,7 @@ def test_files_of_several_kinds_make_all_their_pictures() -> None:
     assert list(plot.draw(tables, known=STUDIES)) == ["roofline", "bars", "interference", "scale"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sweep_few", "sweep_d2d"])
 def test_roofline_draws_a_line_a_pair_through_the_measured_points(name) -> None:
     """Any number of pairs: each has a line, all lines look different, and each is in the legend with its share."""

@@ -535,6 +535,7 @@ def test_a_changing_number_of_blocks_is_compiled_once() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_ids_whose_number_is_data() -> None:
     """Such as ids selected by a mask: their number is not known when the graph is made."""
 

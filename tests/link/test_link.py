@@ -191,6 +191,7 @@ def test_a_digest_that_is_not_compared_is_found(monkeypatch: pytest.MonkeyPatch)
         soaking.Links(seed=5, rate=0.2).life(200)
 
 
+@pytest.mark.slow
 def test_a_slot_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     give = ring.Ring.give
     monkeypatch.setattr(soaking, "HELD", 1.0)

@@ -287,6 +287,8 @@ def integers(torch: Any) -> dict[str, Any]:
     return some | {f"on a GPU, {change}": Interface(**plain | change) for change in changes}
 
 
+@pytest.mark.sanitize
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_quick_look_sees_what_a_long_one_does(torch: Any) -> None:
     """The fast check accepts only arrays that `describe` accepts with the same result, and all usual ones."""

@@ -241,6 +241,8 @@ def raced(ends: Callable[..., tuple[End, End]], rounds: int) -> int:
     return late
 
 
+@pytest.mark.sanitize
+@pytest.mark.slow
 def test_nothing_lands_behind_a_drop(ends: Callable[..., tuple[End, End]]) -> None:
     assert raced(ends, 150) == 0
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -96,7 +97,7 @@ def started(model: str, way: str, role: str, most: int) -> subprocess.Popen[str]
         of_role["CUDA_VISIBLE_DEVICES"] = "1,0" if side else "0,1"  # it maps memory of the other GPU
     return subprocess.Popen(
         [sys.executable, __file__, "serve", model, way, role, str(most), str(port)], env={**os.environ, **of_role},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def main(model: str, lengths: str = "512,2048,8192", rounds: str = "9") -> None:
                     found[length][way] += [result] if turn else []
     finally:
         for process in processes.values():
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # an engine's workers, too: they would keep its memory on the GPU
             process.wait()
     facts = {str(length): {way: summary(runs) for way, runs in ways.items()} for length, ways in found.items()}
     print("RESULT", json.dumps({"rounds": int(rounds), "lengths": facts}), flush=True)
