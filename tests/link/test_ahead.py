@@ -19,6 +19,7 @@ from test_direct import OneEach
 from kvbm import KvbmError, Pool, Span, wire
 from kvbm.errors import BindError, TransferError
 from kvbm.link import direct, endpoint, notes, pulls
+from kvbm.link.handle import Arrival
 from kvbm.link.link import Link
 from kvbm.reshard import Endpoint
 from linking import LIMIT, ended, until
@@ -595,21 +596,95 @@ def test_receives_of_one_key_begin_with_their_own_offers(near_far: OneEach, monk
     assert not any(dropped)
 
 
-def test_a_handler_of_a_signal_may_call_while_a_send_posts(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red: the endpoint's thread waited for who posts, and that for the thread."""
+@pytest.mark.parametrize("what", ["calls", "transfers", "closes"])
+def test_a_handler_of_a_signal_may_come_while_a_send_posts(what: str, near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: the endpoint's thread waited for who posts, and that for the thread; or did nothing else; or forgot the sending."""
     near, far = near_far.links
-    post, called = Link._post, []
+    post, called, other = Link._post, [], Span([7, 9], range(60))
 
     def interrupted(self: Link, start: Any) -> bool:
         if not called:
             called.append(0)
             time.sleep(0.03)  # the thread has begun with the sending
-            self.endpoint.call(lambda: called.append(1), 5)
-            near.send("z", HERE).abort()
+            if what == "calls":
+                self.endpoint.call(lambda: called.append(1), 5)
+            elif what == "transfers":
+                assert ended([near.send("z", HERE), far.receive("z", other)]) == [None, None]
+            else:
+                near.leave()
         return post(self, start)
 
     monkeypatch.setattr(Link, "_post", interrupted)
-    arrival = far.receive("x", THERE)
-    assert ended([near.send("x", HERE), arrival]) == [None, None]
-    assert called == [0, 1]
-    near_far.require_right()
+    arrival = far.receive("x", THERE, timeout=3)
+    found = ended([near.send("x", HERE, timeout=3), arrival])
+    assert called and (found == [None, None] or what == "closes")
+    if what == "calls":
+        near_far.require_right()
+    until(lambda: loans(near_far) == [0, 0], "all loans have ended")
+
+
+def test_an_endpoint_that_closes_while_a_send_posts_fails_it(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: the endpoint's thread broke, and the sending never ended."""
+    near, _ = near_far.links
+    post, threads = Link._post, []
+
+    def slow(self: Link, start: Any) -> bool:
+        threads.append(threading.Thread(target=self.endpoint.close))
+        threads[0].start()
+        time.sleep(1)
+        return post(self, start)
+
+    monkeypatch.setattr(Link, "_post", slow)
+    [error] = ended([near.send("x", HERE, timeout=2)])
+    assert isinstance(error, TransferError) and not near.endpoint._broken
+    threads[0].join()
+
+
+def test_zeros_are_written_when_the_dropped_copy_has_ended(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: before, where the link was closed meanwhile; the copy may be on another stream."""
+    _, far = near_far.links
+    seen: list[str] = []
+    clear, begin = Arrival.clear, Link._begin_arrival
+    monkeypatch.setattr(pulls.Ahead, "release", lambda _: seen.append("waited"))
+    monkeypatch.setattr(Arrival, "clear", lambda self: (seen.append("zeros"), clear(self))[1])
+
+    def late(self: Link, arrival: Any) -> None:
+        until(lambda: is_written(near_far), "it has begun")
+        self.is_closed = True
+        begin(self, arrival)
+        self.is_closed = False
+
+    monkeypatch.setattr(Link, "_begin_arrival", late)
+    with paused(near_far.ends[1]):
+        say(near_far, notes.write(offer_of(near_far, "x")))
+        arrival = far.receive("x", THERE)
+    assert isinstance(ended([arrival])[0], TransferError)
+    assert seen == ["waited", "zeros"]
+    require_nothing_left(near_far)
+
+
+def test_memory_of_digests_is_lost_if_copies_could_not_be_enqueued(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may still write it.  Red: the second `leave` gave it back."""
+    _, far = near_far.links
+
+    class Failed:
+        """`Foreseen` of which a launch failed."""
+
+        has_failed = True
+
+        def __init__(self, copies: Any) -> None:
+            self._copies = copies
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._copies, name)
+
+    with paused(near_far.ends[1]):
+        say(near_far, notes.write(offer_of(near_far, "x")))
+        arrival = far.receive("x", THERE)
+        [one] = arrival.ahead
+        one.copies = Failed(one.copies)
+        for _ in range(2):
+            one.leave()
+            assert not any(sums.is_enqueued for sums in one.prepared._sums)
+    arrival.abort()
+    assert isinstance(ended([arrival])[0], KvbmError)

@@ -136,13 +136,14 @@ cdef class Foreseen:
             The ends of copies that have begun, once: the caller then ends the loan.  None: nothing has begun.
         """
         cdef bint is_begun
+        cdef Mail mail
         lock_in_python(&self.lock)
         is_begun = self.state == BEGUN
         self.state = OVER
         kvbm_unlock(&self.lock)
-        if self.mail is not None:
-            self.mail._forget(self)
-            self.mail = None
+        mail, self.mail = self.mail, None
+        if mail is not None:
+            mail._forget(self)
         return [(<Expected> copy).done for copy in self.copies] if is_begun else None
 
     @property

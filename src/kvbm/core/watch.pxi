@@ -146,7 +146,8 @@ cdef class Watch:
         if not 0 <= index < self.count:
             raise IndexError(index)
         lock_in_python(&self.lock)
-        self._note(&self.each[index])
+        if index < self.count:  # else it was closed meanwhile
+            self._note(&self.each[index])
         kvbm_unlock(&self.lock)
 
     cdef void _note(self, Watched *one) noexcept nogil:

@@ -201,8 +201,8 @@ class Endpoint:
         self._nonce = secrets.token_bytes(32)  # its notes have other codes than those of other endpoints
         self._codes: dict[str, tuple[Notes, Notes]] = {}  # peer → notes to it, notes from it
         self.max_sms = max_sms
-        #: Of all copies of which the caller names no stream, whichever thread begins them.
-        self.stream = None if device == "cpu" else _core.Stream(int(device.partition(":")[2]))
+        #: Whether it sends → stream of the copies of which the caller names none, whichever thread begins them.
+        self.streams = {sends: None if device == "cpu" else _core.Stream(int(device.partition(":")[2])) for sends in (False, True)}
         self.incarnation = incarnation
         size = Ring.slot_size(chunk_bytes + TRAILER)
         each = ring_bytes // size // 2 if slots is None else slots

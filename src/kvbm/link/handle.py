@@ -202,14 +202,14 @@ class Arrival(Handle):
         return super().uses_no_pool and all(one.has_ended() for one in self.ahead)
 
     def settle(self) -> None:
+        self.expect_no_more()
+        for one in self.ahead:  # mostly it stands before what has ended, on the same stream
+            one.release()
         if self.has_failed and self.whole is None:
             self.clear()
         super().settle()
 
     def _end(self) -> None:
-        self.expect_no_more()
-        for one in self.ahead:  # what it has begun stands before what has ended, on the same stream
-            one.release()
         self.ahead, self.parts = [], {}  # they keep the peer's memory mapped
         super()._end()
 

@@ -8,10 +8,9 @@ import hashlib
 import itertools
 import logging
 import secrets
-import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import _core
@@ -38,9 +37,6 @@ __all__ = ["Link"]
 _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
-
-#: Seconds that the endpoint's thread waits for a caller that posts its offers, before it does something else.
-_POSTS = 0.01
 
 #: Seconds between two probes of a peer from which something is expected.
 _PROBES = 0.5
@@ -123,8 +119,6 @@ class Link:
         self._handles: list[Handle] = []
         self._counts: Counter[str] = Counter()
         self._numbers = itertools.count(secrets.randbits(32) + 1)
-        #: Held while a caller submits a sending and posts its offers; twice, if a signal's handler sends.
-        self._posting = threading.RLock()
         self._ahead: dict[tuple[str, bytes], list[Ahead]] = {}  # peer and what is offered → what begins with such offers
         self.left: list[Ahead] = []  # copies under way that no transfer waits for
         self._probe_at = 0.0  # time of the next check of silent peers
@@ -172,12 +166,14 @@ class Link:
             The other engine's ranks do not hold the same part of the model.
         """
         sending, starts = self._sending(key, span, layers, group, wait, stream, timeout, pulls=False)
-        said: set[int] = set()  # offers that are with the peers already
-        with self._posting:
-            self.endpoint.submit(lambda: self._begin_sending(sending, starts, said), wakes=False)
-            said.update(start.offer.sending for start in starts if start.offer.table is not None and self._post(start))
+        claims: dict[int, bool] = {}  # number of an offer → whether it is said here, not by the thread; whoever is first
+        self.endpoint.submit(lambda: self._begin_sending(sending, starts, claims), wakes=False)
+        for start in starts:
+            number = start.offer.sending
+            if start.offer.table is not None and claims.setdefault(number, True) and not self._post(start):
+                claims[number] = False  # if the thread has not seen this, the offer is repeated
         self.endpoint.wake()
-        if said:  # the thread needs it next
+        if any(claims.values()):  # the thread needs it next
             with contextlib.suppress(KvbmError):  # the thread finds the same error, and the sending fails
                 self._packer(group, sends=True).listed(span, span.origin)
         return sending
@@ -347,7 +343,7 @@ class Link:
             if not pulls and self._pool_readers.get((peer, number), False):
                 try:
                     table = self.lender(number).table(span)
-                    offer = with_table(offer, table, is_complete=are_complete(sending.order, self.endpoint.stream))
+                    offer = with_table(offer, table, is_complete=are_complete(sending.order, self.endpoint.streams[True]))
                 except KvbmError:
                     table = None  # it is raised when the peer asks
             found.append(Start(peer, rank, offer, table))
@@ -384,13 +380,10 @@ class Link:
             handle.settle()
         return self.is_closed
 
-    def _begin_sending(self, sending: Sending, starts: Iterable[Start], said: Container[int] = ()) -> None:
-        """Begin to send.  `said`: numbers of the offers that were sent already."""
-        # A signal's handler may have interrupted the caller that posts, and wait for this thread.
-        if not self._posting.acquire(timeout=-1 if self.endpoint.is_over else _POSTS):
-            self.endpoint.submit(lambda: self._begin_sending(sending, starts, said))
-            return
-        self._posting.release()  # all that the caller posts is posted now
+    def _begin_sending(self, sending: Sending, starts: Sequence[Start], claims: dict[int, bool] | None = None) -> None:
+        """Begin to send.  `claims`: see `send`; the caller may still be about to say what it has claimed."""
+        known = {} if claims is None else claims
+        said = {start.offer.sending for start in starts if known.setdefault(start.offer.sending, False)}
         dropping = self.endpoint.dropping
         if not any(start.offer.sending in said and start.peer in dropping for start in starts) and self._is_late(sending):
             return
@@ -849,7 +842,7 @@ class Link:
         """Write zeros into the tokens of an arrival, in all its layers, and wait until they are there."""
         packer = self._packers[sorted(self.endpoint.groups)[group], False]
         # Its chunks were unpacked, so the host has seen that its stream's work on the blocks is done.
-        stream = None if packer.device < 0 else self.endpoint.stream
+        stream = None if packer.device < 0 else self.endpoint.streams[False]
         packer.zero(arrival.span, origin=origin, layers=arrival.layers, stream=stream)
 
     def _packer(self, group: str, *, sends: bool) -> Packer:
@@ -877,7 +870,7 @@ class Link:
             raise BindError(
                 f"{self.title}: stream: a CUDA graph captures it, and a link copies once; pass another stream, or leave it out"
             )
-        return {"wait": wait, "stream": self.endpoint.stream if stream is None else stream}
+        return {"wait": wait, "stream": self.endpoint.streams[packer.sends] if stream is None else stream}
 
     def __repr__(self) -> str:
         return f"<kvbm Link {self.title}, {len(self.peers)} peers>"
@@ -915,6 +908,6 @@ def _given_up(arrival: Arrival) -> Iterator[None]:
     """After an error nobody has the handle: what it has prepared is given back."""
     try:
         yield
-    except BaseException:
+    except KvbmError:
         arrival.expect_no_more()
         raise

@@ -119,7 +119,7 @@ class Loan:
 
     def _tables(self) -> Iterator[Table]:
         count, flow = len(self._table), self._flow
-        is_complete = self.is_digest_sent or are_complete(flow.sending.order, flow.link.endpoint.stream)
+        is_complete = self.is_digest_sent or are_complete(flow.sending.order, flow.link.endpoint.streams[True])
         for first in range(0, max(count, 1), MOST_BLOCKS):  # also of an empty table
             part = self._table[first : first + MOST_BLOCKS].tobytes()
             yield Table(flow.number, self.arrival, first, count, is_complete, part)

@@ -54,6 +54,7 @@ class Ahead:
         note = foreseen(offer, prepared.entries)
         self.what = offered(note[0])[1]
         self.copies = prepared.foreseen(note, loans, arrival.order)
+        self._is_taken = False
         self._left: Pass | None = None  # copies of which nobody waits for the end but `has_ended`
 
     def begin(self, note: bytes) -> bool:
@@ -70,8 +71,10 @@ class Ahead:
         """Let nothing begin any more.  Returns the copies under way, once: the caller then has their loan."""
         dones = self.copies.end()
         if dones is None:
-            self.prepared.unused()
+            if not self._is_taken:
+                self.prepared.unused()
             return None
+        self._is_taken = True
         arrival = self.arrival
         if arrival.zero is None:  # something is written
             arrival.zero = functools.partial(arrival.link.zero, arrival, self._group, self._origin)

@@ -332,7 +332,8 @@ class _Worker:
     def _failed(self, request: str, load: Load, arriving: _Arriving, why: Exception) -> None:
         """A load could not be asked for, or was refused."""
         with self._lock:
-            if request not in self._requesting and self._arrivals.get(request) is not arriving:
+            is_known = request in self._requesting or self._arrivals.get(request) is arriving
+            if not is_known and load.first < load.last:
                 return  # all has come, or vLLM was told of the failure
             where = printable(f"{load.source.request} of {load.source.host}:{load.source.port}")
             logger.warning("request %s: %s was not loaded: %s", printable(request), where, why)
