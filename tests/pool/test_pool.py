@@ -609,16 +609,19 @@ def test_arrays_of_allocate_are_a_sequence_on_one_piece_of_memory() -> None:
 @pytest.mark.sanitize
 def test_a_pool_keeps_no_object_per_allocation() -> None:
     """100,000 blocks with an allocation per block, layer, and K or V: nothing grows but the table of addresses."""
-    grown = []
-    for blocks in (1_000, 10_000):
+
+    def held(blocks: int) -> int:
         gc.collect()
         tracemalloc.start()
         pool = kvbm.Pool.allocate("nhd", "nl=5,no=2,nh=1,nt=1,hd=2,dtype=float16", blocks)
         gc.collect()
-        held = tracemalloc.get_traced_memory()[0] - 256 * len(pool.arrays)
+        found = tracemalloc.get_traced_memory()[0] - 256 * len(pool.arrays)
         tracemalloc.stop()
-        grown.append(held)
-    assert (grown[1] - grown[0]) / 90_000 < 18, grown  # addresses, kinds, and the slab's padding
+        return found
+
+    # Threads that earlier tests have left allocate, too: the least of three.
+    grown = min(held(10_000) - held(1_000) for _ in range(3))
+    assert grown / 90_000 < 18, grown  # addresses, kinds, and the slab's padding
 
 
 def test_allocate_compares_the_bytes_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
