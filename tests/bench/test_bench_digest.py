@@ -27,7 +27,7 @@ def ran(*arguments: str) -> list[dict[str, str]]:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_every_pair_is_measured_beside_its_copy() -> None:
     rows = ran("--what", "copies")
     assert list(dict.fromkeys(row["case"] for row in rows)) == [f"{src} → {dst}" for src, dst, _ in digest.PAIRS]

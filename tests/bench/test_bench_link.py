@@ -55,7 +55,7 @@ def test_every_way_is_measured_beside_what_carries_it() -> None:
         assert each == [2 * benching.MODEL.nl * tokens // 16 for tokens in (256, 1024)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.usefixtures("small")
 def test_transports_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any) -> None:

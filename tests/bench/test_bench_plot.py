@@ -91,7 +91,7 @@ def test_files_of_several_kinds_make_all_their_pictures() -> None:
     assert list(plot.draw(tables, known=STUDIES)) == ["roofline", "bars", "interference", "scale"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.parametrize("name", ["sweep_few", "sweep_d2d"])
 def test_roofline_draws_a_line_a_pair_through_the_measured_points(name) -> None:
     """Any number of pairs: each has a line, all lines look different, and each is in the legend with its share."""
@@ -184,7 +184,7 @@ def test_interference_draws_slowdowns_from_one_and_marks_the_memcpys() -> None:
             assert f"{float(row['slowdown']):.2f}×  {said}" in texts(axes)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_overhead_draws_a_line_a_kind_of_ids_and_a_line_a_function() -> None:
     figure = drawn("overhead", "overhead")
     for (call, ids), held in by(rows("overhead"), "call", "ids").items():

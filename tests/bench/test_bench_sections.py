@@ -120,7 +120,7 @@ def test_the_default_place_is_the_cpu_without_kernels_for_a_gpu(monkeypatch) -> 
 # ---- overhead ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_overhead_on_the_cpu_measures_every_kind_of_ids_and_says_that_the_copy_is_included() -> None:
     result = run(overhead.overhead, "--device", "cpu", "--counts", "1,8,64", "--iters", "8")
     assert result.exit_code == 0, result.output

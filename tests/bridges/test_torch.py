@@ -535,7 +535,7 @@ def test_a_changing_number_of_blocks_is_compiled_once() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_ids_whose_number_is_data() -> None:
     """Such as ids selected by a mask: their number is not known when the graph is made."""
 
@@ -576,7 +576,7 @@ def test_inductor_with_gradients() -> None:
     assert torch.equal(results[0][0], tensor.transpose(0, 1)) and torch.equal(results[0][1][:, 0], tensor[:, 2])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch.export about torch
 def test_export() -> None:
     class Offload(torch.nn.Module):

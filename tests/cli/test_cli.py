@@ -976,7 +976,7 @@ def test_names_in_files_are_not_believed(tmp_path: Path, metadata: dict[str, str
         ok(*args, "--from", "nhd")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.quick
 def test_a_terminal_without_arrows(tmp_path: Path) -> None:
     """Red: OUT was written, and then a traceback was printed."""

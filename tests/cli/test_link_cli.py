@@ -452,7 +452,7 @@ def test_senders_share_the_memory_and_who_gets_none_is_told_at_once(serve: Serve
             third.hear("card", within=LIMIT)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_memory_is_free_before_another_sender_may_have_it() -> None:
     """Red: what a trial had made lived on in cycles, and senders in turns got twice what `--memory` allows."""
     gc.disable()

@@ -278,7 +278,7 @@ def test_planes(old: str, new: str, good: bool | None) -> None:
 NAMES = st.sampled_from(["a", "bb", "tbt", "scale", "d_8", "b", "o"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @given(
     st.lists(NAMES, min_size=2, max_size=3),
     st.text("lohtd /%()[]{}816", max_size=12),

@@ -92,7 +92,7 @@ needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC was not found: 
 # ---- text and compiler ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_the_text_is_the_build_s() -> None:
     """The same line of code, with the same loop nest above it."""
     files = codegen.generate([kvbm.load(name) for name in ("nhd", "universal", "vllm/paged_attn_v0")])
@@ -136,7 +136,7 @@ def test_a_gpu_that_nvrtc_does_not_know(cache: Path, monkeypatch: pytest.MonkeyP
         runtime.kernel("rows_o3_i7_w16", 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @needs_nvrtc
 def test_errors_show_log_and_source(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVRTC's message, the place, and the source with line numbers; nothing is cached."""

@@ -149,7 +149,7 @@ def test_latents_have_scales_by_layer() -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.parametrize("quantises", [True, False])
 def test_sections(quantises: bool) -> None:
     """Scales are those of the section's layers, in its order; the other side may have K and V swapped."""

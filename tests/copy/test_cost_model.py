@@ -115,7 +115,7 @@ def test_the_choice_is_within_2_percent_of_the_best_also_away_from_what_was_meas
             assert times[chosen(choice, n)] <= 1.02 * min(times.values()), (n, noise, times, choice)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @settings(max_examples=60, deadline=None)
 @given(machines(), st.sampled_from(UNTUNED), st.lists(st.integers(1, 1 << 20), max_size=20), st.sampled_from([8, 32]))
 def test_the_predicted_time_of_the_choice_is_the_least(machine: Any, way: Any, some: Any, chunk: int) -> None:
@@ -323,7 +323,7 @@ def test_a_file_that_is_not_a_table(broken: Callable[[str], str], caplog: pytest
     assert str(where) in record.getMessage() and "`kvbm tune` remakes it" in record.getMessage()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_a_file_cut_anywhere(caplog: pytest.LogCaptureFixture) -> None:
     where = cost_model.save(PLAIN)
     whole = where.read_bytes().rstrip()
@@ -352,7 +352,7 @@ def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert [p.name for p in where.parent.iterdir()] == [where.name]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.quick
 def test_two_processes_at_once(caplog: pytest.LogCaptureFixture) -> None:
     """Readers get one of the two tables, never a mixture or a part."""

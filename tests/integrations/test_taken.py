@@ -30,7 +30,7 @@ def attributes_of(name: str) -> set[str]:
 # ---- complete ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_all_imports_are_in_the_table() -> None:
     known = {(module, name) for _, module, name, *_ in ENTRIES}
     found = taking.imports()

@@ -414,7 +414,7 @@ def test_both_sides_and_the_plan_alone_find_the_same_chunks(seed: int) -> None:
     assert any(alone.values()) == bool(tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_a_unit_is_what_the_page_says() -> None:
     """Computed from blocks, turns and origins alone; also turns of which neither divides the other."""
     rng, odd = random.Random(1), 0

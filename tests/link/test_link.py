@@ -191,7 +191,7 @@ def test_a_digest_that_is_not_compared_is_found(monkeypatch: pytest.MonkeyPatch)
         soaking.Links(seed=5, rate=0.2).life(200)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_a_slot_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     give = ring.Ring.give
     monkeypatch.setattr(soaking, "HELD", 1.0)
@@ -1577,7 +1577,7 @@ def test_notes_are_read_as_written(note: notes.Note) -> None:
                 notes.read(data[:end])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @given(st.sampled_from(NOTES), st.integers(0, 200), st.binary(max_size=40))
 def test_any_bytes_are_a_note_or_refused(note: notes.Note, at: int, some: bytes) -> None:
     data = notes.write(note)

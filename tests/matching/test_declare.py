@@ -81,7 +81,7 @@ def engines(draw: st.DrawFn) -> Drawn:
     return Drawn(sizes, table, seen, arrays, buffers)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @given(engines(), st.booleans())
 def test_the_text_says_where_every_element_is(tmp_path_factory: pytest.TempPathFactory, engine: Drawn, given_shape: bool) -> None:
     """For random orders, pitches, splits, views and lists of allocations, against what NumPy has written."""

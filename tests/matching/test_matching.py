@@ -178,7 +178,7 @@ def test_latents_first() -> None:
     assert found[0].names[0] == "vllm/mla" and {"vllm/flash_attn_nhd", "vllm/ascend_nd"} < set(found.names)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_from_vllm_takes_what_is_advised() -> None:
     """Every advice of a call is a call that works, and another order with the same sizes is not advised."""
     torch = pytest.importorskip("torch")

@@ -288,7 +288,7 @@ def integers(torch: Any) -> dict[str, Any]:
 
 
 @pytest.mark.sanitize
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.filterwarnings("ignore")
 def test_a_quick_look_sees_what_a_long_one_does(torch: Any) -> None:
     """The fast check accepts only arrays that `describe` accepts with the same result, and all usual ones."""

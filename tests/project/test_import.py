@@ -63,7 +63,7 @@ def test_the_command_line_loads_its_commands_when_they_are_asked_for() -> None:
         assert f"'{name}'" not in loaded, name
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.quick
 def test_converting_does_not_import_torch() -> None:
     loaded = fresh(
@@ -80,7 +80,7 @@ def test_converting_does_not_import_torch() -> None:
     assert "'kvbm._core'" in loaded
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.quick
 def test_works_where_torch_cannot_be_imported() -> None:
     out = fresh(

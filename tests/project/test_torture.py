@@ -134,7 +134,7 @@ def test_what_grows_is_seen() -> None:
     assert told["rss"]["slope"] == pytest.approx(100)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.sanitize
 def test_a_round_is_its_number() -> None:
     rounds = [repr(torturing.scene(torturing.random.Random("5"), "host")) for _ in range(2)]

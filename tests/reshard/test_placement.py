@@ -148,7 +148,7 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @given(st.lists(st.sampled_from(WORDS), max_size=30).map("".join), st.integers(0, 2**63))
 @strategies.cases(3000)
 def test_hostile_files(text: str, seed: int) -> None:

@@ -121,7 +121,7 @@ def get_dcp_local_seq_lens(seq_len: int, dcp: int, rank: int, interleave: int) -
     return base + min(max(remainder - rank * interleave, 0), interleave)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_dcp() -> None:
     """Token `pos` is on rank ``pos // I % dcp`` of the group, in slot ``pos // (I * dcp) * I + pos % I``."""
     for tp in SIZES:

@@ -240,7 +240,7 @@ def test_two_that_remove(tmp_path: Path) -> None:
         assert gc(tmp_path, to_bytes=0, dry_run=True).units == 16
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_gc_and_verify_beside_a_reader_and_a_writer(tmp_path: Path) -> None:
     """A reader has right data or a miss, a writer no error, and no file is found to be wrong."""
     folder, until, seen = stored(tmp_path), time.monotonic() + 0.8, []

@@ -463,7 +463,7 @@ def test_a_thread_that_waits_for_a_gpu_by_polling_is_no_sign_that_the_gpu_comput
         over.set()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_many_calls_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """No single call hangs; the loop ends by itself, and no thread continues."""
     monkeypatch.setattr("kvbm.system.machine.cache_bytes", lambda device: 1 << 20)  # the time to overwrite a large one counts
@@ -721,7 +721,7 @@ sys.exit(7)
     assert ended.returncode == 7 and "the kernel is too slow" in ended.stdout, ended
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_seconds_without_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that needs 0.3 s on a machine that gives its threads no core meanwhile does not hang; one that never ends does."""
     start = time.monotonic()

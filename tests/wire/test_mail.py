@@ -160,7 +160,7 @@ def test_random_notes_and_puts_keep_their_order() -> None:
             assert came == sent[::-1], seed
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_threads_post_and_note_while_another_takes(ends: tuple[End, End]) -> None:
     near, far = ends
     meet(ends)

@@ -242,7 +242,7 @@ def raced(ends: Callable[..., tuple[End, End]], rounds: int) -> int:
 
 
 @pytest.mark.sanitize
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 def test_nothing_lands_behind_a_drop(ends: Callable[..., tuple[End, End]]) -> None:
     assert raced(ends, 150) == 0
 

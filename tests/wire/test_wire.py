@@ -1005,7 +1005,7 @@ def test_ends_meet_while_others_wait_in_the_store() -> None:
     close_all(ends)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # half a second
 @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 def test_a_peer_that_gives_up_while_the_two_meet() -> None:
     """Gloo also connects to a peer whose group has failed; both sides get an error, and queued operations end."""
