@@ -623,6 +623,7 @@ def test_a_handler_of_a_signal_may_come_while_a_send_posts(what: str, near_far: 
     until(lambda: loans(near_far) == [0, 0], "all loans have ended")
 
 
+@pytest.mark.slow  # a second
 def test_an_endpoint_that_closes_while_a_send_posts_fails_it(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: the endpoint's thread broke, and the sending never ended."""
     near, _ = near_far.links
