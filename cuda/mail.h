@@ -10,8 +10,8 @@ extern "C" {
 
 enum { KVBM_MAIL_NOTE = 16384, KVBM_MAIL_SLOTS = 32, KVBM_MAIL_NONE = -1, KVBM_MAIL_BROKEN = -2 };
 /* A lock of threads of this process, for a few instructions or a launch.  0: it is free.  Nobody who holds one waits for a lock of
- * Python's, and nobody who holds Python's waits for one that may be held for a launch: it tries (`lock_in_python`).  A child takes those that threads of its parent
- * held. */
+ * Python's.  Nobody who holds Python's waits for one that may be held for a launch: it tries (`lock_in_python`).  A child takes
+ * those that threads of its parent held. */
 void kvbm_lock(uint32_t* lock);
 int kvbm_try_lock(uint32_t* lock); /* 0: another thread holds it */
 void kvbm_unlock(uint32_t* lock);

@@ -689,3 +689,15 @@ def test_memory_of_digests_is_lost_if_copies_could_not_be_enqueued(near_far: One
             assert not any(sums.is_enqueued for sums in one.prepared._sums)
     arrival.abort()
     assert isinstance(ended([arrival])[0], KvbmError)
+
+
+def test_nothing_is_said_of_a_sending_before_its_offer(near_far: OneEach, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: the thread's stop came first, the sending ended, and then the offer let the peer read its blocks."""
+    near, far = near_far.links
+    post = Link._post
+    monkeypatch.setattr(Link, "_post", lambda self, start: (time.sleep(0.1), post(self, start))[1])
+    arrival = far.receive("x", THERE, timeout=LIMIT / 2)
+    sending = near.send("x", HERE, timeout=0.03)
+    errors = ended([sending, arrival])
+    assert "not done after 0.03 s" in str(errors[0]) and "has stopped sending" in str(errors[1])
+    assert loans(near_far) == [0, 0]

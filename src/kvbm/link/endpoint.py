@@ -582,6 +582,7 @@ class Endpoint:
                 with contextlib.suppress(Exception):
                     self._commands.get_nowait()()
             for link in self._links:
+                link.begin_claimed()
                 link.release()
                 for handle in link.handles:
                     why = self._broken or "the endpoint was closed"

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from .. import _core
 from .._arguments import quoted, seconds
@@ -37,6 +37,10 @@ __all__ = ["Link"]
 _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
+
+#: Number of an offer → whether the caller of `send` has said it, not the endpoint's thread; None: it is about to.  Who is the first
+#: to set it says it.
+_Claims: TypeAlias = dict[int, bool | None]
 
 #: Seconds between two probes of a peer from which something is expected.
 _PROBES = 0.5
@@ -121,6 +125,7 @@ class Link:
         self._numbers = itertools.count(secrets.randbits(32) + 1)
         self._ahead: dict[tuple[str, bytes], list[Ahead]] = {}  # peer and what is offered → what begins with such offers
         self.left: list[Ahead] = []  # copies under way that no transfer waits for
+        self._claimed: list[tuple[Sending, Sequence[Start], _Claims]] = []  # what begins when the caller has said its offers
         self._probe_at = 0.0  # time of the next check of silent peers
         self.is_closed = False
 
@@ -166,13 +171,18 @@ class Link:
             The other engine's ranks do not hold the same part of the model.
         """
         sending, starts = self._sending(key, span, layers, group, wait, stream, timeout, pulls=False)
-        claims: dict[int, bool] = {}  # number of an offer → whether it is said here, not by the thread; whoever is first
+        claims: _Claims = {}
         self.endpoint.submit(lambda: self._begin_sending(sending, starts, claims), wakes=False)
-        for start in starts:
-            number = start.offer.sending
-            if start.offer.table is not None and claims.setdefault(number, True) and not self._post(start):
-                claims[number] = False  # if the thread has not seen this, the offer is repeated
-        self.endpoint.wake()
+        try:
+            for start in starts:
+                number = start.offer.sending
+                if start.offer.table is not None and claims.setdefault(number, None) is None:
+                    try:
+                        claims[number] = self._post(start)
+                    finally:
+                        claims[number] = claims[number] or False
+        finally:
+            self.endpoint.wake()
         if any(claims.values()):  # the thread needs it next
             with contextlib.suppress(KvbmError):  # the thread finds the same error, and the sending fails
                 self._packer(group, sends=True).listed(span, span.origin)
@@ -380,10 +390,13 @@ class Link:
             handle.settle()
         return self.is_closed
 
-    def _begin_sending(self, sending: Sending, starts: Sequence[Start], claims: dict[int, bool] | None = None) -> None:
-        """Begin to send.  `claims`: see `send`; the caller may still be about to say what it has claimed."""
+    def _begin_sending(self, sending: Sending, starts: Sequence[Start], claims: _Claims | None = None) -> None:
+        """Begin to send, as soon as the caller has said what it has claimed: nothing else may come before an offer."""
         known = {} if claims is None else claims
-        said = {start.offer.sending for start in starts if known.setdefault(start.offer.sending, False)}
+        said = {start.offer.sending for start in starts if known.setdefault(start.offer.sending, False) is not False}
+        if None in known.values() and not self.endpoint.is_over:
+            self._claimed.append((sending, starts, known))
+            return
         dropping = self.endpoint.dropping
         if not any(start.offer.sending in said and start.peer in dropping for start in starts) and self._is_late(sending):
             return
@@ -604,7 +617,7 @@ class Link:
 
     def tick(self, now: float) -> bool:
         """Advance all transfers.  True if something was done."""
-        busy, is_tidy = False, True
+        busy, is_tidy = self.begin_claimed(), True
         for flow in self._all_flows():
             if not flow.is_over:
                 try:
@@ -634,6 +647,15 @@ class Link:
         if self.left:
             self.left = [one for one in self.left if not one.has_ended()]
         return busy
+
+    def begin_claimed(self) -> bool:
+        """Begin the sendings whose callers have said their offers meanwhile.  True if there were some."""
+        if not self._claimed:
+            return False
+        waiting, self._claimed = self._claimed, []
+        for one in waiting:
+            self._begin_sending(*one)
+        return len(self._claimed) < len(waiting)
 
     def _tidy(self) -> None:
         """End the transfers that have failed and use no pool any more.  Forget what has ended."""
@@ -682,7 +704,7 @@ class Link:
     @property
     def is_idle(self) -> bool:
         """True if no transfer runs and no slot or loan is held."""
-        return not self._handles and not self.left and all(flow.is_over for flow in self._all_flows())
+        return not self._handles and not self.left and not self._claimed and all(flow.is_over for flow in self._all_flows())
 
     def _lose(self, peer: str, error: PeerLostError) -> None:
         """Handle the loss of a peer: its transfers fail.  Its slots become free when it can no longer write to them."""
