@@ -618,7 +618,10 @@ static int submit_launch(Handle name, unsigned gx, unsigned x, unsigned shared, 
   if (!clears && few && gx > few_ctas) few_ctas = gx;
   if (early && work.args.digest.out != cleared) abort(); /* it would wait for something else */
   cleared = clears ? work.clear.digests : 0;
-  while (fake_full) fake_full = 2, sched_yield();
+  for (long full = 1; fake_full; full = 1) { /* who sets it to 0 must not be overwritten */
+    __atomic_compare_exchange_n((long *)&fake_full, &full, 2, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    sched_yield();
+  }
   if (!knob("FAKE_LAUNCH", 0)) submit(work);
   return knob("FAKE_LAUNCH", 0);
 }
