@@ -58,8 +58,8 @@ def test_what_a_cast_costs() -> None:
 
 
 def test_what_a_message_costs() -> None:
-    commit, found = measured("link_direct_h100.csv")
-    assert f"Two H100s, commit {commit}, [link_direct_h100.csv]" in OPERATE
+    commit, found = measured("link_direct_h200.csv")
+    assert f"Two H200s, commit {commit}, [link_direct_h200.csv]" in OPERATE
     table = rows(OPERATE, "| | 8.4 MB | 67 MB")
     for [_, *cells], by in zip(table, ("memcpy", "link, direct", "link by NIXL"), strict=True):
         for cell, size in zip(cells, (8388608, 67108864, 335544320, 2684354560), strict=True):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_vllm_disaggregated import MOST
+from test_vllm_disaggregated import MOST, compared
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, TierFilter, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -72,7 +72,7 @@ def cached(run: list[dict[str, Any]]) -> list[int]:
 def same(found: list[dict[str, Any]], model: Path, most: float = MOST) -> bool:
     """Whether the tokens are those of vLLM itself, and the likelihoods nearly."""
     for one, other in zip(found, untouched(model), strict=True):
-        if one["tokens"] != other["tokens"]:
+        if compared(one) != compared(other):
             return False
         for ours, theirs in zip(one["logprobs"], other["logprobs"], strict=True):
             assert ours == pytest.approx(theirs, abs=most)

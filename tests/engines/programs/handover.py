@@ -93,6 +93,7 @@ def started(model: str, way: str, role: str, most: int) -> subprocess.Popen[str]
     """An engine that starts."""
     side, port = ROLES.index(role), free_ports(2)
     of_role = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_CPU_OMP_THREADS_BIND": str(side)}
+    of_role["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a GPU that was asked for cannot be used after a fork
     if cuda.device_count() > 1:
         of_role["CUDA_VISIBLE_DEVICES"] = "1,0" if side else "0,1"  # it maps memory of the other GPU
     return subprocess.Popen(
