@@ -6,7 +6,11 @@ It is as small as it can be, for trying things out: one engine of each kind, no 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import json
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.parse
@@ -54,12 +58,12 @@ class Router(BaseHTTPRequestHandler):
     server: Any
 
     def do_POST(self) -> None:
-        try:
-            request = json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), MOST)))
-        except ValueError:
-            request = None
+        request = None
+        with contextlib.suppress(ValueError):
+            if 0 <= (size := int(self.headers.get("Content-Length", 0))) <= MOST:
+                request = json.loads(self.rfile.read(size))
         if self.path not in PATHS or not isinstance(request, dict):
-            self.send_error(400, f"expected a JSON object at {' or '.join(PATHS)}")
+            self._refuse(400, f"expected a JSON object of at most {MOST >> 20} MiB at {' or '.join(PATHS)}")
             return
         if self.server.push:
             first, second = both_of(request, *self.server.push)
@@ -67,18 +71,21 @@ class Router(BaseHTTPRequestHandler):
         else:
             second = decode_of(request, self._prefill(prefill_of(request)))
         try:
-            with self._ask(self.server.decode, second) as response:
-                self._pass_on(response.status, response.headers.get("Content-Type"), iter(lambda: response.read1(1 << 16), b""))
+            response = self._ask(self.server.decode, second)
         except urllib.error.HTTPError as error:
-            self._pass_on(error.code, error.headers.get("Content-Type"), iter([error.read()]))
-        except OSError as error:
-            self.send_error(502, f"decode: {error}")
+            response = error  # it is an answer, too
+        except (OSError, http.client.HTTPException) as error:
+            self._refuse(502, f"decode: {error}")
+            return
+        with response:
+            headers = {name: response.headers[name] for name in ("Content-Type", "Content-Length") if name in response.headers}
+            self._pass_on(response.status, headers, iter(lambda: response.read1(1 << 16), b""))
 
     def _prefill(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             with self._ask(self.server.prefill, request) as response:
                 return dict(json.loads(response.read()))
-        except (OSError, ValueError) as error:  # the engine that decodes prefills it, too
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the engine that decodes prefills it, too
             self.log_message("prefill: %s", error)
             return {}
 
@@ -89,13 +96,23 @@ class Router(BaseHTTPRequestHandler):
         asked = urllib.request.Request(engine + self.path, json.dumps(request).encode(), headers)  # noqa: S310  (the operator's)
         return urllib.request.urlopen(asked, timeout=SECONDS)  # noqa: S310
 
-    def _pass_on(self, status: int, kind: str | None, parts: Iterator[bytes]) -> None:
+    def _refuse(self, status: int, why: str) -> None:
+        error = {"message": why, "type": http.client.responses[status], "code": status}
+        self._pass_on(status, {"Content-Type": "application/json"}, iter([json.dumps({"error": error}).encode()]))
+
+    def _pass_on(self, status: int, headers: dict[str, str], parts: Iterator[bytes]) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind or "application/json")
-        self.end_headers()  # HTTP/1.0: its end is that of the connection
-        for part in parts:
-            self.wfile.write(part)
-            self.wfile.flush()
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()  # HTTP/1.0: the end of the answer is that of the connection
+        try:
+            for part in parts:
+                self.wfile.write(part)
+        except (OSError, http.client.HTTPException) as error:
+            self.log_message("in the middle of an answer: %s", error)
+            # The connection is reset: closed, half an answer would look like a whole one.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
 
 
 def serve(port: int, prefill: str, decode: str, push: tuple[int, int] | None = None) -> ThreadingHTTPServer:

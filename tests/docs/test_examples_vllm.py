@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import http.client
 import json
 import re
 import runpy
@@ -308,10 +309,29 @@ def test_errors_are_passed_on(program: Any) -> None:
     router = program["serve"](0, prefill.url, decode.url)
     with running(prefill, decode, router):
         assert ask(router.server_port, REQUEST) == (418, '{"error": "no"}')
-        assert ask(router.server_port, REQUEST, "/v1/models")[0] == 400
-        assert ask(router.server_port, [])[0] == ask(router.server_port, b"{")[0] == 400
+        for request, path in ((REQUEST, "/v1/models"), ([], "/v1/completions"), (b"{", "/v1/completions")):
+            status, text = ask(router.server_port, request, path)
+            error = json.loads(text)["error"]
+            assert status == error["code"] == 400 and error["message"].startswith("expected a JSON object")
     decode = Engine()
     decode.server_close()
     router, prefill = program["serve"](0, prefill.url, decode.url), None
     with running(router):
-        assert ask(router.server_port, REQUEST)[0] == 502
+        status, text = ask(router.server_port, REQUEST)
+        assert status == 502 and json.loads(text)["error"]["message"].startswith("decode: ")
+
+
+@pytest.mark.parametrize("head", ["Transfer-Encoding: chunked\r\n\r\n6\r\n", "Content-Length: 12\r\n\r\n"])
+def test_half_an_answer_does_not_look_like_a_whole_one(program: Any, head: str) -> None:
+    """Red: the text of an error 502 was put behind it, or it just ended."""
+
+    def answer(connection: Any, _: Any) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n{head}data: ".encode())
+        connection.close()
+
+    prefill, decode = Engine(kv_transfer_params=PARAMS), Engine()
+    decode.process_request = answer  # type: ignore[method-assign, assignment]
+    router = program["serve"](0, prefill.url, decode.url)
+    with running(prefill, decode, router), pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        ask(router.server_port, REQUEST)
