@@ -264,6 +264,18 @@ def test_loads_during_a_step_are_compared_at_its_end(both: Both, wrong: int) -> 
     assert decode.worker.take_wrong_blocks() == (set() if wrong < 0 else {2, 3, 4}) and not decode.worker.take_wrong_blocks()
 
 
+def test_what_comes_behind_a_step_does_not_make_it_right(both: Both) -> None:
+    """Red: a load during a step was given time, as one before it is, but the step had used other bytes."""
+    _, decode, origin = both
+    decode.put(last=20)
+    decode.loads(origin, is_async=False)
+    timer = threading.Timer(0.1, decode.put)
+    timer.start()
+    decode.worker.results(KVConnectorTransferResults())
+    timer.join()
+    assert decode.worker.take_wrong_blocks()
+
+
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_blocks_are_held_until_they_are_digested(side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch, is_ours: bool) -> None:
     prefill, go = side(4), threading.Event()

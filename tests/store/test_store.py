@@ -971,6 +971,20 @@ def test_what_is_open_stays_the_file_that_it_is(tmp_path: Path) -> None:
         store.load(stored)
 
 
+def test_what_was_read_before_a_file_was_replaced_does_not_replace_it(tmp_path: Path) -> None:
+    """Red: the new file held the old blocks, and nothing was said."""
+    store.save(tmp_path / "in", noise("nhd", FEW), digests=False)
+    new = noise("universal", FEW)
+    with store.read(tmp_path / "in") as stored:
+        store.save(tmp_path / "in", new, force=True)
+        for call in (lambda: store.add_digests(stored), lambda: store.convert(stored, tmp_path / "in", "nhd", force=True)):
+            with pytest.raises(kvbm.BindError, match="in: another file took its place since it was read; the new file is kept"):
+                call()
+        assert (store.load(tmp_path / "in").digest() == new.digest()).all()
+        (tmp_path / "in").unlink()
+        assert store.add_digests(stored).digests is not None  # nothing is there that could be lost
+
+
 def test_digests_are_not_added_to_a_file_that_has_gone(tmp_path: Path) -> None:
     """The new file would be replaced by the old blocks."""
     store.save(tmp_path / "in", noise("nhd", FEW), digests=False)

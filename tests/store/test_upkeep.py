@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from kvbm import BindError, BlockShape, Pool, load
 from kvbm.cli.app import main
+from kvbm.cli.store import _when
 from kvbm.integrations.host_values import FORMATS, HostValues
 from kvbm.store.folder import Folder, Part
 from kvbm.store.keys import Chain, Content, key_of_json
@@ -26,6 +27,9 @@ from kvbm.store.upkeep import gc, held, verify
 UNIT = BlockShape(nl=2, no=2, nh=4, nt=4, hd=8, dtype="float32")
 TOKENS = list(range(64))
 NAMES = Chain(4, TOKENS).keys(0, 64)
+
+#: What a file says of values that were divided by 2 before they were written.
+SCALED_CAST = '{"": {"dtype": "float32", "from": "float64", "scale": 2.0}}'
 
 
 def stored(root: Path, weights: str = "a", heads: range = range(4)) -> Folder:
@@ -151,12 +155,13 @@ def test_a_content_that_says_what_it_is_not(tmp_path: Path) -> None:
     path = folder.root / "content.json"
     said = json.loads(path.read_text())
     path.write_text(json.dumps({**said, "model": {"weights": "b"}}))
-    assert "content.json was changed" in held(tmp_path)[0].described.problem and call("verify", tmp_path).exit_code == 0
+    assert "content.json was changed" in held(tmp_path)[0].described.problem
     path.write_text(json.dumps(said))
     folder.root.rename(tmp_path / ("0" * 64))
     assert "content.json was changed" in held(tmp_path)[0].described.problem
     strange = (
         {"shape": {"nl": -1}}, {"shape": None}, {"layers": [None]}, {"values": {}, "layers": "x"}, {"fingerprint": "0"},
+        {"layers": [1e400]}, {"layers": [1.5]}, {"layers": "12"},
         {"shape": {**said["content"]["shape"], "dtype": "float7"}},
     )  # fmt: skip
     for number, change in enumerate(strange):
@@ -167,6 +172,107 @@ def test_a_content_that_says_what_it_is_not(tmp_path: Path) -> None:
         done = call("verify", tmp_path)
         assert done.exit_code == 14 and done.output.count("content.json: ") == number + 1, done.output
         assert call("ls", tmp_path).exit_code == call("du", tmp_path).exit_code == 0
+
+
+def spoil(folder: Folder, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something by which `verify` cannot read units, of which one is junk."""
+    home, description = folder.home(NAMES[0]), folder.root / "content.json"
+    (home / "heads-0-3.safetensors").write_bytes(b"junk")
+    if what == "changed":
+        description.write_text(description.read_text().replace('"hd": 8', '"hd": 9'))
+    elif what == "cut":
+        description.write_text(description.read_text()[:-40])
+    elif what == "missing":
+        description.unlink()
+    elif what == "elsewhere":
+        (folder.root / "zz").mkdir()
+        home.rename(folder.root / ("00" if home.name[:2] != "00" else "01") / home.name)
+    elif what in ("a link", "a prefix that is a link"):
+        given = home if what == "a link" else home.parent
+        given.rename(folder.folder / "moved")
+        given.symlink_to(folder.folder / "moved")
+    else:
+        bad, scandir = {"a unit": home, "a prefix": home.parent, "all": folder.root}[what], os.scandir
+
+        def failing(path: Any) -> Any:
+            if str(path) == str(bad):
+                raise OSError(5, os.strerror(5), str(path))
+            return scandir(path)
+
+        monkeypatch.setattr("os.scandir", failing)
+
+
+SPOILT = ["changed", "cut", "missing", "elsewhere", "a link", "a prefix that is a link", "a unit", "a prefix", "all"]
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_was_not_read_is_not_as_it_was(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: `verify` left it out, and said that all is as it was."""
+    folder = stored(tmp_path)
+    for number in range(2):
+        (folder.root / f"{number:02x}").mkdir(exist_ok=True)
+    spoil(folder, what, monkeypatch)
+    done = call("verify", tmp_path)
+    assert done.exit_code != 0 and "1 wrong" in done.output, done.output
+    assert str(folder.root) in done.output and "Traceback" not in done.output
+    monkeypatch.undo()
+    listed = call("ls", tmp_path)
+    assert listed.exit_code == 0 and ("note: " in listed.output or "a " in what or what == "all"), listed.output
+
+
+@pytest.mark.parametrize("what", ["changed", "cut", "missing"])
+def test_a_damaged_description_is_not_another_rule(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: `gc --other-rules` removed units that engines still read."""
+    folder = stored(tmp_path)
+    spoil(folder, what, monkeypatch)
+    assert call("gc", tmp_path, "--other-rules").exit_code == 0
+    assert len(list(folder.root.rglob("heads-*"))) == 16 and len(held(tmp_path)[0].units) == 16
+
+
+def test_what_cannot_be_removed_stays_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: no command saw the unit again."""
+    tier, _ = old(tmp_path)
+    monkeypatch.setattr("kvbm.store.upkeep.remove", lambda _: 0)
+    assert gc(tmp_path, other_rules=True).left_units == 2 and (tier / "content.json").exists() and len(held(tmp_path)) == 2
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Red: an engine removed all old ``.tmp`` files below each folder beside its own."""
+    other = tmp_path / "project" / "thesis.tmp"
+    other.parent.mkdir()
+    other.write_text("of somebody")
+    os.utime(other, (1, 1))
+    folder = stored(tmp_path)
+    Folder(tmp_path, folder.content, 1).trim()
+    assert other.exists() and not list(folder.root.rglob("heads-*"))
+
+
+def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
+    """Red: a FIFO of its name was waited for."""
+    stored(tmp_path)
+    os.mkfifo(tmp_path / ".lock")
+    assert gc(tmp_path, to_bytes=0).units == 16
+
+
+def test_a_time_that_no_calendar_has() -> None:
+    """Red: `ls` ended with a ValueError for a unit of the year 11476."""
+    assert _when(3e11) == "in the future" and _when(0) == "-" and _when(1e9).startswith("2001-09-0")
+
+
+@pytest.mark.parametrize("change", [{"kvbm.format": "3"}, {"kvbm.format": "2", "kvbm.cast": SCALED_CAST}])
+def test_files_that_this_version_does_not_read(tmp_path: Path, change: dict[str, str]) -> None:
+    """Red: engines took them, and only `verify` refused them."""
+    folder = stored(tmp_path)
+    path = folder.home(NAMES[0]) / "heads-0-3.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + size])
+    head["__metadata__"] |= change
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(BindError, match="kvbm"):
+        folder.open(NAMES[0], Part(0, 4))
+    assert not path.exists()
 
 
 def test_room_by_age_and_size(tmp_path: Path) -> None:

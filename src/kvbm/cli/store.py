@@ -73,14 +73,16 @@ def ls(folder: Path, as_json: bool) -> None:
         shape = one.described.fields.get("shape", {})
         shape = shape if isinstance(shape, dict) else {}
         sizes = [_text(shape.get(name, "-")) for name in ("nl", "nh", "nt")]
-        used = datetime.fromtimestamp(one.used).strftime("%Y-%m-%d %H:%M") if one.used else "-"
         values = _text(one.described.fields.get("values", "-"))
         name = _text(one.path.name)[:12]
-        table.add_row(name, _text(one.described.title), *sizes, values, f"{len(one.units):,}", size_text(one.nbytes), used)
+        counts = f"{len(one.units):,}", size_text(one.nbytes), _when(one.used)
+        table.add_row(name, _text(one.described.title), *sizes, values, *counts)
     print_table(table)
     for one in contents:
         if one.described.problem:
             note(f"{_text(one.path.name)}: not read: {_text(one.described.problem)}")
+        for wrong in one.unknown:
+            note(f"not counted: {_text(wrong.error)}")
 
 
 @store.command("du", examples=["kvbm store du kv", "kvbm store du kv --json"])
@@ -116,19 +118,21 @@ def verify(folder: Path, as_json: bool) -> None:
     """Read every byte of all units, and compare names, metadata and digests. Changes nothing.
 
     An engine that reads a wrong file computes its tokens and removes the file. Exits with 21 if a byte of a unit is wrong, else
-    with the code of the first file or content that cannot be read. Contents of another rule are left out.
+    with the code of the first file or folder that cannot be read, or is not where engines look for it. Contents of another rule are
+    left out.
     """
     from ..store.upkeep import held
     from ..store.upkeep import verify as verified
 
-    contents = [one for one in held(folder) if not one.described.problem]
+    contents = [one for one in held(folder) if one.described.is_damaged or not one.described.problem]
     found, codes = [], []
     with progress(str(folder)) as update:
         for wrong in verified(contents, lambda done, total: update(completed=done, total=total)):
             codes.append(wrong.error.exit_code if isinstance(wrong.error, KvbmError) else 1)
             found.append({"path": str(wrong.path), "error": str(wrong.error), "exit_code": codes[-1]})
             print_error(wrong.error)
-    units, nbytes = sum(len(one.units) for one in contents), sum(one.nbytes for one in contents)
+    read = [one for one in contents if not one.described.problem]
+    units, nbytes = sum(len(one.units) for one in read), sum(one.nbytes for one in read)
     if as_json:
         print_json({"units": units, "bytes": nbytes, "wrong": found})
     else:
@@ -173,6 +177,15 @@ def gc(
         click.echo(text)
     else:
         confirm(f"{text} ({time.perf_counter() - begin:.1f} s)")
+
+
+def _when(seconds: float) -> str:
+    if not seconds:
+        return "-"
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return "in the future" if seconds > 0 else "-"
 
 
 def _as_json(one: Held) -> dict[str, Any]:

@@ -595,6 +595,8 @@ def convert(
     verify = flag("verify", verify)
     stored, reader = _open(src, src_layout, shape, num_blocks, "src", device)
     source, is_in_place, told = reader.source, stored.file.is_at(dst), as_cast(cast)
+    if not is_in_place and dst.exists() and os.path.realpath(dst) == os.path.realpath(stored.path):
+        raise BindError(f"{dst}: another file took its place since it was read; the new file is kept: read it again")
     names = _chosen(stored.path, ids, source.num_blocks)
     resolved = layout.resolve(_other_dtype(str(stored.path), source.shape, _before(stored, dtype, told), told), len(names))
     casting = _casting(stored, source, resolved, told)

@@ -304,13 +304,17 @@ class Stored:
         require_scales(self.path, self.casts, shape)
         return Source(self.file, layout, shape, resolved, offsets), offsets
 
-    def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:
-        """Shape and number of blocks, from the caller or from the file; `BindError` if they disagree."""
+    def require_format(self) -> None:
+        """Raise `BindError` if this version of kvbm does not read the format."""
         version = self.metadata.get("kvbm.format", FORMAT)
         if version not in (FORMAT, SCALED):
             raise BindError(
                 f"{self.path}: kvbm.format is {quoted(version, 60)}; this version of kvbm reads {FORMAT!r} and {SCALED!r}"
             )
+
+    def _agree(self, layout: Layout, shape: BlockShape | None, num_blocks: int | None) -> tuple[BlockShape, int]:
+        """Shape and number of blocks, from the caller or from the file; `BindError` if they disagree."""
+        self.require_format()
         if self.fingerprint is not None and self.fingerprint != layout.fingerprint:
             raise BindError(
                 f"{self.path}: the file is in layout {quoted(self.layout_name or '?')} "

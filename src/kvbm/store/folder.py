@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BindError
+from ..errors import BindError, KvbmError, printable
 from ..system.cache import replacing
+from .casting import require_told
 from .digests import Digests
 from .file import Stored, framed, opened
 from .keys import RULE, Content, key_of_json
@@ -40,6 +41,7 @@ _LOST_SECONDS = 3600.0
 _DESCRIPTION, _MOST_BYTES = "content.json", 1 << 22
 
 _KEY = re.compile(r"[0-9a-f]{64}")
+_PREFIX = re.compile(r"[0-9a-f]{2}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _PAGE = re.compile(r"[A-Za-z0-9_]{1,128}\.l[0-9]+-[0-9]+(?:\.h[0-9]+-[0-9]+)?\.safetensors")
 _PART = re.compile(r"heads-([0-9]{1,6})-([0-9]{1,6})\.safetensors")
@@ -145,7 +147,7 @@ class Folder:
         return part if is_name and file.is_file(follow_symlinks=False) else None
 
     def strangers(self, name: str) -> list[Path]:
-        """What looks like a file of a unit by its name, and is none of `parts`."""
+        """What looks like a file of a unit by its name, and is none of `parts`.  What cannot be read is a problem of `units_of`."""
         return [Path(file.path) for file in _files(self.home(name)) if _PART.fullmatch(file.name) and self._part(file) is None]
 
     def holds(self, name: str, part: Part | None = None) -> bool:
@@ -229,6 +231,8 @@ class Folder:
 
     def _checked(self, stored: Stored, name: str, part: Part) -> tuple[Stored, list[int]]:
         metadata, expected = stored.metadata, replace(self.content.shape, nh=part.last - part.first)
+        stored.require_format()
+        require_told(stored.path, stored.casts, None, expected)
         for key, wanted in (
             ("kvbm.fingerprint", self._layout.fingerprint), ("store.content", self._key), ("store.unit", name),
             ("store.heads", f"{part.first}-{part.last - 1}"),
@@ -277,7 +281,8 @@ class Folder:
         with alone(self.folder) as is_alone:
             if not is_alone:
                 return 0
-            units = by_use(unit for one in folders_of(self.folder) for unit in units_of(one, clear=True))
+            contents = (one for one in folders_of(self.folder) if described(one) is not None)  # others may belong to anybody
+            units = by_use(unit for one in contents for unit in units_of(one, clear=True))
             total = sum(unit.nbytes for unit in units)
             if total <= self.most_bytes:
                 return 0
@@ -305,7 +310,9 @@ def alone(folder: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         is_alone = True
         try:
-            lock = stack.enter_context((folder / ".lock").open("ab"))
+            # Whatever has this name is not waited for, and no link is followed.
+            lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+            stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             is_alone = False
@@ -337,14 +344,27 @@ def folders_of(folder: Path) -> list[str]:
     return sorted(one.path for one in _folders(_files(folder)))
 
 
-def units_of(content: str, clear: bool = False) -> Iterator[Unit]:
-    """The units in the folder of a content.  With `clear`, what ended processes have left is removed."""
-    inside = _files(content)
+#: Called with a path below the folder of a content, and why its units are not known.
+Problem = Callable[[Path, KvbmError | OSError], object]
+
+
+def units_of(content: str, clear: bool = False, problem: Problem = lambda *_: None) -> Iterator[Unit]:
+    """The units in the folder of a content.
+
+    Parameters
+    ----------
+    content : str
+        The folder.
+    clear : bool
+        Remove what ended processes have left.
+    problem : callable
+        Told of each folder that cannot be read, is a link, or lies where no engine looks for it.  Its units are left out.
+    """
+    inside = _files(content, problem)
     if clear:
         _clear(inside)
-    homes = (home for some in _folders(inside) for home in _folders(_files(some.path)) if _KEY.fullmatch(home.name))
-    for home in homes:
-        used, nbytes, files, is_unit = 0.0, 0, _files(home.path), False
+    for home in _homes(content, inside, problem):
+        used, nbytes, files, is_unit = 0.0, 0, _files(home.path, problem), False
         for file in files:
             with contextlib.suppress(OSError):
                 if _PART.fullmatch(file.name):
@@ -359,9 +379,29 @@ def units_of(content: str, clear: bool = False) -> Iterator[Unit]:
                 Path(home.path).rmdir()
 
 
-def old_units_of(content: str) -> Iterator[Unit]:
+def _homes(content: str | Path, inside: Sequence[os.DirEntry[str]], problem: Problem) -> Iterator[os.DirEntry[str]]:
+    """The folders of units, in folders that are named by the first two digits of their keys."""
+    is_own = _KEY.fullmatch(Path(content).name)  # earlier versions had other names
+    for some in inside:
+        if not _PREFIX.fullmatch(some.name):
+            continue
+        for home in (one for one in _files(some.path, problem) if _KEY.fullmatch(one.name)) if _is_folder(some, problem) else ():
+            if home.name[:2] != some.name and is_own:
+                problem(Path(home.path), BindError(f"{home.path}: expected it in {home.name[:2]}, where engines look for it"))
+            elif _is_folder(home, problem):
+                yield home
+
+
+def _is_folder(entry: os.DirEntry[str], problem: Problem) -> bool:
+    if entry.is_symlink():
+        why = f"{entry.path}: expected a folder, got a link: what engines write through it counts nowhere"
+        problem(Path(entry.path), BindError(why))
+    return entry.is_dir(follow_symlinks=False)
+
+
+def old_units_of(content: str, problem: Problem = lambda *_: None) -> Iterator[Unit]:
     """The pages of SGLang in the folder of an earlier version: one file each, without a folder of their own."""
-    for file in _files(content):
+    for file in _files(content, problem):
         with contextlib.suppress(OSError):
             if _PAGE.fullmatch(file.name):
                 found = file.stat(follow_symlinks=False)
@@ -369,7 +409,11 @@ def old_units_of(content: str) -> Iterator[Unit]:
 
 
 def forget(content: Path) -> None:
-    """Remove the description of a content, and its folders if they are empty."""
+    """Remove the description of a content and its folders, if no units are left that others could not find without it."""
+    problems: list[Path] = []
+    left = [*units_of(str(content), problem=lambda path, _: problems.append(path)), *old_units_of(str(content))]
+    if left or problems:
+        return
     with contextlib.suppress(OSError):
         (content / _DESCRIPTION).unlink()
     for path in [*(Path(one.path) for one in _folders(_files(content))), content]:
@@ -408,48 +452,62 @@ class Described:
         The content, with the model in place of its key; empty if the folder is of another rule.
     problem : str
         Why its units are not found under the rule of this version; empty if they are.
+    is_damaged : bool
+        True if that is not another rule: the description was changed, or cannot be read.  Engines may use the units all the same.
     """
 
     title: str
     fields: dict[str, Any]
     problem: str
+    is_damaged: bool = False
 
 
 def described(path: str | Path) -> Described | None:
-    """What a folder says of itself; None if it is not the folder of a content.  Nothing in it is trusted."""
+    """What a folder says of itself; None if it is not the folder of a content.  Nothing in it is trusted.
+
+    A folder that is named like one of this version and does not describe itself is a damaged one, unless it is empty.
+    """
     try:
-        return _described(path)
-    except RecursionError:
-        return None
+        found = _described(path)
+    except FileNotFoundError as error:
+        found = None if next(_homes(path, _files(path), lambda *_: None), None) is None else _damaged(error)
+    except (OSError, ValueError, RecursionError) as error:
+        found = _damaged(error)
+    return found if found is None or found.title or _KEY.fullmatch(Path(path).name) else None
+
+
+def _damaged(why: object) -> Described:
+    return Described("", {}, f"its content.json cannot be read ({printable(str(why), 200)})", is_damaged=True)
 
 
 def _described(path: str | Path) -> Described | None:
-    try:
-        number = os.open(Path(path) / _DESCRIPTION, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        with open(number, "rb") as file:  # noqa: PTH123  (a descriptor)
-            found = json.loads(file.read(_MOST_BYTES))
-    except (OSError, ValueError):
-        return None
+    number = os.open(Path(path) / _DESCRIPTION, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with open(number, "rb") as file:  # noqa: PTH123  (a descriptor)
+        found = json.loads(file.read(_MOST_BYTES))
     if not isinstance(found, dict) or not isinstance(found.get("title"), str):
-        return None
+        return _damaged("it has no title")
     title, fields = found["title"], found.get("content")
     if "model_fields" in found:
         return Described(title, {}, "it was written by an earlier version of kvbm, which named units in another way")
     if not isinstance(fields, dict) or not isinstance(fields.get("rule"), str):
-        return None
+        return _damaged("it has no content, or one without a rule")
     if fields["rule"] != RULE:
         return Described(title, {}, f"its names follow the rule {fields['rule']!r:.60}, and this version of kvbm has {RULE!r}")
     model = found.get("model")
     if key_of_json(fields) != Path(path).name or not isinstance(model, dict) or key_of_json(model) != fields.get("model"):
-        return Described(title, {}, "its content.json was changed: it does not describe the folder of this name")
+        why = "its content.json was changed: it does not describe the folder of this name"
+        return Described(title, {}, why, is_damaged=True)
     return Described(title, {**fields, "model": model}, "")
 
 
-def _files(folder: str | Path) -> list[os.DirEntry[str]]:
+def _files(folder: str | Path, problem: Problem = lambda *_: None) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             return list(found)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):  # it was removed meanwhile
+        return []
+    except OSError as error:
+        problem(Path(folder), error)
         return []
 
 

@@ -41,6 +41,14 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
+class Wrong:
+    """A file that is not what was stored; `error` says how."""
+
+    path: Path
+    error: KvbmError | OSError
+
+
+@dataclass(frozen=True)
 class Held:
     """The folder of a content.
 
@@ -50,11 +58,14 @@ class Held:
     described : Described
     units : list of Unit
         Oldest first.
+    unknown : list of Wrong
+        Folders whose units are not known: they cannot be read, or lie where no engine looks for them.
     """
 
     path: Path
     described: Described
     units: list[Unit] = field(repr=False)
+    unknown: list[Wrong] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -78,9 +89,11 @@ class Held:
             raise BindError(f"{self.path}: {self.described.problem}")
         fields = self.described.fields
         try:
-            shape, layers = BlockShape(**fields["shape"]), tuple(map(int, fields["layers"]))
+            shape, layers = BlockShape(**fields["shape"]), tuple(fields["layers"])
+            if not all(type(layer) is int for layer in layers):
+                raise TypeError(f"layers {layers!r:.60}")
             values = "" if fields["values"] == shape.dtype else str(fields["values"])
-        except (KeyError, TypeError, ValueError, SpecError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, SpecError) as error:
             raise BindError(f"{self.path}: content.json: expected the fields of a content, got {error!r:.200}") from None
         layout = _layout(self.path, str(fields.get("fingerprint")), shape, values)
         return Content("", self.described.title, layers, shape, layout, values)
@@ -111,33 +124,39 @@ def _layout(path: Path, fingerprint: str, shape: BlockShape, values: str) -> Lay
 
 
 def held(folder: Path) -> list[Held]:
-    """The contents in a folder, sorted by name.  Other folders and files are left out."""
+    """The contents in a folder, sorted by name.  Other folders and files are left out.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be read.
+    """
     found = []
     for path in folders_of(folder):
         if (said := described(path)) is not None:
-            units = [*units_of(path), *(old_units_of(path) if said.problem else ())]
-            found.append(Held(Path(path), said, sorted(units)))
+            unknown: list[Wrong] = []
+
+            def problem(at: Path, error: KvbmError | OSError, unknown: list[Wrong] = unknown) -> None:
+                unknown.append(Wrong(at, error))
+
+            is_old = said.problem and not said.is_damaged
+            units = [*units_of(path, problem=problem), *(old_units_of(path) if is_old else ())]
+            found.append(Held(Path(path), said, sorted(units), unknown))
     return found
 
 
 # ---- verify --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A file that is not what was stored; `error` says how."""
-
-    path: Path
-    error: KvbmError | OSError
-
-
 def verify(contents: Sequence[Held], progress: Progress | None = None) -> Iterator[Wrong]:
     """Read every byte of all files, and compare names, metadata and digests.  Nothing is changed.
 
-    Files that are removed meanwhile are left out.  A content of another rule is one wrong folder.
+    Files that are removed meanwhile are left out.  A content of another rule, or whose description is damaged, is one wrong folder,
+    as is each folder whose units are not known.
     """
     done, total = 0, sum(one.nbytes for one in contents)
     for one in contents:
+        yield from one.unknown
         try:
             folder = one.folder()
         except KvbmError as error:
@@ -217,7 +236,7 @@ def gc(
     to_bytes : int, optional
         Then remove the least recently used units, until the others have so many bytes.
     other_rules : bool
-        Remove the contents of other rules, which this version of kvbm does not read.
+        Remove the contents of other rules, which this version of kvbm does not read.  A damaged description is not another rule.
     dry_run : bool
         Change nothing.
 
@@ -230,20 +249,21 @@ def gc(
         if not is_alone:
             raise BindError(f"{folder}: another process removes files there at the moment; try again")
         contents = held(folder)
-        others = {unit.path for one in contents for unit in one.units if one.described.problem}
+        others = [one for one in contents if one.described.problem and not one.described.is_damaged]
+        of_others = {unit.path for one in others for unit in one.units}
         units = by_use(unit for one in contents for unit in one.units)
         left, now = sum(unit.nbytes for unit in units), time.time()
         count, nbytes = 0, 0
         for unit in units:
             is_old = older_than is not None and now - unit.used > older_than
             is_over = to_bytes is not None and left > to_bytes
-            if not (is_old or is_over or (other_rules and unit.path in others)):
+            if not (is_old or is_over or (other_rules and unit.path in of_others)):
                 continue
             gone = unit.nbytes if dry_run else remove(unit)
             count, nbytes, left = count + (gone == unit.nbytes), nbytes + gone, left - gone
         if not dry_run:
             for one in contents:
-                if other_rules and one.described.problem:
+                if other_rules and one in others:
                     forget(one.path)
                 else:
                     list(units_of(str(one.path), clear=True))

@@ -44,7 +44,8 @@ PARAMETER = "kvbm_guard"
 #: Engines ask each other, so whoever waits for an answer must not keep others from computing theirs.
 _DIGESTING, _WAITING = 2, 32
 
-#: Seconds after which differing digests are computed again: the connector may have said too early that it has loaded.
+#: Seconds after which differing digests of a load between two steps are computed again: the connector may have said too early that
+#: it has loaded, and no step has used the blocks yet.
 _SETTLE = 0.25
 
 
@@ -508,7 +509,7 @@ class _Worker:
             def own() -> dict[str, tuple[Kept, int]]:
                 return self._threads.submit(digested).result()
 
-            why = compare(own, check.origin, self._seconds, self._secret, _SETTLE, caches.whole)
+            why = compare(own, check.origin, self._seconds, self._secret, _SETTLE if check.is_async else 0.0, caches.whole)
             what = "differing" if why else "compared"
         except Exception as error:  # no answer is as bad as a wrong one
             what, why = "unanswered", f"it cannot be compared: {failed(error)}"

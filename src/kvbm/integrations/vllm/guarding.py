@@ -223,13 +223,14 @@ def compare(
     Parameters
     ----------
     own : callable
-        Returns the digests and the block size of each group.  It is called a second time if they differ: a connector that says too
-        early that it has loaded is given `settle` seconds.
+        Returns the digests and the block size of each group.  It is called a second time if they differ and there is a `settle`.
     origin : Origin
     seconds : float
         Time limit of all answers.
     secret : Secret or None
     settle : float
+        Seconds for a connector that says too early that it has loaded; 0 if a step has used the blocks already: what comes after
+        it does not make its tokens right.
     whole : collection of str
         Groups without a window: all of their tokens must have digests there.
 
@@ -252,8 +253,9 @@ def compare(
             theirs += _ask(origin, rank, mine, left, end, secret, whole)
     if any(left.values()):
         raise BindError(f"{origin.key}: heads {sorted(set().union(*left.values()))} of it are on no rank of the other engine")
-    if not (wrong := _wrong(mine, theirs)):
-        return ""
+    wrong = _wrong(mine, theirs)
+    if not wrong or not settle:
+        return wrong
     time.sleep(settle)
     again = dict(own())
     return "" if not _wrong(again, theirs) else wrong
