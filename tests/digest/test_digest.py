@@ -399,6 +399,68 @@ def test_a_model_of_planes() -> None:
     assert total == want
 
 
+@pytest.mark.parametrize("axis", ["l", "h"])
+@pytest.mark.parametrize("names_it", [True, False])
+@pytest.mark.parametrize("planes", [False, True])
+def test_a_model_of_pools_with_one_coordinate(axis: str, names_it: bool, planes: bool) -> None:
+    """Pools with one layer or head each: their order may leave the axis out, as its size is 1, but not the definition."""
+    own = f"{axis} t d" if names_it else "t d"
+    text = f'order: "b {own}"'
+    if planes:
+        scale = f"{axis} t" if names_it else "t"
+        text = 'order: "b <data scale>"\n'
+        text += f"planes: {{data: {{order: {own}, dtype: uint8}}, scale: {{order: {scale}, dtype: float32}}}}"
+    rng, size = random.Random(f"{axis}{names_it}{planes}"), 3
+    total, parts, whole = 0, dict[str, list[Any]](), dict[str, tuple[list[str], np.ndarray]]()
+    for at in (1, 2, 0):
+        shape = BlockShape(nl=1, no=1, nh=1, nt=4, hd=16, dtype="float16")
+        side = Pool.allocate(spec.parse(text), shape, 1)
+        raw = memory(side)
+        raw[:] = np.frombuffer(rng.randbytes(raw.size), np.uint8)
+        data, scale = (raw[:64].reshape(1, 4, 16, 1), raw[64:].reshape(1, 4, 4)) if planes else (raw.reshape(1, 4, 16, 2), None)
+        mine = {"data" if planes else "": ([axis, "t", "d"], data)} | ({"scale": ([axis, "t"], scale)} if planes else {})
+        model = Model(layers=[at], nl=size) if axis == "l" else Model(heads=[at], nh=size)
+        got = int(side.digest(tokens=8, model=model)[0])
+        assert got == Block(mine, {axis: ([at], size)}).digest(8)
+        total += got
+        for name, (axes, one) in mine.items():
+            parts.setdefault(name, [None] * size)[at] = one
+            whole[name] = axes, one
+    assert total & MASK == Block({name: (axes, np.concatenate(parts[name])) for name, (axes, _) in whole.items()}).digest(8)
+
+
+SHARED = """
+order: "b <data scale>"
+planes: {data: {order: %s, dtype: uint8}, scale: {order: %s, dtype: float32, shared: %s}}
+"""
+
+
+@pytest.mark.parametrize("axis", ["l", "h"])
+@pytest.mark.parametrize("own", ["t d", "{} t d"])
+def test_a_part_of_an_axis_that_a_plane_shares(axis: str, own: str) -> None:
+    """One value for all layers is part of no layer.  Without its plane there is a digest, which is the definition's."""
+    side = Pool.allocate(spec.parse(SHARED % (own.format(axis), "t", axis)), "nl=1,no=1,nh=1,nt=4,hd=16,dtype=float16", 1)
+    raw = memory(side)
+    raw[:] = np.arange(raw.size)
+    for at in (0, 1):
+        model = Model(layers=[at], nl=2) if axis == "l" else Model(heads=[at], nh=2)
+        with pytest.raises(PlanError, match=rf"axis '{axis}': plane 'scale' of .*; expected a pool with all 2"):
+            side.digest(model=model)
+        planes = {"data": ([axis, "t", "d"], raw[:64].reshape(1, 4, 16, 1)), "scale": (["t"], raw[64:].reshape(4, 4))}
+        want = Block(planes, {axis: ([at], 2)}).digest(0, planes=["data"])
+        assert side.section(planes="data").digest(model=model).tolist() == [want]
+    sizes = "nl=2,nh=1" if axis == "l" else "nl=1,nh=2"
+    everything = Pool.allocate(spec.parse(SHARED % (f"{axis} t d", "t", axis)), f"{sizes},no=1,nt=4,hd=16,dtype=float16", 1)
+    model = Model(layers=[0, 1], nl=2) if axis == "l" else Model(heads=[0, 1], nh=2)
+    assert everything.digest(model=model).tolist() == everything.digest().tolist()
+
+
+def memory(pool: Pool) -> np.ndarray:
+    """The bytes of a pool of one dense array."""
+    [array] = pool.arrays
+    return array.reshape(-1).view(np.uint8)
+
+
 MODELS: list[tuple[dict[str, Any], str]] = [
     ({"layers": range(2)}, "axis 'l': expected its coordinates and how many the model has"),
     ({"nh": 4}, "axis 'h': expected its coordinates and how many the model has"),

@@ -10,6 +10,7 @@ import pytest
 
 import kvbm
 from kvbm import Placement, Pool, Span, reshard
+from kvbm.layout import spec
 from kvbm.reshard import Cut, Packer
 
 MODEL = kvbm.BlockShape(nl=3, no=2, nh=4, nt=4, hd=16, dtype="float16")
@@ -101,6 +102,21 @@ def test_packed_and_unpacked_is_as_copied(src: str, dst: str, sizes: tuple[int, 
     carry(copy.made, [senders, takers], spans)
     for a, b in zip(wanted, takers, strict=True):
         assert all(np.array_equal(mine, other) for mine, other in zip(memory(a), memory(b), strict=True))
+
+
+def test_digests_of_a_rank_whose_order_leaves_its_layer_out() -> None:
+    """A stage of one layer: its digests are those of its layer in the model, as on the other side."""
+    model = kvbm.BlockShape(nl=2, no=2, nh=1, nt=4, hd=16, dtype="float16")
+    src = Placement("pp2", shard={"l": {"over": "pp", "bounds": [0, 1, 2]}}, model=model, nt=4, name="src")
+    dst = Placement("tp1", model=model, nt=4, name="dst")
+    made, rng = reshard.plan(src, dst), random.Random(5)
+    senders = [Pool.allocate(spec.parse('order: "b o t d"'), src.shape(rank), 4) for rank in range(2)]
+    for part in (part for pool in senders for part in memory(pool)):
+        part[:] = np.frombuffer(rng.randbytes(part.size), np.uint8)
+    [taker] = pools(dst, "nhd", 8, rng)
+    carry(made, [senders, [taker]], [[Span([0, 1], range(8))] * 2, [Span([2, 3], range(8))]])
+    parts = [pool.digest([0, 1], tokens=[0, 4], model=src.part(rank)) for rank, pool in enumerate(senders)]
+    assert (parts[0] + parts[1]).tolist() == taker.digest([2, 3], tokens=[0, 4]).tolist()
 
 
 @pytest.mark.sanitize

@@ -162,23 +162,35 @@ def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Choice
         Elements share a byte along an axis that is not the last of their plane, or the model does not fit the pool.
     """
     require_model(model)
+    choices = list(choices)
     try:
-        keys = _keys_of_all(whole, model)
+        held = list(model.axes()) if model else []
+        keys = _keys_of_all(whole, held)
+        # Planes first: a plane that is left out need not have the model's axes.
+        for axis, names in choices:
+            if not axis:
+                keys = keys.of_planes(names)
+        for axis, coordinates, count in held:
+            _require_own(keys.section, axis, coordinates, count)
+            if count > 1:
+                keys = keys.select(axis, coordinates)
         for axis, chosen in choices:
-            keys = keys.select(axis, chosen) if axis else keys.of_planes(chosen)
+            if axis:
+                keys = keys.select(axis, chosen)
     except LayoutError as error:
         raise PlanError(f"a digest: {error}") from None
     return keys
 
 
-def _keys_of_all(whole: Section, model: Model | None) -> Keys:
-    chosen = list(model.axes()) if model else []
-    counts = {axis: count for axis, _, count in chosen}
-    for axis, held, _ in chosen:
-        if axis not in whole.layout.present:
-            raise LayoutError(f"axis '{axis}': {whole.layout.name} has no such axis; leave it out of the model")
-        if len(held) != whole.size(axis):
-            raise LayoutError(f"axis '{axis}': expected a model with the pool's {whole.size(axis)} coordinates, got {len(held)}")
+def _keys_of_all(whole: Section, held: Iterable[tuple[str, Sequence[int], int]]) -> Keys:
+    """The keys of a pool's cells, which has all coordinates of the model's axes."""
+    counts = {}
+    for axis, coordinates, count in held:
+        if len(coordinates) != whole.size(axis):
+            raise LayoutError(
+                f"axis '{axis}': expected a model with the pool's {whole.size(axis)} coordinates, got {len(coordinates)}"
+            )
+        counts[axis] = count
     planes = {access.plane: access for access in reversed(whole.accesses)}
     rows = {name: _Row.of(access, _sizes(whole, access, counts)) for name, access in sorted(planes.items())}
     lanes = sum(row.lanes for row in rows.values())
@@ -189,20 +201,28 @@ def _keys_of_all(whole: Section, model: Model | None) -> Keys:
         first += row.lanes
     accesses = tuple(made[name] for name in dict.fromkeys(access.plane for access in whole.accesses))
     row_axes = tuple((name, row.axis, row.cell * planes[name].pack // planes[name].itemsize) for name, row in rows.items())
-    keys = Keys(replace(whole, accesses=accesses, record=False), lanes, row_axes, tuple(cells))
-    for axis, held, count in chosen:
-        if count > 1:
-            keys = keys.select(axis, held)
-    return keys
+    return Keys(replace(whole, accesses=accesses, record=False), lanes, row_axes, tuple(cells))
+
+
+def _require_own(section: Section, axis: str, held: Sequence[int], count: int) -> None:
+    """Raise `LayoutError` if a pool holds a part of an axis along which a plane has a single value: no part of it is the value."""
+    for access in section.accesses:
+        if axis in _shared_axes(section, access.plane) and (len(held) < count or tuple(held) != tuple(range(count))):
+            raise LayoutError(
+                f"axis '{axis}': plane '{access.plane}' of {section.layout.name} has one element for all of it; expected a pool "
+                f"with all {count} in their order, or a section without that plane, got {quoted(held)}"
+            )
 
 
 def _sizes(whole: Section, access: Access, model: Mapping[str, int]) -> dict[str, int]:
-    """Extents of a plane's axes in the whole model; the pool may hold only one coordinate."""
-    planes = [plane for plane in whole.layout.planes if plane.name == access.plane]
-    orders = [*whole.layout.orders, *(order for plane in planes for order in plane.orders)]
-    own = {axis for order in orders for term in order.terms if not term.planes for axis in term.axes}
-    own -= {axis for plane in planes for axis in plane.shared}
-    return dict(access.sizes) | {axis: count for axis, count in model.items() if axis in own}
+    """Extents of a plane's axes in the whole model; the pool may hold only one coordinate, and then no order needs the axis."""
+    shared = _shared_axes(whole, access.plane)
+    return dict(access.sizes) | {axis: count for axis, count in model.items() if axis not in shared}
+
+
+def _shared_axes(section: Section, plane: str) -> tuple[str, ...]:
+    """The axes along which a plane has a single value."""
+    return next((one.shared for one in section.layout.planes if one.name == plane), ())
 
 
 class _Row(NamedTuple):

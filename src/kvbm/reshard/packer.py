@@ -13,7 +13,7 @@ import numpy as np
 from .. import _core
 from .._arguments import quoted, whole
 from ..compile.prepare import digest_copies, prepare
-from ..digest.cells import Keys, Model, alone, fused, keys_of
+from ..digest.cells import Keys, alone, fused, keys_of
 from ..digest.run import fused_copies, pinned
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.loops import loops_of
@@ -190,7 +190,7 @@ class Packer:
         self._listed: tuple[Span | None, int, list[tuple[Message, Listed]]] = (None, 0, [])  # the last span that was listed
         #: Tokens, the span's and the peers' origin → messages of one kind, and what is listed of them but for the table.
         self._places: dict[tuple[range, int, int], list[tuple[list[Message], Parts, tuple[_Ids, _Ids]]]] = {}
-        self._model = _without(place.part(rank), pool.layout.present)
+        self._model = place.part(rank)
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -379,7 +379,7 @@ class Packer:
             place, rank = (self.made.src, self.made.dst)[side], (message.src, message.dst)[side]
             layout = self.made.layouts[side]
             section = layout.resolve(place.shape(rank), 1).section
-            model = _without(place.part(rank), layout.present)
+            model = place.part(rank)
         choices: list[tuple[str, tuple[int, ...]]] = [
             (axis, tuple(x for meeting in meetings for x in meeting.coordinates(name)))
             for axis, meetings in (("l", message.l), ("h", message.h))
@@ -526,11 +526,3 @@ def _ids(rank: Rank, span: Span, starts: Ids, of: int) -> _Ids:
     """Where the ids of parts of `of` slots each are that begin at some positions."""
     entries, rests = np.divmod(rank.slots(span, starts), rank.nt)
     return _Ids(entries, rests // of, rank.nt // of)
-
-
-def _without(model: Model, present: frozenset[str]) -> Model:
-    """The model without axes that the layout does not have."""
-    for axis, names in (("l", ("layers", "nl")), ("h", ("heads", "nh"))):
-        if axis not in present:
-            model = replace(model, **dict.fromkeys(names))
-    return model
