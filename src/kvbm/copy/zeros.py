@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
+from .._arguments import quoted, wholes
+from ..errors import BindError
 from ..pool.pool import Pool
 from .transfer import Transfer
 
@@ -15,7 +15,7 @@ def block_of_zeros(like: Pool, device: str) -> Pool:
     """A pool of one block of zeros in host memory, with the layout and shape of another."""
     zeros = Pool.allocate(like.layout, like.shape, 1, device)
     for array in zeros.arrays:
-        array.view(np.uint8)[...] = 0
+        array.view(f"u{array.dtype.itemsize}")[...] = 0  # its bits: not every format has a zero
     return zeros
 
 
@@ -48,19 +48,21 @@ class Zeros:
         Raises
         ------
         BindError
-            A block does not exist, or the pool is closed or read-only.
+            The ids are no list of integers, a block does not exist, or the pool is closed or read-only.
         CudaError
             A call of the driver failed.
         """
-        blocks = np.unique(np.fromiter(ids, np.int64))
-        blocks = blocks[blocks >= 0]
-        if not blocks.size:
+        found = wholes(ids, 1 << 31)
+        if found is None:
+            raise BindError(f"ids: expected a list of block ids, got {quoted(ids)}")
+        blocks = sorted({one for one in found if one != -1})
+        if not blocks:
             return
         if self._made is None:
             zeros = block_of_zeros(self._pool, "cpu" if self._pool.device == "cpu" else "pinned")
             self._made = zeros, Transfer(zeros, self._pool)
         options = {} if stream is None else {"stream": stream}
-        self._made[1].copy(np.zeros(blocks.size, np.int64), blocks, **options).synchronize()
+        self._made[1].copy([0] * len(blocks), blocks, **options).synchronize()
 
     def close(self) -> None:
         """Free the memory."""

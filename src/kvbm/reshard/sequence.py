@@ -47,8 +47,10 @@ class Span:
 
     def __init__(self, table: Any, tokens: range, origin: int = 0) -> None:
         given: Any = tokens
+        # NumPy would drop a mask, and take True for 1.
+        is_list = not hasattr(type(table), "filled") and not (type(table) in (list, tuple) and bool in set(map(type, table)))
         try:
-            ids = np.array(table)
+            ids = np.array(table) if is_list else np.zeros((1, 1))
         except Exception:  # the object's own code may raise anything, such as a tensor that requires a gradient
             ids = np.zeros((1, 1))
         if ids.size == 0:

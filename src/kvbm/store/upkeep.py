@@ -226,7 +226,7 @@ def gc(
 ) -> Removed:
     """Remove units.
 
-    Only files of units are removed, and only below folders that describe themselves as those of a content.
+    Only files of units are removed, and only below folders of contents: see `described`.
 
     Parameters
     ----------
