@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import kvbm
@@ -16,7 +16,7 @@ from coordinates import in_case
 from kvbm import BlockShape, KvbmError, LayoutError, SpecError, load
 from kvbm.layout import spec
 from kvbm.layout.spec import parse
-from kvbm.layout.terms import Expression
+from kvbm.layout.terms import SIZES, Expression
 
 BAD = sorted((Path(__file__).parents[1] / "data" / "bad").glob("*.yaml"))
 
@@ -254,6 +254,61 @@ def test_any_expression(text: str) -> None:
     with warnings.catch_warnings(), contextlib.suppress(LayoutError):
         warnings.simplefilter("error")
         assert 1 <= Expression(text).evaluate(sizes) < 1 << 62
+
+
+PIECES = st.sampled_from(
+    ["nh", "nt", "2", "10", "+", "*", "//", "%", "(", ")", ",", "max(", "0x1", "#", "\n", " ", "\\\n", "\f", "\r"]
+)
+
+
+@given(st.lists(PIECES, max_size=12).map("".join).map("({})".format))
+@example("(nh #*2\n)")
+@example("(nh #\n*2)")
+@example("(nh*\\\n2)")
+@settings(max_examples=300, deadline=None)
+def test_the_key_of_an_expression_says_all_of_it(text: str) -> None:
+    """Layouts are compared by keys: so the key, read again, has the same value at all sizes, and nothing but blanks is left out."""
+    try:
+        one = Expression(text)
+    except LayoutError:
+        return
+    again = Expression(one.key)
+    assert re.fullmatch(r"(\d\w*|[a-z_]+|//|[-+*%(),])*", one.key)
+    for number in range(1, 6):
+        sizes = {name: number * (7 + index) for index, name in enumerate(SIZES)}
+        assert attempted(one, sizes) == attempted(again, sizes)
+
+
+def attempted(one: Expression, sizes: dict[str, int]) -> int | None:
+    try:
+        return one.evaluate(sizes)
+    except LayoutError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("order: b l o h t d\npitch:\n  t: |\n    (nh*hd # *2\n    )\n", r"x.yaml:3: pitch of 't': .*got '# \*2'; write"),
+        ("order: b l o h t d\npitch: {t: '4096 # B'}", r"x.yaml:2: pitch of 't': .*got '# ?'; write comments outside"),
+        ("order: b l o h t d s\naxes: {s: '(hd #\n\n)'}", r"x.yaml:2: size of axis 's': .*got '#'"),
+        ("order: b <x y>\nplanes: {x: {order: t d}, y: {offset: '(4096#\n\n) B'}}", r"x.yaml:2: offset of plane 'y': .*got '#'"),
+        ("order: b <x y>\nplanes: {x: {order: t d, pitch: {t: '64#B'}}, y: {}}", r"x.yaml:2: pitch of 't': .*got '#'"),
+    ],
+)
+def test_what_only_python_reads_is_refused(text: str, what: str) -> None:
+    with pytest.raises(SpecError, match=what):
+        parse(text, "x.yaml")
+
+
+def test_bytes_in_hexadecimal() -> None:
+    """Ten bytes and 171 elements, in a plane whose elements have one byte."""
+    text = "order: b <x y>\nplanes: {x: {order: t d, dtype: uint8, pitch: {t: %s}}, y: {order: t}}"
+    ten, many = parse(text % "0xA B"), parse(text % "0xAB")
+    shape = BlockShape(nl=1, no=1, nh=1, nt=2, hd=4, dtype="uint8")
+    assert [one.resolve(shape, 1).nbytes for one in (ten, many)] == [22, 344]
+    assert ten != many and ten.fingerprint != many.fingerprint
+    assert parse(text % "10 B").fingerprint == "5d1ef01e2d8bae5f"
 
 
 @given(st.binary(max_size=40))

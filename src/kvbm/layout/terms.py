@@ -27,6 +27,8 @@ AXES: Mapping[str, str] = MappingProxyType(
 #: Names in an expression: sizes of the axes, and bytes per element.
 SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
 _LONGEST = 1000
+#: What Python reads and the language does not have: comments, and other characters.
+_FOREIGN = re.compile(r"#.*|[^\w\s+\-*/%(),]", re.ASCII)
 FUNCTIONS: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"round_up": round_up, "min": min, "max": max}
 )
@@ -49,7 +51,7 @@ class Expression:
     ----------
     text : str
         ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``; at most
-        1,000 characters.
+        1,000 characters.  Blanks and ends of lines between them have no meaning.
     where : str
         File and line.
 
@@ -69,7 +71,9 @@ class Expression:
                 f"expression '{self.text[:40]}…': expected at most {_LONGEST:,} characters, got {len(self.text):,}"
             )
         self.evaluate(dict.fromkeys(SIZES, 720720), minimum=None)
-        object.__setattr__(self, "key", "".join(self.text.split()))  # blanks have no meaning
+        if foreign := _FOREIGN.search(self.text):
+            raise LayoutError(_unexpected(self.text, foreign[0], SIZES))
+        object.__setattr__(self, "key", "".join(self.text.split()))  # only blanks, which have no meaning, are left out
 
     def evaluate(self, sizes: Mapping[str, int], *, minimum: int | None = 1, exact: bool = False) -> int:
         """The value for these sizes, at least `minimum`.  With `exact`, ``//`` must have no remainder, as for groups of scales."""
@@ -122,6 +126,8 @@ def _unexpected(text: str, got: str, sizes: Iterable[str]) -> str:
     if unit := re.fullmatch(r"\s*(\d+)\s*(?:(bytes?|b)|([kKmMgG])i?[bB]?)\s*", text):
         power = {"k": 10, "m": 20, "g": 30}[unit[3].lower()] if unit[3] else 0
         advice = f"; bytes are written as {int(unit[1]) << power} B"
+    elif "#" in text:
+        advice = "; write comments outside of the expression, such as behind its quotation marks"
     elif re.search(r"[^/]/[^/]", text):
         advice = "; divide with //"
     elif text.count("(") > text.count(")"):
@@ -220,7 +226,8 @@ class Pitch:
     in_bytes: bool
 
     def __str__(self) -> str:
-        return self.expression.key + ("B" if self.in_bytes else "")
+        apart = " " if re.search(r"\b0[xX]\w*$", self.expression.key) else ""  # 0xA bytes are not 0xAB
+        return self.expression.key + (f"{apart}B" if self.in_bytes else "")
 
 
 @dataclass(frozen=True, slots=True)
