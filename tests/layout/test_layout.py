@@ -331,3 +331,22 @@ def test_bad_size(value: Any) -> None:
 def test_a_text_is_no_layout(given: Any) -> None:
     with pytest.raises(kvbm.SpecError, match=r"Layout: expected a tuple of Order, got .*call kvbm\.load"):
         kvbm.Layout(given)
+
+
+@pytest.mark.parametrize(("count", "own", "kinds"), [(256, "", 256), (257, "", 257), (128, "kv", 256), (129, "kv", 258)])
+def test_planes_with_arrays_of_many_kinds(count: int, own: str, kinds: int) -> None:
+    """A table has one byte for the kind of each of its entries.  K and V with orders of their own are two kinds for each plane."""
+    orders = "order: {k: t d, v: d t}" if own else "order: t d"
+    names = [f"p{i}" for i in range(count)]
+    text = f'order: "[l <{" ".join(names)}> o] b"\nplanes:\n' + "".join(f"  {name}: {{{orders}}}\n" for name in names)
+    layout, shape = spec.parse(text, "x.yaml"), kvbm.load_shape("nl=2,no=2,nh=1,nt=2,hd=4,dtype=uint8")
+    if kinds > 256:
+        with pytest.raises(kvbm.LayoutError, match=rf"x.yaml:1: planes with arrays.*most 256 kinds.*got {kinds} of {count}"):
+            layout.resolve(shape, 2)
+        return
+    resolved = layout.resolve(shape, 2)
+    turn = [[2 * plane, 2 * plane + 1] if own else [plane, plane] for plane in range(count)]
+    assert list(resolved.kind_of_entry) == [kind for _ in range(2) for pair in turn for kind in pair]
+    assert len(kvbm.Pool.allocate(layout, shape, 2).arrays) == resolved.table_size == 4 * count
+    record = spec.parse(text.replace("[l <", "[l o] b <").replace("> o] b", ">"))
+    assert len(record.resolve(shape, 2).kinds) == 1

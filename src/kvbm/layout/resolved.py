@@ -25,6 +25,9 @@ from .terms import AXES, Expression, Order, Pitch, Plane, Term
 if TYPE_CHECKING:
     from .layout import Layout
 
+#: Most kinds of allocations of a layout: tables say the kind of each entry in one byte.
+_MOST_KINDS = 256
+
 # ---- from terms to strides -----------------------------------------------------------------------------------------
 
 
@@ -283,9 +286,16 @@ def _resolve_planes(
         )
         for one, (orders, entry) in zip(found, planes, strict=True)
     )
-    return Resolved(
+    resolved = Resolved(
         layout, shape, num_blocks, MappingProxyType(dict(sizes)), (), parts=parts, record=0 if is_separate else end
     )
+    if is_separate and 2 * len(parts) > _MOST_KINDS and len(resolved.kinds) > _MOST_KINDS:
+        raise LayoutError(
+            f"{layout.where}: planes with arrays of their own: expected at most {_MOST_KINDS} kinds of arrays, got "
+            f"{len(resolved.kinds)} of {len(parts)} planes; put <…> at the end of the order, "
+            f"so that planes share arrays (at {shape})"
+        )
+    return resolved
 
 
 class _Found(NamedTuple):
