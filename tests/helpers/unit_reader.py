@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-RULE, FINGERPRINT = "kvbm-store-1", "d8f046b400eefb12"
+RULE, FINGERPRINT = "kvbm-store-2", "d8f046b400eefb12"
 #: safetensors' code → NumPy's type of the bits
 TYPES = {"F32": "<u4", "F16": "<u2", "BF16": "<u2", "I32": "<u4"}
 WORDS = [0xA55C9364D6777AA3, 0xB78448C894E972E3, 0x1E2754521961FFBB, 0x055CCEA021BDA7A7]
@@ -36,10 +36,10 @@ def key(value: Any) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def weights(files: list[bytes]) -> str:
-    """The text of the weights, of the contents of their files in order."""
-    whole = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in files))
-    return f"sha256:{whole.hexdigest()[:32]}"
+def weights(files: dict[str, bytes]) -> str:
+    """The text of the weights, of the contents of their files by name, in order."""
+    lines = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
+    return f"sha256:{hashlib.sha256(lines.encode()).hexdigest()[:32]}"
 
 
 def unit_keys(tokens: list[int], unit: int, salt: str = "") -> list[str]:

@@ -181,7 +181,8 @@ def test_a_name_of_hugging_face_is_its_files(engine: Any, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
     other = engine_at(Path("someone/model"))
     assert not told(engine, other)
-    assert asked == [("someone/model", {"revision": None, "cache_dir": None, "local_files_only": True})]
+    expected = ("someone/model", {"revision": None, "cache_dir": None, "local_files_only": True})
+    assert asked and all(one == expected for one in asked)
 
 
 @pytest.mark.parametrize("given", ["", 7, ["a"]])
@@ -244,6 +245,43 @@ def test_what_the_caches_of_a_request_depend_on(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"b")  # the same name, trained again
     found.append(inputs_of(SimpleNamespace(lora_request=adapter), 4))
     assert len({*found}) == len(found) and all(found)
+
+
+def test_adapters_are_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a path, by ``~`` and by a name at Hugging Face, as vLLM finds them."""
+    hub = tmp_path / "hub"
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        assert name == "org/ad" and options["local_files_only"]
+        return str(hub)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for path, folder in (("~/ad", "ad"), ("org/ad", "hub"), ("ad2", "ad2"), (str(tmp_path / "ad3"), "ad3")):
+        (tmp_path / folder).mkdir()
+        request, found = SimpleNamespace(lora_request=SimpleNamespace(lora_name="a", lora_path=path)), []
+        for text in (b"one", b"other", b"one"):
+            (tmp_path / folder / "adapter_model.safetensors").write_bytes(text)
+            found.append(inputs_of(request, None))
+        assert found[0] == found[2] != found[1], path
+    request.lora_request.is_3d_lora_weight = True
+    assert inputs_of(request, None) != found[0]
+
+
+@pytest.mark.parametrize("path", ["~/absent", "org/absent", "/absent", "empty"])
+def test_an_adapter_that_is_not_found_is_equal_to_none(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request goes on, without caches of others; the log says so once."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    request = SimpleNamespace(lora_request=SimpleNamespace(lora_name="a", lora_path=path))
+    with caplog.at_level("WARNING", "vllm.kvbm"):
+        one, other = inputs_of(request, None), inputs_of(request, None)
+    assert differing(one, other) == "adapter" and caplog.text.count(f"the adapter {path} has no files here") == 1
 
 
 def test_keys_of_models(tmp_path: Path) -> None:

@@ -638,7 +638,7 @@ def test_a_folder_names_what_differs_in_another_one(tmp_path: Path) -> None:
 
 
 #: Objects in each other: as many as a parser takes, and more than a walk through them does.
-DEEP = b'{"title": "org/a model", "content": {"rule": "kvbm-store-1", "a": ' + b"[" * 900 + b"]" * 900 + b"}}"
+DEEP = b'{"title": "org/a model", "content": {"rule": "kvbm-store-2", "a": ' + b"[" * 900 + b"]" * 900 + b"}}"
 
 
 def seen(folder: Path) -> list[str]:
@@ -662,7 +662,7 @@ def test_what_another_folder_says_is_not_trusted(tmp_path: Path, told: bytes) ->
     ("told", "says"),
     [
         ({"model_fields": {"weights": "a"}, "version": "1"}, "an earlier version of kvbm, which named units in another way"),
-        ({"content": {**CONTENT.fields, "rule": "kvbm-9"}}, "the rule 'kvbm-9', and this version of kvbm has 'kvbm-store-1'"),
+        ({"content": {**CONTENT.fields, "rule": "kvbm-9"}}, "the rule 'kvbm-9', and this version of kvbm has 'kvbm-store-2'"),
         ({"content": CONTENT.fields, "model": {}}, "content.json was changed: it does not describe the folder of this name"),
     ],
 )  # fmt: skip

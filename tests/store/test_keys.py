@@ -14,7 +14,8 @@ import pytest
 
 import unit_reader
 from kvbm import BindError, BlockShape, load
-from kvbm.store.keys import IRRELEVANT, RULE, Chain, Content, key_of_json, model_of, ropes
+from kvbm.integrations.identity import key_of_files
+from kvbm.store.keys import IRRELEVANT, PARTS, RULE, Chain, Content, key_of_json, model_of, ropes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "store.md"
 
@@ -28,11 +29,15 @@ def sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def test_the_example_of_the_page() -> None:
+def test_the_example_of_the_page(tmp_path: Path) -> None:
     """By hashlib, by the second reader, and by kvbm: the same keys."""
     told = example()
-    of_files = sha(b"".join(hashlib.sha256(text.encode()).digest() for text in told["files"]))[:32]
-    assert told["model"]["weights"] == f"sha256:{of_files}" == unit_reader.weights([text.encode() for text in told["files"]])
+    files = {name: text.encode() for name, text in told["files"].items()}
+    of_files = sha("".join(f"{sha(data)}  {name}\n" for name, data in files.items()).encode())[:32]
+    assert told["model"]["weights"] == f"sha256:{of_files}" == unit_reader.weights(files)
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert key_of_files(tmp_path, "")[:32] == of_files
     for name in ("model", "content"):
         text = json.dumps(told[name], sort_keys=True, separators=(",", ":"))
         assert told[f"{name} key"] == sha(text.encode()) == unit_reader.key(told[name]) == key_of_json(told[name])
@@ -53,6 +58,8 @@ def test_the_example_of_the_page() -> None:
 def test_the_page_names_what_does_not_count() -> None:
     [line] = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("These names of a configuration")]
     assert set(re.findall(r"`(\w+)`", line)) == IRRELEVANT
+    [line] = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `config` |")]
+    assert set(re.findall(r"`(\w+_config)`", line)) == PARTS | {"quantization_config"}
     assert f"`{RULE}`" in PAGE.read_text("utf-8") and load("universal").fingerprint == unit_reader.FINGERPRINT
 
 

@@ -13,7 +13,8 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from typing import Any
 from ..errors import BindError, KvbmError, printable
 from ..link.model import differences, named
 from ..store.folder import described
-from ..store.keys import Content, model_of, relevant, ropes
+from ..store.keys import Content, model_of, plain, relevant, ropes
 
 __all__ = [
-    "folder_of", "get", "key_of", "key_of_adapter", "key_of_files", "longest_counts", "neighbours", "of_model", "stored_model",
-    "weights",
+    "code_of", "configs_beside", "files_in", "folder_of", "get", "key_of", "key_of_adapter", "key_of_files", "longest_counts",
+    "neighbours", "of_model", "stored_model", "weights",
 ]  # fmt: skip
 
 #: Kinds of RoPE that turn a position by the same angles, whatever the longest sequence is.
@@ -36,6 +37,21 @@ _LONG_ROPE = frozenset({"longrope", "su"})
 
 #: Patterns of a model's files of weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+
+#: Ends of the names of files that say which file of weights holds what, and of files of a quantisation.
+_INDEX, _QUANTISATION = ".index.json", ("quant_config.json", "quantize_config.json", "quantization_config.json")
+
+#: One of several files of one model: ``x-00001-of-00002.gguf``.
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5}\.\w+)", re.DOTALL)
+
+#: Load formats that read one set of files of a folder, or fail; and those that read other files of it.
+_SAME = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "instanttensor"})
+_OTHER = frozenset({
+    "bitsandbytes", "gguf", "layered", "mistral", "pt", "runai_streamer", "runai_streamer_sharded", "sharded_state",
+})  # fmt: skip
+
+#: Names in the settings of a loader that say how it reads, and not what.
+_HOW = frozenset({"concurrency", "distributed", "enable_multithread_load", "enable_weights_track", "memory_limit", "num_threads"})
 
 #: Values of an engine's options that change nothing.
 _USUAL: tuple[object, ...] = (None, False, "", "auto", "default", (), [], {})
@@ -63,9 +79,9 @@ def of_model(
     longest : int
         Tokens of the longest sequence that the engine may hold.
     """
-    counted, ropes = relevant(config), _ropes(config)
+    counted, ropes = plain(relevant(config)), _ropes(config)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
-        _drop(counted, "max_position_embeddings")
+        counted = _without(counted, "max_position_embeddings")
     if (chosen := longest_counts(config, longest)) is not None:
         counted["longrope: long factors"] = chosen
     text = json.dumps(quantised, sort_keys=True, default=str) if isinstance(quantised, Mapping | list) else str(quantised)
@@ -85,11 +101,12 @@ def longest_counts(config: Mapping[str, Any], longest: int) -> bool | None:
     return bool(longest > min(_numbers(config, "original_max_position_embeddings"), default=0))
 
 
-def _drop(config: dict[str, Any], name: str) -> None:
-    config.pop(name, None)
-    for value in config.values():
-        if isinstance(value, dict):
-            _drop(value, name)
+def _without(config: dict[str, Any], name: str) -> dict[str, Any]:
+    return {
+        key: _without(value, name) if isinstance(value, dict) and "quant" not in key else value
+        for key, value in config.items()
+        if key != name
+    }
 
 
 def _numbers(config: Mapping[str, Any], name: str) -> Iterator[int]:
@@ -127,48 +144,173 @@ def get(engine: Any, name: str) -> Any:
 # ---- files of weights ----------------------------------------------------------------------------------------------------
 
 
-def weights(name: str, revision: str | None, load_format: str, downloads: str | None) -> str:
-    """A hash of a model's files of weights.  A second call with the same files does not read them again.
+def weights(
+    name: str, revision: str | None, load_format: str, downloads: str | None, settings: object = None, engine: str = ""
+) -> str:
+    """A hash of a model's files of weights, and how the engine chooses among them if that is not the usual way.
+
+    A second call with the same files does not read them again.
+
+    Parameters
+    ----------
+    name, revision, downloads
+        `folder_of`.
+    load_format : str
+        The engine's load format.
+    settings
+        Settings of its loader: a mapping, or a text of JSON.
+    engine : str
+        The engine's name: where engines choose among files by rules of their own, it counts.
 
     Raises
     ------
     BindError
-        There are no files on this machine, or the engine does not load them.
+        There are no files on this machine, or the engine may not load them.
     """
     if load_format == "dummy":
         raise BindError("load_format: dummy weights have no files to tell models apart by")
+    if load_format not in _SAME | _OTHER:
+        raise BindError(
+            f"load_format: {load_format!r:.100} may take the weights from elsewhere than from the files of the model, which are "
+            "all that kvbm can compare"
+        )
+    chosen = _loader(settings)
     try:
         folder = folder_of(name, revision, downloads)
-        return f"sha256:{_hashed(folder, _witnesses(folder))[:32]}"
+        found = f"sha256:{_hashed(folder, _witnesses(folder))[:32]}"
     except BindError:
         raise
     except Exception as error:  # any error of a library that searches them
         raise BindError(f"the weights of {name!r} are not found here ({type(error).__name__}: {error})") from None
+    if load_format == "auto" and any(folder.glob("consolidated*.safetensors")):
+        load_format = f"auto of {engine}"  # not every engine prefers them
+    elif load_format in _SAME or (load_format == "gguf" and folder.suffix == ".gguf"):
+        load_format = ""
+    return f"{found}{load_format and f', load_format {load_format}'}{chosen and f', {chosen}'}"
+
+
+def _loader(settings: object) -> str:
+    """What counts of the settings of a loader, as JSON; empty if there is none.
+
+    Raises
+    ------
+    BindError
+        They may name files that are not in the model's folder.
+    """
+    given: object = settings or {}
+    with contextlib.suppress(ValueError, RecursionError):
+        given = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(given, Mapping):
+        raise BindError(f"model_loader_extra_config: expected an object, got a {type(given).__name__}: it may say which weights")
+    found = {str(name): value for name, value in given.items() if name not in _HOW}
+    for name, text in _texts(found, ""):
+        if "/" in text or ".." in text:
+            raise BindError(
+                f"model_loader_extra_config: {name}: expected no path, got {text!r:.100}: it may be a place of other weights than "
+                "the files of the model"
+            )
+    return json.dumps(plain(found), sort_keys=True) if found else ""
+
+
+def _texts(value: object, name: str) -> Iterator[tuple[str, str]]:
+    """The texts in an object, at any depth, and the names at which they are."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(one, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one, name)
+    elif isinstance(value, str | os.PathLike):
+        yield name, os.fspath(value)
 
 
 def folder_of(name: str, revision: str | None, downloads: str | None) -> Path:
     """The folder or file of a model's weights on this machine: a path, or where Hugging Face's cache has them.
 
-    Raises the errors of `huggingface_hub` if they are not here.
+    Raises the errors of `huggingface_hub` if they are not here, and `BindError` if engines take names from another hub.
     """
     if Path(name).exists():
         return Path(name)
+    for variable in ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"):
+        if os.environ.get(variable, "").lower() in ("1", "true", "yes", "on"):
+            raise BindError(f"{name!r} is a name at ModelScope ({variable}), whose cache is not searched; expected a path")
     hub: Any = importlib.import_module("huggingface_hub")
     return Path(hub.snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
 
 
-def key_of_adapter(path: str) -> str:
-    """A hash of an adapter's files; its path if there are none here."""
-    try:
-        folder = Path(path)
-        files = tuple((str(one), *_witness(one)) for one in sorted(folder.rglob("*")) if one.is_file())
-        return _hashed_adapter(path, files) if files else path
-    except (OSError, BindError):
-        return path
+def key_of_adapter(path: str) -> str | None:
+    """A hash of the files of an adapter, which engines find by a path, a path after ``~``, or a name at Hugging Face.
+
+    None if there are none here: then nobody knows whether two adapters are the same, also if their names are.
+    """
+    with contextlib.suppress(Exception):  # any error of a library that searches them
+        plain_path = Path(path).expanduser()  # as vLLM: a name is looked for only if it is no path
+        folder = plain_path if plain_path.is_absolute() else folder_of(path, None, None)
+        found = [folder] if folder.is_file() else sorted(one for one in folder.rglob("*") if one.is_file())
+        return _hashed_adapter(folder, tuple((str(one), *_witness(one)) for one in found))
+    return None
+
+
+def files_in(given: object) -> dict[str, str]:
+    """Hashes of the files that options name, by the names of these: a path says nothing of what is there."""
+    found = {}
+    for name, text in _texts(given, ""):
+        with contextlib.suppress(OSError, ValueError):
+            if Path(text).is_file():
+                found[name] = _digest(Path(text)).hex()[:32]
+    return found
+
+
+def configs_beside(*folders: Path | None) -> dict[str, list[str]]:
+    """Hashes of the files of a quantisation in a model's folders, by their names.
+
+    Engines read them beside ``config.json``: ModelOpt's ``hf_quant_config.json``, for example.
+    """
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.json")) if folder is not None else ():
+            if path.name.endswith(_QUANTISATION) and (text := _digest(path).hex()[:32]) not in found.get(path.name, ()):
+                found.setdefault(path.name, []).append(text)
+    return found
+
+
+def code_of(config: Mapping[str, Any], names: Sequence[str], revision: str | None) -> dict[str, str]:
+    """Hashes of the Python files that a model brings, by the names of the repositories that have them.
+
+    Parameters
+    ----------
+    config : mapping
+        The configuration: its ``auto_map`` says whether there is code, and in which repositories beside the model's own.
+    names : sequence of str
+        Names or paths of the model, and of its configuration.
+    revision : str, optional
+        The revision of the code.
+
+    Raises
+    ------
+    BindError
+        The code is not on this machine.
+    """
+    said = [text for name, text in _texts(config, "") if "auto_map" in name.split(".")]
+    own = dict.fromkeys(names) if any("--" not in text for text in said) else {}
+    places = {f"own {at}": one for at, one in enumerate(own)}
+    places |= {repository: repository for text in said for repository, is_other, _ in [text.partition("--")] if is_other}
+    found = {}
+    for label, place in places.items():
+        try:
+            folder = folder_of(place, revision, None)
+            files = sorted(folder.rglob("*.py"))
+            found[label] = _sum(folder, files)[:32]
+        except Exception as error:  # any error of a library that searches them
+            raise BindError(
+                f"auto_map: the code of {place!r} is not found here ({type(error).__name__}: {error}); expected it in Hugging "
+                "Face's cache, or the model's folder with its Python files"
+            ) from None
+    return found
 
 
 def key_of_files(folder: Path, more: str) -> str:
-    """SHA-256 of all bytes of a model's files of weights and of a text, in hexadecimal digits.
+    """SHA-256 of the names and of all bytes of a model's files of weights, and of a text, in hexadecimal digits.
 
     Parameters
     ----------
@@ -182,24 +324,40 @@ def key_of_files(folder: Path, more: str) -> str:
     BindError
         There are no weights.
     """
-    if not (files := _files(folder)):
+    files = _files(folder)
+    if all(path.suffix == ".json" for path in files):
         raise BindError(f"{folder} holds no weights to tell models apart by; expected a name of your own for it")
+    return _sum(folder, files, more)
 
-    def digest(path: Path) -> bytes:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
 
+def _sum(folder: Path, files: list[Path], more: str = "") -> str:
+    """A hash of a text and of lines as ``sha256sum`` writes them: digests and names, as engines choose files by their names."""
+    root = folder.parent if folder.is_file() else folder
     whole = hashlib.sha256(more.encode())
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        for one in threads.map(digest, files):
-            whole.update(one)
+        for path, digest in zip(files, threads.map(_digest, files), strict=True):
+            whole.update(f"{digest.hex()}  ".encode() + os.fsencode(path.relative_to(root).as_posix()) + b"\n")
     return whole.hexdigest()
 
 
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
 def _files(folder: Path) -> list[Path]:
+    """The files of weights of a folder, and those that say which of them hold what; all shards if one is given."""
     if folder.is_file():
-        return [folder]
-    return sorted(path for path in folder.rglob("*") if path.suffix in _WEIGHTS and path.is_file())
+        one = _SHARD.fullmatch(folder.name)
+        beside = (path for path in folder.parent.iterdir() if path.is_file()) if folder.suffix == ".gguf" else ()
+        shards = [
+            path for path in beside
+            if (one and (other := _SHARD.fullmatch(path.name)) and one.groups() == other.groups())
+            or (path.name.startswith("mmproj") and path.suffix == ".gguf")
+        ]  # fmt: skip
+        return sorted({folder, *shards})
+    ends = (*_WEIGHTS, _INDEX)
+    return sorted(path for path in folder.rglob("*") if path.name.endswith(ends) and path.is_file())
 
 
 def _witness(file: Path) -> tuple[int, ...]:
@@ -217,9 +375,9 @@ def _hashed(folder: Path, files: tuple[tuple[Any, ...], ...]) -> str:  # noqa: A
 
 
 @functools.lru_cache(256)
-def _hashed_adapter(path: str, files: tuple[tuple[Any, ...], ...]) -> str:  # noqa: ARG001
-    config = Path(path, "adapter_config.json")
-    return key_of_files(Path(path), config.read_text(encoding="utf-8") if config.exists() else "")
+def _hashed_adapter(folder: Path, files: tuple[tuple[Any, ...], ...]) -> str:  # noqa: ARG001
+    config = folder / "adapter_config.json"
+    return key_of_files(folder, config.read_text(encoding="utf-8") if config.exists() else "")
 
 
 # ---- folders of units ----------------------------------------------------------------------------------------------------
@@ -251,7 +409,8 @@ def stored_model(
     overrides
         What the operator has changed in the configuration: fields by name, or a function.
     dtype, quantization
-        The dtype of the computation; the method of quantisation and its configuration, which count if the file has none.
+        The dtype of the computation; the method of quantisation, which counts if the file has none or another one, and the
+        operator's configuration of it.
     weights : str
         `weights`, or ``named`` and the operator's name of them.
     longest : int
@@ -265,11 +424,21 @@ def stored_model(
         found["overrides"] = {str(name): [given, config.get(name)] for name, given in overrides.items()}
     elif overrides:
         found["overrides"] = relevant(config)
-    if quantization[0] and "quantization_config" not in held:
+    if given := files_in(overrides):
+        found["files of overrides"] = given
+    if quantization[1] not in _USUAL or (quantization[0] and _is_other(str(quantization[0]), held.get("quantization_config"))):
         found["quantization"] = list(quantization)
     if (chosen := longest_counts(config, longest)) is not None:
         found["longrope: long factors"] = chosen
     return model_of(weights, held, ropes(config), str(dtype).removeprefix("torch."), found)
+
+
+def _is_other(method: str, held: object) -> bool:
+    """True unless a method is that of a file: ``awq`` and ``awq_marlin`` are kernels for the same weights."""
+    if not isinstance(held, Mapping):
+        return True
+    theirs, ours = (re.sub(r"\W", "_", text) for text in (str(held.get("quant_method") or ""), method))
+    return theirs not in ours and ours not in theirs
 
 
 def _config_of(folder: Path | None) -> dict[str, Any] | None:

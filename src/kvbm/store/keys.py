@@ -18,23 +18,33 @@ from ..layout import spec as layouts
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape
 
-__all__ = ["IRRELEVANT", "LAYOUT", "RULE", "Chain", "Content", "key_of_json", "model_of", "plain", "relevant", "ropes", "salted"]
+__all__ = [
+    "IRRELEVANT", "LAYOUT", "PARTS", "RULE", "Chain", "Content", "key_of_json", "model_of", "plain", "relevant", "ropes",
+    "salted",
+]  # fmt: skip
 
 #: The version of the rule.  It is part of every content, so folders of another version have other keys.
-RULE = "kvbm-store-1"
+RULE = "kvbm-store-2"
 
 #: Order of elements in the files, if values are the engine's.
 LAYOUT = "universal"
 
-#: Names in a configuration of Hugging Face, at any depth, that change neither K nor V.  They are part of the rule.
+#: Names in a configuration of Hugging Face, and in those of its parts, that change neither K nor V.  They are part of the rule.
 IRRELEVANT = frozenset({
-    "attention_dropout", "attn_implementation", "attn_pdrop", "auto_map", "bos_token_id", "chunk_size_feed_forward",
-    "classifier_dropout", "context_len", "decoder_start_token_id", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout", "id2label", "initializer_range",
-    "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
-    "problem_type", "resid_pdrop", "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise",
-    "sep_token_id", "task_specific_params", "tie_word_embeddings", "torch_dtype", "torchscript", "transformers_version",
-    "use_cache",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_auto_class", "_class_name",
+    "_commit_hash", "_diffusers_version", "_experts_implementation", "_experts_implementation_internal", "_from_model_config",
+    "_name_or_path", "_output_attentions", "attention_dropout", "attn_implementation", "attn_pdrop", "auto_map", "bos_token_id",
+    "chunk_size_feed_forward", "classifier_dropout", "context_len", "decoder_start_token_id", "dtype", "embd_pdrop",
+    "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "hidden_dropout",
+    "id2label", "initializer_range", "label2id", "output_attentions", "output_hidden_states", "output_router_logits",
+    "output_scores", "pad_token_id", "prefix", "problem_type", "resid_pdrop", "return_dict", "return_dict_in_generate",
+    "router_aux_loss_coef", "router_jitter_noise", "sep_token_id", "task_specific_params", "tie_word_embeddings", "torch_dtype",
+    "torchscript", "transformers_version", "use_cache",
+})  # fmt: skip
+
+#: Objects in a configuration that are those of a part of the model, also without ``model_type``.
+PARTS = frozenset({
+    "audio_config", "language_config", "llm_config", "talker_config", "text_config", "thinker_config", "vision_config",
 })  # fmt: skip
 
 #: The bytes before the salt in the hash that begins a salted chain.  SGLang 0.5.23 begins its own chains with the same hash.
@@ -67,12 +77,19 @@ def key_of_json(value: Any) -> str:
 
 
 def relevant(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the names in `IRRELEVANT`, and without those that begin with ``_``."""
+    """A configuration without the names in `IRRELEVANT`, which are left out of the configurations of its parts, too.
+
+    All other objects are taken whole: in a ``quantization_config``, ``dtype`` and ``_type`` are the arithmetic.
+    """
     return {
-        name: relevant(value) if isinstance(value, Mapping) else value
+        name: relevant(value) if isinstance(value, Mapping) and _is_part(str(name), value) else value
         for name, value in config.items()
-        if name not in IRRELEVANT and not str(name).startswith("_")
+        if name not in IRRELEVANT
     }
+
+
+def _is_part(name: str, value: Mapping[str, Any]) -> bool:
+    return "quant" not in name and "compress" not in name and (name in PARTS or "model_type" in value)
 
 
 def ropes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +130,7 @@ def model_of(
     Parameters
     ----------
     weights : str
-        ``sha256:`` and a hash of the files of weights, or ``named`` and the operator's name of them.
+        ``sha256:`` and a hash of the files of weights, and the load format if it counts; or ``named`` and the operator's name.
     config : mapping
         The model's ``config.json``.
     rope : mapping

@@ -13,7 +13,17 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_server_args
 
 from ...errors import BindError
-from ..identity import folder_of, get, key_of_adapter, key_of_files, stored_model, weights
+from ..identity import (
+    code_of,
+    configs_beside,
+    files_in,
+    folder_of,
+    get,
+    key_of_adapter,
+    key_of_files,
+    stored_model,
+    weights,
+)
 
 __all__ = ["stored_model_of"]
 
@@ -26,6 +36,9 @@ _ARGUMENTS = (
 
 #: Values of ``--kv-cache-dtype`` that the dtype of the host pool says as well.
 _PLAIN = ("None", "auto", "bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "float")
+
+#: Arguments that name files from which SGLang takes weights or a configuration.
+_FILES = ("decrypted_config_file", "modelopt_checkpoint_restore_path")
 
 _ADVICE = "expected model_id in --hicache-storage-backend-extra-config, a name that no other weights have"
 
@@ -43,7 +56,7 @@ def stored_model_of(given: str, arguments: Any = None) -> dict[str, Any]:
     Raises
     ------
     BindError
-        The weights are not on this machine.
+        The weights, the model's code or an adapter are not on this machine.
     """
     arguments = get_server_args() if arguments is None else arguments
     if arguments is None:
@@ -57,24 +70,31 @@ def stored_model_of(given: str, arguments: Any = None) -> dict[str, Any]:
     if scales := get(arguments, "quantization_param_path"):
         more["quantization_param_path"] = key_of_files(Path(scales), "")
     if path := get(arguments, "uno_lora_path"):
-        more["uno_lora_path"] = key_of_adapter(str(path))
+        more["uno_lora_path"] = _key_of_adapter(str(path))
+    more |= {name: [str(path), files_in(str(path))] for name in _FILES if (path := get(arguments, name))}
     if adapters := get(arguments, "lora_paths"):
         more["adapters"] = dict(map(_adapter, adapters))
     files = None
     with contextlib.suppress(Exception):  # any error of a library that searches them: the configuration in effect counts
         files = folder_of(os.fspath(model.model_path), model.revision, get(arguments, "download_dir"))
+    more["configs beside"] = configs_beside(files)
+    if get(arguments, "trust_remote_code"):
+        more["code"] = code_of(config, [os.fspath(model.model_path)], model.revision)
     return stored_model(
         config, files, json.loads(overrides) if isinstance(overrides, str) else overrides, model.dtype,
-        (model.quantization, config.get("quantization_config")), _weights(model, arguments, given), int(model.context_len), more,
+        (model.quantization, None), _weights(model, arguments, given), int(model.context_len), more,
     )  # fmt: skip
 
 
 def _weights(model: Any, arguments: Any, given: str) -> str:
     if given:
         return f"named {given}"
-    name = os.fspath(model.model_path)
+    name, settings = os.fspath(model.model_path), get(arguments, "model_loader_extra_config")
+    kind = get(arguments, "load_format")
     try:
-        return weights(name, model.revision, str(get(arguments, "load_format")), get(arguments, "download_dir"))
+        return weights(
+            name, model.revision, str(getattr(kind, "value", kind)), get(arguments, "download_dir"), settings, "SGLang"
+        )
     except BindError as error:
         raise BindError(f"SGLang: {error}; {_ADVICE}") from None
 
@@ -87,4 +107,13 @@ def _adapter(given: Any) -> tuple[str, str]:
         name, path = (
             str((given.get(key) if isinstance(given, dict) else get(given, key)) or "") for key in ("lora_name", "lora_path")
         )
-    return name or path, key_of_adapter(path)
+    return name or path, _key_of_adapter(path)
+
+
+def _key_of_adapter(path: str) -> str:
+    if (key := key_of_adapter(path)) is None:
+        raise BindError(
+            f"SGLang: the adapter {path!r:.200} has no files here to tell it from others by; expected a folder with its weights, "
+            "or a name in Hugging Face's cache: download it first"
+        )
+    return key

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import re
+import secrets
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import BindError, escaping, printable
-from ..identity import folder_of, get, key_of_adapter, of_model, stored_model, weights
+from ..identity import (
+    code_of,
+    configs_beside,
+    files_in,
+    folder_of,
+    get,
+    key_of_adapter,
+    of_model,
+    stored_model,
+    weights,
+)
 
 __all__ = ["differing", "inputs_of", "model_of", "push_name", "stored_model_of"]
 
@@ -80,14 +94,57 @@ def stored_model_of(vllm_config: Any, given: str) -> dict[str, Any]:
     model, load = vllm_config.model_config, get(vllm_config, "load_config")
     files = None
     if get(model, "config_format") in (None, "auto", "hf"):
-        with contextlib.suppress(Exception):  # any error of a library that searches them: the one in effect counts
-            files = folder_of(str(get(model, "hf_config_path") or model.model), get(model, "revision"), get(load, "download_dir"))
+        files = _folder(str(get(model, "hf_config_path") or model.model), model, load)
+    held = model.hf_config.to_dict() if get(model, "hf_config") is not None else {}
     return stored_model(
-        model.hf_config.to_dict() if get(model, "hf_config") is not None else {}, files, get(model, "hf_overrides"),
+        held, files, get(model, "hf_overrides"),
         get(model, "dtype"), (get(model, "quantization"), get(model, "quantization_config")),
         f"named {given}" if given else _weights(model, load, True), int(get(model, "max_model_len") or 0),
-        {"disable_sliding_window": get(model, "disable_sliding_window"), "scales of fp8": _scales_of(vllm_config)},
+        {
+            "disable_sliding_window": get(model, "disable_sliding_window"), "scales of fp8": _scales_of(vllm_config),
+            **_beside(model, load, held, True),
+        },
     )  # fmt: skip
+
+
+def _folder(name: str, model: Any, load: Any) -> Path | None:
+    """The folder of a model or of its configuration; None if it is not here."""
+    with contextlib.suppress(Exception):  # any error of a library that searches them
+        return folder_of(name, get(model, "revision"), get(load, "download_dir"))
+    return None
+
+
+def _beside(model: Any, load: Any, held: dict[str, Any], must: bool) -> dict[str, Any]:
+    """What changes K and V beside the weights and `held`, the configuration; nothing in the usual case.
+
+    Raises
+    ------
+    BindError
+        The code of the model is not on this machine, and `must` is set.
+    """
+    names = [str(get(model, "hf_config_path") or model.model), str(model.model)]
+    found: dict[str, Any] = {"configs beside": configs_beside(*(_folder(name, model, load) for name in dict.fromkeys(names)))}
+    if get(model, "trust_remote_code"):
+        try:
+            found["code"] = code_of(held, names, get(model, "code_revision") or get(model, "revision"))
+        except BindError as error:
+            if must:
+                raise
+            logger.warning("kvbm: no cache of another engine is used: %s", str(error))
+            found["code"] = f"not known {secrets.token_hex(16)}"
+    if classes := get(model, "model_class_overrides"):
+        found["model_class_overrides"] = {name: [str(target), _source_of(str(target))] for name, target in classes.items()}
+    if (kind := str(get(model, "model_impl"))) not in ("None", "auto", "vllm"):
+        found["model_impl"] = kind
+    return {name: value for name, value in found.items() if value}
+
+
+def _source_of(target: str) -> str:
+    """A hash of the file of a class that is given as ``module:class``; empty if it is not found."""
+    with contextlib.suppress(Exception):  # any error of a module that is imported
+        spec = importlib.util.find_spec(target.partition(":")[0])
+        return next(iter(files_in({"": spec.origin if spec is not None else None}).values()), "")
+    return ""
 
 
 def _scales_of(vllm_config: Any) -> str:
@@ -104,14 +161,17 @@ def _fields(model: Any, load: Any, given: str | None, must: bool) -> dict[str, A
     return {
         **of_model(held, get(model, "dtype"), get(model, "quantization"), get(model, "quantization_config"), name, longest),
         "disable_sliding_window": bool(get(model, "disable_sliding_window")),
+        **_beside(model, load, held, must),
+        **({"files of overrides": files} if (files := files_in(get(model, "hf_overrides"))) else {}),
     }
 
 
 def _weights(model: Any, load: Any, must: bool) -> str:
     """A hash of the files of weights; the name if there are none."""
     name, revision, kind = str(get(model, "model_weights") or model.model), get(model, "revision"), str(get(load, "load_format"))
+    settings = get(load, "model_loader_extra_config")
     try:
-        return weights(name, revision, kind, get(load, "download_dir"))
+        return weights(name, revision, kind, get(load, "download_dir"), settings, "vLLM")
     except BindError as error:
         if must:
             raise
@@ -122,14 +182,15 @@ def _weights(model: Any, load: Any, must: bool) -> str:
             "kv_connector_extra_config to a name that no other weights have",
             name, str(error),
         )  # fmt: skip
-        return f"of {name} {revision or ''}".strip()
+        usual = kind in ("auto", "hf", "safetensors") and not settings
+        return f"of {name} {revision or ''}".strip() + ("" if usual else f", load_format {kind}, {settings}")
 
 
 def inputs_of(request: Any, tokens: int | None) -> str:
     """Hashes of what the K and V of a request depend on beside the model, each with its name.
 
     They are of the prompt's tokens, of the adapter, of each kind of input (``image``, ``audio``) and of embeddings:
-    ``adapter=3f…,image=a0…,tokens=77…``.
+    ``adapter=3f…,image=a0…,tokens=77…``.  An adapter whose files are not here is equal to no other, not even to itself.
 
     Parameters
     ----------
@@ -143,7 +204,8 @@ def inputs_of(request: Any, tokens: int | None) -> str:
         ids = np.array((getattr(request, "prompt_token_ids", None) or [])[:tokens], "<i8")  # none beside embeddings
         found["tokens"] = [tokens, hashlib.sha256(ids.tobytes()).hexdigest()]
     if (adapter := getattr(request, "lora_request", None)) is not None:
-        found["adapter"] = [str(adapter.lora_name), key_of_adapter(str(adapter.lora_path))]
+        found["adapter"] = [str(adapter.lora_name), _key_of_adapter(str(adapter.lora_path))]
+        found["adapter"] += ["3d"] if get(adapter, "is_3d_lora_weight") else []
     for feature in getattr(request, "mm_features", None) or ():
         place = feature.mm_position
         of_kind = found.setdefault(re.sub(r"\W", "_", str(feature.modality), flags=re.ASCII), [])
@@ -154,6 +216,23 @@ def inputs_of(request: Any, tokens: int | None) -> str:
         found["embeddings"] = [list(data.shape), str(data.dtype), hashlib.sha256(bits).hexdigest()]
     hashes = {name: hashlib.sha256(json.dumps(held).encode()).hexdigest()[:32] for name, held in sorted(found.items())}
     return ",".join(f"{name}={found}" for name, found in hashes.items())
+
+
+def _key_of_adapter(path: str) -> str:
+    """`key_of_adapter`; a text that no other request has if the adapter is not known."""
+    if (key := key_of_adapter(path)) is None:
+        _say_unknown(path)
+    return f"not known {secrets.token_hex(16)}" if key is None else key
+
+
+@functools.lru_cache(256)
+def _say_unknown(path: str) -> None:
+    """Log, once for each adapter, that it is not compared."""
+    logger.warning(
+        "kvbm: the adapter %s has no files here, so caches of requests with it are not shared: expected a folder with its "
+        "weights, or a name in Hugging Face's cache",
+        printable(path),
+    )
 
 
 def differing(own: str, other: str) -> str:
