@@ -24,6 +24,7 @@ from kvbm.errors import BindError, CudaError, CudaUnavailableError, MissingKerne
 
 __all__ = [
     "Copy",
+    "DefaultArithmetic",
     "Done",
     "Expected",
     "Foreseen",
@@ -92,3 +93,4 @@ include "core/routes.pxi"
 include "core/memory.pxi"
 include "core/foreseen.pxi"
 include "core/mail.pxi"
+include "core/arithmetic.pxi"

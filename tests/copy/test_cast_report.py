@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ import kvbm
 from cast_oracle import PLAIN, QUANTISED
 from casting import Given, Own, Part, Side, planar, plane
 from coordinates import in_case
+from kvbm import _core
+from kvbm.layout import spec
 
 
 def reported(src: Side, dst: Side, src_ids: Any, dst_ids: Any, scale: Any = None) -> kvbm.CastReport:
@@ -253,3 +258,165 @@ def test_planes_of_several_formats() -> None:
     src, dst = Side(plain, (2, 2, 2, 4, 32), "float16", 3), Side(own, (2, 2, 2, 4, 32), "float16", 4, dst=True)
     given = Given((0.5, 3.0), 0.25)
     assert report(src, dst, [2, 0], [1, 3], given) == reported(src, dst, [2, 0], [1, 3], given)
+
+
+def tiny(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros, subnormals and the smallest normal numbers, by rows."""
+    bits = {"float32": 23, "bfloat16": 7, "float16": 10}[dtype]
+    found = rng.integers(0, 3 << bits, shape) | rng.integers(0, 2, shape) << casting.width(dtype) - 1
+    found[rng.random(shape) < 0.3] = 0
+    found[..., rng.random(shape[:-1]) < 0.3, :] &= (1 << bits) - 1
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "scale"), FORMATS)
+def test_a_thread_that_flushes_subnormals(torch: Any, dtype: str, scale: str | None) -> None:
+    """Its report is that of any other thread, and its mode is as before.  Red: subnormals were zeros, and e8m0's 2**-127, too."""
+    sizes = (1, 2, 2, 4, 64)
+    layout: Any = "hnd"
+    if scale:
+        layout = planar("[b] l o h <>", plane("data", dtype, "t d", "d", 64), plane("scale", scale, "t s", "s", 4))
+    for plain in PLAIN:
+        given = 2.0**-100 if scale is None or scale == E4M3 else None
+        src = Side("nhd", sizes, plain, 3, make=tiny)
+        dst = Side(layout, sizes, "bfloat16" if scale else dtype, 3, dst=True)
+        want = report(src, dst, [0, 2], [1, 2], given)
+        with in_case(plain):
+            assert want == reported(src, dst, [0, 2], [1, 2], given)
+            if not torch.set_flush_denormal(True):
+                pytest.skip("this CPU does not flush subnormals")
+            try:
+                found = kvbm.cast_report(src.pool, dst.pool, [0, 2], [1, 2], cast=casting.cast_of(given))
+                assert torch.tensor([1e-39]).mul(0.5).item() == 0, "the mode was changed"
+            finally:
+                torch.set_flush_denormal(False)
+            assert found == want
+
+
+def test_default_arithmetic_is_that_of_its_thread_and_is_restored(torch: Any) -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush subnormals")
+    small, quotients = np.full(100, 2.0**-126, np.float32), []
+
+    def divide() -> None:
+        quotients.append(float((small / np.float32(2)).max()))
+
+    try:
+        divide()
+        with contextlib.suppress(ZeroDivisionError), _core.DefaultArithmetic():
+            divide()
+            with _core.DefaultArithmetic():
+                divide()
+            divide()
+            raise ZeroDivisionError
+        divide()
+    finally:
+        torch.set_flush_denormal(False)
+    divide()
+    assert quotients == [0, 2.0**-127, 2.0**-127, 2.0**-127, 0, 2.0**-127]
+
+
+# ---- whatever a copy can cast ----------------------------------------------------------------------------------------
+
+EXTENTS = {"l": 2, "o": 2, "h": 6, "t": 4, "d": 16}
+
+
+def digits(rng: random.Random, axes: str, sizes: dict[str, int], last: str = "") -> str:
+    """An order of axes, some of them in two pieces.  The axis `last` stays at the end, or its two neighbours do."""
+    found = []
+    for axis in axes:
+        part = rng.choice([k for k in (2, 4, 8) if sizes[axis] > k and not sizes[axis] % k] or [0])
+        found += [f"{axis}/{part}", f"{axis}%{part}"] if part and rng.random() < 0.6 else [axis]
+    rng.shuffle(found)
+    if last and rng.random() < 0.3:
+        found.insert(rng.randrange(len(found) + 1), f"{last}/2")
+        last += "%2"
+    return " ".join([*found, *([last] if last else [])])
+
+
+def quantised(orders: Any, scale_orders: Any, formats: tuple[str, str], shared: str, pieces: int) -> str:
+    """A layout file.  Two orders are those of K and V."""
+
+    def order(given: Any) -> str:
+        text = given[0] if len(given) == 1 else f"{{k: {given[0]}, v: {given[1]}}}"
+        return f"order: {text}, " if text else ""
+
+    return (
+        f'order: "[<data scale>] b{" o" if len(orders) > 1 else ""}"\n'
+        + (f"axes: {{s: {pieces}}}\n" if pieces else "")
+        + f"planes:\n  data: {{{order(orders)}dtype: {formats[0]}}}\n  scale: {{{order(scale_orders)}dtype: {formats[1]}, "
+        + f"scales: data{f', shared: {shared}' if shared else ''}}}\n"
+    )
+
+
+def any_pools(rng: random.Random) -> list[list[kvbm.Pool]]:
+    """Pools of values and of codes in any order, and such pools with the same values and groups in plain orders."""
+    plain, dtype, pieces = rng.choice(PLAIN), rng.choice(QUANTISED), rng.choice([0, 2, 4, 8])
+    sizes = {**EXTENTS, "s": pieces}
+    formats = dtype, "float8_e8m0fnu" if dtype == E2M1 else rng.choice(["float32", "bfloat16", "float8_e8m0fnu"])
+    shared = " ".join(axis for axis in "loht" if rng.random() < 0.35)
+    halves = 2 if rng.random() < 0.3 and "o" not in shared else 1
+    own = "".join(axis for axis in "loht" if axis not in shared) + ("s" if pieces else "")
+    elements, scale_axes = ("lohtd", own) if halves == 1 else ("lhtd", own.replace("o", ""))
+    data = [
+        digits(rng, elements[:-1], sizes, "d") if dtype == E2M1 else digits(rng, elements, sizes) for _ in range(halves)
+    ]
+    mine = digits(rng, "lohtd", sizes).split()
+    mine.insert(rng.choice([0, rng.randrange(len(mine) + 1)]), "b")
+    texts = [
+        [f'order: "{" ".join(mine)}"\n', quantised(data, [digits(rng, scale_axes, sizes) for _ in data], formats, shared, pieces)],
+        ['order: "b l o h t d"\n', quantised(["l o h t d"], [" ".join(own)], formats, shared, pieces)],
+    ]
+    shape = kvbm.BlockShape(nl=2, no=2, nh=6, nt=4, hd=16, dtype=plain)
+    pools = [[kvbm.Pool.allocate(spec.parse(text, name="own"), shape, 3) for text in pair] for pair in texts]
+    bits = casting.values(np.random.default_rng(rng.randrange(1 << 30)), plain, pools[1][0].arrays[0].shape)
+    pools[1][0].arrays[0].view(f"u{casting.width(plain) // 8}")[...] = bits
+    kvbm.convert(pools[1][0], pools[0][0])
+    return pools
+
+
+def test_a_group_of_three_loops() -> None:
+    """The elements of one scale are in another order on each side.  Red: "a cast of 4 loops inside a group"."""
+    codes = (
+        'order: "[o <data scale>] b"\nplanes:\n  data: {order: t l h d/5 d%5, dtype: int8}\n'
+        "  scale: {dtype: float8_e8m0fnu, scales: data, shared: t l h}\n"
+    )
+    shape = kvbm.BlockShape(nl=2, no=2, nh=3, nt=8, hd=20, dtype="bfloat16")
+    src = kvbm.Pool.allocate(spec.parse('order: "t b h d o l"\n', name="plain"), shape, 5)
+    dst = kvbm.Pool.allocate(spec.parse(codes, name="codes"), shape, 2)
+    src.arrays[0].view("u2")[...] = halves(np.random.default_rng(1), "bfloat16", src.arrays[0].shape)
+    kvbm.convert(src, dst, [4], [1], cast="amax")
+    found = kvbm.cast_report(src, dst, [4], [1], cast="amax")
+    assert (found.elements, found.groups, found.groups_of_zeros) == (1920, 2, 0) and 0 < found.largest_error <= 1 / 127
+
+
+@pytest.mark.slow  # 2.5 s
+def test_what_convert_can_do_the_report_can() -> None:
+    """Any orders, pieces of axes, groups and coordinates: the report is that of plain orders."""
+    done = 0
+    for seed in range(100):
+        rng = random.Random(seed)
+        pools: list[list[Any]] = list(any_pools(rng))
+        ids: tuple[Any, Any] = ([2, -1, 0], [0, 2, 1])
+        if rng.random() < 0.5:
+            some = {axis: rng.sample(range(EXTENTS[axis]), rng.randint(1, EXTENTS[axis])) for axis in "lht"}
+            free = some.keys() - shared_of(pools[0][1])
+            pools = [[pool.section(**{axis: some[axis] for axis in free}) for pool in pair] for pair in pools]
+        found = []
+        with in_case(seed, *(pool for pair in pools for pool in pair)):
+            for src, dst in pools:
+                with contextlib.suppress(kvbm.MissingKernelError):
+                    kvbm.convert(src, dst, *ids, cast="amax")
+                    found.append((src, dst))
+            found = [kvbm.cast_report(src, dst, *ids, cast="amax") for src, dst in found]
+            if len(found) == 2:
+                mean = pytest.approx(found[1].mean_error, rel=1e-9)
+                assert dataclasses.replace(found[1], mean_error=mean) == found[0]
+                assert found[0].elements and found[0].groups
+                done += 1
+    assert done > 30
+
+
+def shared_of(pool: kvbm.Pool) -> set[str]:
+    """Axes along which all elements of a pool share a scale."""
+    return set(EXTENTS) - {axis for access in pool.whole.of.accesses if access.plane == "scale" for axis, _ in access.sizes}

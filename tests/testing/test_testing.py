@@ -198,6 +198,22 @@ def test_no_integer_difference_is_lost() -> None:
     assert allclose_with_error(one, other, 0.0, 0.0)[:2] == (False, 1.0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+def test_a_thread_that_flushes_subnormals_sees_that_they_differ(torch: Any, dtype: str) -> None:
+    """Red: all of them were equal to zero, and to each other."""
+    least = float(np.finfo("float64" if dtype == "float64" else "float32").tiny) / 4
+    zero, one, two = (np.full(4, factor * least, dtype) for factor in (0, 1, 2))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush subnormals")
+    try:
+        assert zero[0] == one[0], "the test does not flush anything"
+        near, twice = allclose_with_error(zero, one, 0, 0), allclose_with_error(two, one, 0, 0)
+        is_right, said = make_match_reference(lambda _: one, 0, 0)(lambda _: zero, 0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert near == twice == (False, least, 1.0) and not is_right and "4 of 4 elements are wrong" in str(said)
+
+
 def test_pieces_are_one_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(1)
     one, other = random.standard_normal((2, 7, 11))

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..errors import PlanError
+from ..errors import MissingKernelError, PlanError
 from ..layout import spec
 from ..layout.region import Section, canonical
 from ..layout.scales import QUANTISED, Group, group_of
@@ -123,11 +122,26 @@ def cast_report(
     pairs = [(one, other) for one, other in np.array(ids, np.int64).reshape(2, -1).T.tolist() if -1 not in (one, other)]
     total = _Total()
     for ours, theirs in value_pairs(src.of, dst.of):
-        plane = _Plane.of(src, dst, ours, theirs, scale, len(pairs))
-        if plane is not None:
-            for x, y, e in plane.values(pairs, stream):
-                total.add(x, y, e, plane)
+        if _format(src.of, ours)[0] in PLAIN and _format(dst.of, theirs)[0] in QUANTISED:
+            for one, other, own in _of_one_order(src, dst, ours, theirs, scale):
+                plane = _Plane.of(one, other, ours, theirs, own, len(pairs))
+                for x, y, e in plane.values(pairs, stream):
+                    with _core.DefaultArithmetic():
+                        total.add(x, y, e, plane)
     return total.report()
+
+
+def _of_one_order(
+    src: PoolSection, dst: PoolSection, ours: str, theirs: str, cast: Scale
+) -> Iterator[tuple[PoolSection, PoolSection, Scale]]:
+    """Both sides of a plane and its cast: once, or for K and for V if the quantised side has an order for each."""
+    names = [name for name in (theirs, scales_of(dst.of).get(theirs)) if name]
+    if all(access.half is None for access in dst.of.accesses if access.plane in (names or [""])):
+        yield src, dst, cast
+        return
+    for o in range(dst.of.count("o")):
+        own = cast if cast.k is None else Scale(cast.halves[o])
+        yield src.section(planes=ours or None, o=o), dst.section(planes=names or None, o=o), own
 
 
 class _Total:
@@ -138,7 +152,7 @@ class _Total:
         self.largest = self.sum = 0.0
 
     def add(self, x: _Floats, y: _Floats, e: _Floats, plane: _Plane) -> None:
-        """Count elements.  `x`: the source; `y`: dequantised; `e`: effective scales.  The first axis are ids."""
+        """Count elements.  `x`: the source; `y`: dequantised; `e`: effective scales.  Each has ``[ids, elements]``."""
         finite = np.isfinite(x)
         with np.errstate(all="ignore"):
             t = x * (np.float32(1) / e)  # a scale of a cast is so large that its reciprocal is finite
@@ -152,7 +166,7 @@ class _Total:
         self.sum += float(error.sum())
         self.largest = max(self.largest, float(error.max(initial=0.0)))
         if plane.group is not None:
-            found = _any_in_groups(finite & (x != 0), plane.axes, plane.group)
+            found = _any_in_groups(plane.by_axes(finite & (x != 0)), plane.axes, plane.group)
             self.groups += found.size
             self.zeros += found.size - int(np.count_nonzero(found))
 
@@ -172,98 +186,154 @@ def _any_in_groups(flags: _Flags, axes: Sequence[str], group: Group) -> _Flags:
     return flags
 
 
+#: Digits of coordinates, the slowest first: an axis, ``coordinate // divisor % extent`` of it, and the size of the axis.
+_Digits = tuple[tuple[str, int, int, int], ...]
+
+#: Copies, and whose ids they have: 0 those of the source, 1 those of the destination, 2 numbers from 0.
+_Moves = tuple[tuple[Transfer, int], ...]
+
+
 class _Plane(NamedTuple):
     """A plane that was quantised, and the copies of its values to arrays of float32 in one order.
+
+    It is the order of the quantised side.  So there are no more loops than in the cast that is reported.
 
     Attributes
     ----------
     dtype : str
         The quantised format.
-    axes, extents : tuple
-        The axes of the arrays behind that of ids, and their sizes.
+    axes, digits : tuple
+        The axes of the elements, and the digits of their coordinates in the order of the arrays.
     group : Group, optional
         The elements that share a stored scale.
     x, y, e : Pool
         What the source holds; what the destination holds, dequantised; the effective scale of each element.
-    moves : tuple of Transfer
+    moves : tuple of (Transfer, int)
         From the source to `x`; from the destination to `y`; from the scales of the destination to those of a pool in which all
-        codes are those of 1; from this pool to `e`.  Without stored scales only the first two: `e` does not change.
+        codes are those of 1; from this pool to `e`.  Without stored scales not the last two: `e` does not change.
     """
 
     dtype: str
     axes: tuple[str, ...]
-    extents: tuple[int, ...]
+    digits: _Digits
     group: Group | None
     x: Pool
     y: Pool
     e: Pool
-    moves: tuple[Transfer, ...]
+    moves: _Moves
 
     @classmethod
-    def of(cls, src: PoolSection, dst: PoolSection, ours: str, theirs: str, cast: Scale, pairs: int) -> _Plane | None:
-        """The plane of these names; None if it was copied as it is."""
-        dtype, sizes, packed = _format(dst.of, theirs)
-        if _format(src.of, ours)[0] not in PLAIN or dtype not in QUANTISED:
-            return None
+    def of(cls, src: PoolSection, dst: PoolSection, ours: str, theirs: str, cast: Scale, pairs: int) -> _Plane:
+        """The plane of these names."""
+        dtype, sizes = _format(dst.of, theirs)
+        digits = _digits(dst.of, theirs)
         name = scales_of(dst.of).get(theirs, "")
-        axes = tuple(sorted(sizes, key=lambda axis: (axis in packed, canonical(axis))))
         count = max(1, min(pairs, _BATCH_BYTES // (4 * math.prod(sizes.values()))))
         device = "pinned" if any(part.pool.device != "cpu" for part in (src, dst)) else "cpu"
 
-        pool = partial(_scratch, sizes={axis: sizes[axis] for axis in axes}, blocks=count, device=device)
+        pool = partial(_scratch, digits=digits, blocks=count, device=device)
         one, group, own = Scale(1.0), None, cast
         # Planes of float32 are not cast, and need their name: beside a plane that nobody uses, as one alone has no name.
         x = pool("float32", names=(ours, f"{ours}x"), scale_dtype="uint8") if ours else pool("float32")
         y, e = pool("float32"), pool("float32")
         mine, its = (part.section(planes=plane or None) for part, plane in ((src, ours), (dst, theirs)))
         if name:
-            scale_dtype, scale_sizes, _ = _format(dst.of, name)
+            scale_dtype, scale_sizes = _format(dst.of, name)
             group = group_of(theirs, sizes, name, scale_sizes)
             its = dst.section(planes=[theirs, name])
             own = cast if scale_dtype == "float8_e4m3fn" else AMAX
-            ones = pool(dtype, names=(theirs, name), scale_dtype=scale_dtype, scale_sizes=scale_sizes)
+            ones = pool(dtype, names=(theirs, name), scale_dtype=scale_dtype, scale_digits=_digits(dst.of, name))
         else:
             ones = pool(dtype)
         e.arrays[0][:] = 1
         Transfer(e, ones.section(planes=theirs) if name else ones, "direct", cast=one).copy()
-        moves = [Transfer(mine, x.section(planes=ours or None), "direct", cast=one), Transfer(its, y, "direct", cast=own)]
+        moves = [(move, 0) for move in _moves(mine, x.section(planes=ours or None), one, sizes)]
+        moves.append((Transfer(its, y, "direct", cast=own), 1))
         back = Transfer(ones, e, "direct", cast=own)
         if name:
-            moves += [Transfer(dst.section(planes=name), ones.section(planes=name), "direct"), back]
+            moves += [(Transfer(dst.section(planes=name), ones.section(planes=name), "direct"), 1), (back, 2)]
         else:
             back.copy()
-        return cls(dtype, axes, tuple(sizes[axis] for axis in axes), group, x, y, e, tuple(moves))
+        return cls(dtype, tuple(sizes), digits, group, x, y, e, tuple(moves))
 
     def values(self, pairs: Sequence[tuple[int, int]], stream: Any) -> Iterator[tuple[_Floats, _Floats, _Floats]]:
-        """Arrays of `x`, `y` and `e`, some pairs at a time."""
+        """Arrays of `x`, `y` and `e`, some pairs at a time: ``[ids, elements]``."""
         for first in range(0, len(pairs), self.x.num_blocks):
             some = pairs[first : first + self.x.num_blocks]
-            sides: list[Any] = [list(side) for side in zip(*some, strict=True)]
-            for move, ids in zip(self.moves, (sides[0], sides[1], sides[1], range(len(some))), strict=False):
-                move.copy(ids, range(len(some)), stream=stream if move.device >= 0 else None).synchronize()
-            x, y, e = (pool.arrays[0].reshape(-1, *self.extents)[: len(some)] for pool in (self.x, self.y, self.e))
+            ids: list[Any] = [*(list(side) for side in zip(*some, strict=True)), range(len(some))]
+            for move, side in self.moves:
+                move.copy(ids[side], range(len(some)), stream=stream if move.device >= 0 else None).synchronize()
+            x, y, e = (pool.arrays[0].reshape(pool.num_blocks, -1)[: len(some)] for pool in (self.x, self.y, self.e))
             yield x, y, e
 
+    def by_axes(self, flags: _Flags) -> _Flags:
+        """Flags of elements with a dimension for each axis behind that of ids."""
+        apart = flags.reshape(-1, *(extent for _, _, extent, _ in self.digits))
+        order = sorted(range(len(self.digits)), key=lambda k: (self.axes.index(self.digits[k][0]), -self.digits[k][1]))
+        sizes = {axis: size for axis, _, _, size in self.digits}
+        return apart.transpose(0, *(1 + k for k in order)).reshape(-1, *(sizes[axis] for axis in self.axes))
 
-def _format(section: Section, plane: str) -> tuple[str, dict[str, int], str]:
-    """Dtype of a plane, the sizes of its axes without those of one coordinate, and the axis along which elements share bytes."""
+
+def _moves(src: PoolSection, dst: PoolSection, cast: Scale, sizes: Mapping[str, int]) -> Iterator[Transfer]:
+    """The copy from the source, or one for each coordinate of its shortest axes if kernels have too few loops for all."""
+    try:
+        yield Transfer(src, dst, "direct", cast=cast)
+        return
+    except MissingKernelError:
+        if not sizes:
+            raise
+    axis = min(sizes, key=lambda axis: sizes[axis])
+    rest = {other: size for other, size in sizes.items() if other != axis}
+    for index in range(sizes[axis]):
+        at: dict[str, Any] = {axis: index}
+        yield from _moves(src.section(**at), dst.section(**at), cast, rest)
+
+
+def _format(section: Section, plane: str) -> tuple[str, dict[str, int]]:
+    """Dtype of a plane, and the sizes of its axes without those of one coordinate."""
     access = next(access for access in section.accesses if access.plane == plane)
     sizes = {axis: section.count(axis) if axis in dict(section.chosen) else size for axis, size in access.sizes}
-    return access.dtype, {axis: size for axis, size in sizes.items() if size > 1}, "".join(access.packed)
+    return access.dtype, {axis: sizes[axis] for axis in sorted(sizes, key=canonical) if sizes[axis] > 1}
+
+
+def _digits(section: Section, plane: str) -> _Digits:
+    """The digits of a plane's coordinates in its own order; an axis with a list of coordinates is one digit."""
+    access = next(access for access in section.accesses if access.plane == plane)
+    sizes, chosen, packed = _format(section, plane)[1], dict(section.chosen), "".join(access.packed)
+    steps = [step for step in access.steps if step.axes[0] not in chosen]
+    for axis in chosen.keys() & sizes.keys():
+        low = access.pack if axis == packed else 1
+        steps.append(access.digits(axis)[-1]._replace(divisor=low, extent=sizes[axis] // low))
+    steps.sort(key=lambda step: (-step.entries, -step.nbytes))
+    found: list[tuple[str, int, int, int]] = []
+    for axis, divisor, extent in [*((step.axes[0], step.divisor, step.extent) for step in steps), (packed, 1, access.pack)]:
+        if extent > 1:
+            if found and found[-1][:2] == (axis, divisor * extent):
+                extent *= found.pop()[2]
+            found.append((axis, divisor, extent, sizes[axis]))
+    return tuple(found)
+
+
+def _text(digits: _Digits) -> list[str]:
+    """Digits as a layout file has them: ``t/4%2``."""
+    return [
+        axis + (f"/{divisor}" if divisor > 1 else "") + (f"%{extent}" if divisor * extent < size else "")
+        for axis, divisor, extent, size in digits
+    ]
 
 
 def _scratch(
-    dtype: str, sizes: Mapping[str, int], blocks: int, device: str, names: tuple[str, str] = ("", ""), scale_dtype: str = "",
-    scale_sizes: Mapping[str, int] = MappingProxyType({}),
+    dtype: str, digits: _Digits, blocks: int, device: str, names: tuple[str, str] = ("", ""), scale_dtype: str = "",
+    scale_digits: _Digits = (),
 ) -> Pool:  # fmt: skip
-    """A pool in host memory: elements in the order of `sizes`; with `names` also their scales, or another plane of float32 ones."""
+    """A pool in host memory: elements in the order of `digits`; with `names` also their scales, or another plane beside float32."""
+    sizes, scale_sizes = ({axis: size for axis, _, _, size in some} for some in (digits, scale_digits))
     more = {axis: size for axis, size in {**sizes, **scale_sizes}.items() if axis not in "lohtd"}
-    order = " ".join(("b", *(axis for axis in "lohtd" if axis not in sizes), *sizes))  # axes of one coordinate first
+    order = " ".join(("b", *(axis for axis in "lohtd" if axis not in sizes), *_text(digits)))  # axes of one coordinate first
     planes = ""
     if scale_dtype:
-        own = [axis for axis in "loht" if axis in scale_sizes or axis not in sizes]
-        own += [axis for axis in scale_sizes if axis not in own]
-        shared = " ".join(axis for axis in "loht" if axis not in own)
+        own = [*(axis for axis in "loht" if axis not in sizes and axis not in scale_sizes), *_text(scale_digits)]
+        shared = " ".join(axis for axis in "loht" if axis in sizes and axis not in scale_sizes)
         planes = (
             f"planes:\n  {names[0]}: {{order: {order[2:]}, dtype: {dtype}}}\n  {names[1]}: {{order: {' '.join(own)}, dtype: "
             f"{scale_dtype}{f', scales: {names[0]}' if dtype in QUANTISED else ''}{f', shared: {shared}' if shared else ''}}}\n"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .. import _core
 from .._arguments import quoted
 from ..errors import printable
 from . import limits
@@ -207,32 +208,33 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
     errors = _Errors()
     a_flat, e_flat = actual.reshape(-1), expected.reshape(-1)
     wide = np.complex128 if actual.dtype.kind == "c" else np.float64
-    for start in range(0, a_flat.size, CHUNK):
-        a_raw, e_raw = a_flat[start : start + CHUNK], e_flat[start : start + CHUNK]
-        a, e = a_raw.astype(wide), e_raw.astype(wide)
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            nan = np.isnan(a) | np.isnan(e)
-            error = np.where(a_raw == e_raw, 0.0, np.abs(a - e))
-            error[np.isnan(error) & ~nan] = (
-                math.inf
-            )  # complex: the same infinity in one part, and the other part differs
-            # Integers may differ by less than the precision of a double: compare them exactly.
-            error[(error == 0) & (a_raw != e_raw)] = 1.0
-            size = np.abs(e)
-            relative = np.where(error == 0, 0.0, error / size)
-            relative[np.isinf(error)] = math.inf
-            excess = error - (atol + rtol * size)
-        bad = ~(excess <= 0)  # of a NaN, too
-        bad |= np.isinf(error)  # beside an infinite expected value every finite error would be small
-        bad[error == 0] = False
-        excess[nan | np.isinf(error)] = math.inf
-        errors.max_abs, errors.max_rel = (
-            math.nan if nan.any() or math.isnan(most) else max(most, float(part.max()))
-            for most, part in ((errors.max_abs, error), (errors.max_rel, relative))
-        )
-        errors.wrong += int(bad.sum())
-        worst = int(np.where(bad, excess, -math.inf).argmax())
-        if bad[worst] and excess[worst] > errors.excess:
-            errors.worst, errors.excess = start + worst, float(excess[worst])
-            errors.worst_abs, errors.worst_rel = float(error[worst]), float(relative[worst])
+    with _core.DefaultArithmetic():  # the caller's may take subnormals for zeros
+        for start in range(0, a_flat.size, CHUNK):
+            a_raw, e_raw = a_flat[start : start + CHUNK], e_flat[start : start + CHUNK]
+            a, e = a_raw.astype(wide), e_raw.astype(wide)
+            with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+                nan = np.isnan(a) | np.isnan(e)
+                error = np.where(a_raw == e_raw, 0.0, np.abs(a - e))
+                error[np.isnan(error) & ~nan] = (
+                    math.inf
+                )  # complex: the same infinity in one part, and the other part differs
+                # Integers may differ by less than the precision of a double: compare them exactly.
+                error[(error == 0) & (a_raw != e_raw)] = 1.0
+                size = np.abs(e)
+                relative = np.where(error == 0, 0.0, error / size)
+                relative[np.isinf(error)] = math.inf
+                excess = error - (atol + rtol * size)
+            bad = ~(excess <= 0)  # of a NaN, too
+            bad |= np.isinf(error)  # beside an infinite expected value every finite error would be small
+            bad[error == 0] = False
+            excess[nan | np.isinf(error)] = math.inf
+            errors.max_abs, errors.max_rel = (
+                math.nan if nan.any() or math.isnan(most) else max(most, float(part.max()))
+                for most, part in ((errors.max_abs, error), (errors.max_rel, relative))
+            )
+            errors.wrong += int(bad.sum())
+            worst = int(np.where(bad, excess, -math.inf).argmax())
+            if bad[worst] and excess[worst] > errors.excess:
+                errors.worst, errors.excess = start + worst, float(excess[worst])
+                errors.worst_abs, errors.worst_rel = float(error[worst]), float(relative[worst])
     return errors
