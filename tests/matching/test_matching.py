@@ -24,8 +24,19 @@ import oracle
 import plane_oracle
 from few import in_full
 from kvbm.cli.app import main
+from kvbm.layout import spec
 from kvbm.layout.shapes import numpy_name
-from kvbm.matching.match import parse
+from kvbm.matching.declare import described
+from kvbm.matching.match import (
+    _candidates,
+    _linear_map,
+    _listed_map,
+    _readings,
+    _table_axes,
+    _ways,
+    match_described,
+    parse,
+)
 
 SHAPE = "nl=2,no=2,nh=4,nt=8,hd=16,dtype=float16"
 SQUARE = "nl=2,no=2,nh=8,nt=8,hd=64,dtype=bfloat16"
@@ -692,3 +703,126 @@ def test_a_latent_is_listed_once_whether_as_given_or_as_its_parts() -> None:
         latent, opaque = kvbm.match(array, shape).alike
         assert "vllm/mla" in [name for one in latent for name in one.names]
         assert [one.names for one in opaque] == [("operational",)], "it promises no order"
+
+
+# ---- extreme sizes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "shape", "blocks"),
+    [
+        (["3x1"], "nl=2,no=2,nh=1,nt=8,hd=16,dtype=uint8", 0),
+        (["2x1,1"], "nl=2,no=2,nh=1,nt=8,hd=16,dtype=uint8", 0),
+        (["2x1,1,1,1"], "nl=2,no=2,nh=1,nt=8,hd=16,dtype=uint8", 0),
+        (["2x1,1,1,1"], "nl=1,no=2,nh=1,nt=1,hd=1,dtype=uint8", 1),
+        (["3,1,1099511627776,1099511627776"], "nl=2,no=2,nh=2,nt=4,hd=16,dtype=bfloat16", 0),
+        (["1099511627776,2,4,16"], "nl=1,no=1,nh=2,nt=4,hd=16,dtype=uint8", 1 << 40),
+        (["2,1099511627776,2,4,16"], "nl=1,no=2,nh=2,nt=4,hd=16,dtype=uint8", 1 << 40),
+        (["2,1099511627776,2,4,16"], "nl=2,no=2,nh=2,nt=4,hd=16,dtype=uint8", 1 << 39),
+        (["1099511627776,2,4,18"], "nl=1,no=1,nh=2,nt=4,hd=16,dtype=uint8", 1 << 41),
+        (["1099511627776,2,4,17"], "nl=1,no=1,nh=2,nt=4,hd=16,dtype=uint8", 0),
+    ],
+)
+def test_extreme_sizes(texts: list[str], shape: str, blocks: int) -> None:
+    """Arrays of one element, and arrays that no machine has: an answer, in the time and memory of small ones."""
+    sizes = kvbm.load_shape(shape)
+    found = match_described(parse(texts, sizes), sizes, placed=False)
+    assert bool(found) == (blocks > 0) and str(found) and len(str(found)) < 20_000
+    assert blocks in [one.num_blocks for one in found] or found.reason
+
+
+def test_one_element_arrays_as_views_of_one_allocation() -> None:
+    shape = kvbm.BlockShape(nl=1, no=1, nh=1, nt=1, hd=1, dtype="float16")
+    memory = np.arange(3, dtype="float16")
+    found = kvbm.match([memory[i : i + 1] for i in range(3)], shape)
+    tensors = [memory[i : i + 1] for i in range(3)]
+    assert found.names
+    for one in found:
+        pool = eval(one.code, {"kvbm": kvbm, "shape": shape, "tensors": tensors, "numpy": np})
+        assert pool.num_blocks == 3
+
+
+LISTS = """
+[b l o] t h d
+[l] b o t h d
+[o l] b t h d
+[l o] b h t d
+[b] l o h t d
+b l o t h d
+o l b t h d
+l b o h t d
+[(l o)] b t h d
+[l/2 l%2 o] b t h d
+"""
+PLANAR = """
+[l <x y>] b o h t
+[<x y> l] b o h t
+[b <x y>] l o h t
+[b] l o h t <x y>
+"""
+
+
+def lists() -> Iterator[kvbm.Layout]:
+    yield from (spec.parse(f'order: "{order}"', name=order) for order in LISTS.strip().splitlines())
+    for order in PLANAR.strip().splitlines():
+        yield spec.parse(f'order: "{order}"\nplanes: {{x: {{order: d}}, y: {{order: d}}}}', name=order)
+    yield spec.parse('order: {k: "[b o l] t h d", v: "[b o l] h t d"}', name="halves")
+
+
+def arrays_of_lists(shape: kvbm.BlockShape, turned: bool) -> Iterator[np.ndarray]:
+    """For each layout with a list: the list as one array, with neighbouring axes of the list joined in every way."""
+    for layout in lists():
+        resolved = layout.resolve(shape, 3)
+        sizes = {**resolved.sizes, "l/2": 2, "l%2": 2, "(l o)": 8, "<x y>": 2}
+        table = [sizes[str(term)] for term in layout.orders[0].table]
+        for cuts in itertools.product((False, True), repeat=max(0, len(table) - 1)):
+            first = table[:1]
+            for extent, cut in zip(table[1:], cuts, strict=True):
+                first = [*first, extent] if cut else [*first[:-1], first[-1] * extent]
+            if turned:
+                n, inner = len(first), resolved.first.shape
+                yield np.zeros((*first[::-1], *inner), resolved.first.dtype).transpose(*range(n)[::-1], *range(n, n + len(inner)))
+            else:
+                yield np.zeros((*first, *resolved.first.shape), resolved.first.dtype)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_addresses_of_parts_are_those_of_their_list(turned: bool) -> None:
+    """Maps of parts, which are linear, are equal where the maps that list the address of every part are."""
+    shape, seen = kvbm.BlockShape(nl=4, no=2, nh=2, nt=4, hd=8, dtype="float16"), set[str]()
+    for given in arrays_of_lists(shape, turned):
+        arrays, _ = described("match", given)
+        found = list(_candidates(_readings(arrays, True), shape, [[one] for one in lists()], None))
+        seen |= {one.candidate.names[0] for one in found if one.reading.name == "unbound"}
+        linear, table_axes = [_linear_map(one) for one in found], set[str]().union(*map(_table_axes, found))
+        assert None not in linear
+        listed = [_listed_map(one, table_axes) for one in found]
+        for i, j in itertools.combinations(range(len(found)), 2):
+            assert (linear[i] == linear[j]) == (listed[i] == listed[j]), (found[i].candidate.names, found[j].candidate.names)
+        for one, (maps, *_) in zip(found, linear, strict=True):  # and they are the addresses of the elements
+            for at in itertools.product(range(2), repeat=4):
+                coordinates = dict(zip("loht", at, strict=True))
+                entry, offset = one.resolved.planes[-1].address(at[1], **coordinates)
+                *_, address, steps = next(part for part in reversed(maps) if part[1] in (None, at[1]))
+                index = {**coordinates, "b": at[1]}
+                far = sum(index.get(step.axes[0], 0) // step.divisor % step.extent * step.nbytes for step in steps)
+                assert address + far == one.reading.arrays[int(entry)].address + int(offset)
+    assert seen == {one.name for one in lists() if "[" in one.name}
+
+
+@pytest.mark.parametrize("layout", list(lists()), ids=lambda one: one.name)
+def test_the_list_of_views_is_that_of_the_arrays(layout: kvbm.Layout) -> None:
+    for nl, nb in itertools.product((2, 4), (1, 3)):
+        resolved = layout.resolve(kvbm.BlockShape(nl=nl, no=2, nh=2, nt=4, hd=8, dtype="float16"), nb)
+        views = [str(kind) for kind in range(len(resolved.kinds))]
+        assert eval(_ways(resolved, views)) == list(resolved.kind_of_entry)
+
+
+def test_parts_whose_axes_are_not_those_of_the_list() -> None:
+    """Parts of an array [2, layers] are no list of two planes for each layer, and the other way round."""
+    first, last = ('order: "[<x y> l] b t h"\nplanes: {x: {order: d}, y: {order: d}}', '[l <x y>]')
+    layers, planes = (spec.parse(first.replace("[<x y> l]", order), name=order) for order in (last, "[<x y> l]"))
+    shape = kvbm.BlockShape(nl=3, no=1, nh=2, nt=4, hd=8, dtype="float16")
+    for extents, want in (((2, 3), planes), ((3, 2), layers)):
+        found = kvbm.match(np.zeros((*extents, 5, 4, 2, 8), "float16"), shape, layouts=[layers, planes])
+        assert [one.layout.name for one in found if one.layout in (layers, planes)] == [want.name]

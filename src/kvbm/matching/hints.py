@@ -35,9 +35,11 @@ def steps_of(shape: Sequence[int], strides: Sequence[int]) -> Steps:
     return sorted(loops, key=lambda loop: loop[::-1])
 
 
-def steps_between(array: Array, count: int) -> list[int]:
+def steps_between(array: Array, count: int, itemsize: int) -> list[int]:
     """Bytes between neighbours, if `count` arrays like this one are views that fill one allocation."""
     steps = steps_of(array.shape, array.strides)
+    if not steps:  # each array is one element
+        return [itemsize]
     ends = [extent * stride for extent, stride in steps]
     return [end for end, (_, after) in zip(ends, [*steps[1:], (0, 0)], strict=True) if after in (0, end * count)]
 

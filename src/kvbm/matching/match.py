@@ -201,7 +201,13 @@ class _Parts(Sequence[Array]):
         return whole._replace(address=address, shape=whole.shape[self.axes :], strides=whole.strides[self.axes :])
 
 
-class _Reading(NamedTuple):
+def _count(arrays: Sequence[Array]) -> int:
+    """Number of arrays.  Parts of an array may be more than `len` takes."""
+    return arrays.size if isinstance(arrays, _Parts) else len(arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
     """One interpretation of the arrays as allocations.  If it assumes other addresses: `given` are the arrays there.
 
     `cast` is Python that makes each array one of another dtype, such as ``.view(torch.uint8)``.
@@ -212,6 +218,12 @@ class _Reading(NamedTuple):
     given: Sequence[Array] = ()
     cast: str = ""
 
+    @functools.cached_property
+    def looks(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
+        """Shape, strides and dtype, once for all arrays that are alike.  Parts of one array are."""
+        alike = [self.arrays[0]] if isinstance(self.arrays, _Parts) else self.arrays
+        return list(dict.fromkeys((one.shape, one.strides, one.dtype) for one in alike))
+
     @property
     def joined(self) -> bool:
         return self.name in ("joined", "perhaps")
@@ -219,7 +231,7 @@ class _Reading(NamedTuple):
     @property
     def single(self) -> bool:
         """True if there is one array."""
-        return not self.joined and (self.name == "unbound" or len(self.arrays) == 1)
+        return not self.joined and (self.name == "unbound" or _count(self.arrays) == 1)
 
 
 class _Found(NamedTuple):
@@ -304,9 +316,8 @@ def match_described(
     )  # fmt: skip
     alike: dict[Any, list[Candidate]] = {}
     named = [one.candidate._replace(code=_code(one, one.candidate.names[0], numpy)) for one in found]
-    table_axes = set[str]().union(*map(_table_axes, found))
-    for each, candidate in zip(found, named, strict=True):
-        alike.setdefault(_address_map(each, table_axes), []).append(candidate)
+    for place, candidate in zip(_address_maps(found), named, strict=True):
+        alike.setdefault(place, []).append(candidate)
     checks = _checks(found, arrays, sizes) if len(found) > 1 else ()
     near: list[str] = []
     if found and all(one.candidate.fit == "viewed" for one in found):
@@ -443,12 +454,7 @@ def _candidates(
 
 def _addresses(arrays: Sequence[Array]) -> Any:
     """The address of each array: int64, or Python's integers if they are larger."""
-    if not isinstance(arrays, _Parts):
-        return np.array([one.address for one in arrays])
-    addresses: Any = np.array(arrays.whole.address)
-    for extent, stride in zip(arrays.whole.shape[: arrays.axes], arrays.whole.strides, strict=False):
-        addresses = np.add.outer(addresses, np.arange(extent) * stride)
-    return addresses.reshape(-1)
+    return np.array([one.address for one in arrays])
 
 
 def _table_axes(one: _Found) -> set[str]:
@@ -462,12 +468,51 @@ def _steps(access: Access, num_blocks: int) -> list[Step]:
     return [*access.steps, Step(("b",), 1, num_blocks, *access.block)]
 
 
-def _address_map(one: _Found, table_axes: set[str]) -> Any:
+def _address_maps(found: Sequence[_Found]) -> list[Any]:
     """What is equal for two layouts that put every element at the same address, however the arrays are bound.
 
-    Allocations may be anywhere, so addresses are not linear in the `table_axes` of all layouts that are compared.  Their addresses
-    are listed, one for each index along these axes.
+    If all of them take one array, or its parts, the addresses of allocations are linear, and the maps are small for any number of
+    parts.  Otherwise allocations may be anywhere, so addresses are not linear in the `table_axes` of all layouts that are compared.
+    These addresses are listed, one for each index along these axes.
     """
+    linear = [_linear_map(one) for one in found]
+    if None not in linear:
+        return linear
+    table_axes = set[str]().union(*map(_table_axes, found))
+    return [_listed_map(one, table_axes) for one in found]
+
+
+def _linear_map(one: _Found) -> Any:
+    """The map of a layout that takes one array, or parts of it along its first axes; None for other arrays."""
+    arrays, maps = one.reading.arrays, []
+    if _count(arrays) > 1 and not isinstance(arrays, _Parts):
+        return None
+    for access in one.resolved.accesses:
+        steps = list[Step]()
+        for step in _steps(access, one.candidate.num_blocks):
+            steps += _in_parts(step, arrays) if isinstance(arrays, _Parts) else [step._replace(entries=0)]
+        nbytes, entry = access.at
+        address = arrays[entry].address + nbytes
+        maps.append((access.plane, access.half, access.dtype, access.packed, address, normal(steps)))
+    return tuple(maps), one.candidate.num_blocks, bool(one.resolved.parts)
+
+
+def _in_parts(step: Step, arrays: _Parts) -> Iterator[Step]:
+    """A step from part to part as steps in bytes: one for each axis of the array that it goes along (`_is_in_order`)."""
+    inside, extents = 1, arrays.whole.shape[: arrays.axes]
+    for extent, stride in reversed(list(zip(extents, arrays.whole.strides, strict=False))):
+        inside, low = inside * extent, inside
+        if low <= step.entries < inside and step.extent > 1:
+            count = min(step.extent, inside // step.entries)
+            yield step._replace(extent=count, nbytes=step.nbytes + step.entries // low * stride, entries=0)
+            step = step._replace(
+                divisor=step.divisor * count, extent=step.extent // count, nbytes=step.nbytes * count, entries=step.entries * count
+            )
+    yield step
+
+
+def _listed_map(one: _Found, table_axes: set[str]) -> Any:
+    """The map of a layout whose allocations may be anywhere."""
     allocations, maps = _addresses(one.reading.arrays), []
     for access in one.resolved.accesses:
         nbytes: Any
@@ -525,22 +570,51 @@ def _code(found: _Found, name: str, numpy: bool) -> str:
     if isinstance(reading.arrays, _Parts):
         each, loop = _part(reading.arrays, text)
         text = f"list({text})" if loop == f" for one in {text}" else f"[{each}{loop}]"
-    elif len(reading.arrays) > 1:
+    elif _count(reading.arrays) > 1:
         each, loop = f"one{reading.cast}", " for one in tensors"
     if fit != "exact" or reading.joined:
-        kinds, which = resolved.kinds, resolved.kind_of_entry
+        kinds = resolved.kinds
         size = 1 if numpy else _itemsize(reading.arrays[0].dtype)
         views = [(kind.shape, tuple(stride // size for stride in kind.strides)) for kind in kinds]
         if len(kinds) == 1:
             text = _strided(each, "{}, {}".format(*views[0]), numpy)
         else:
-            counts = [(str(views[kind]), len(list(group))) for kind, group in itertools.groupby(which)]
-            ways = " + ".join(f"[{view}] * {count}" for view, count in counts)
+            ways = _ways(resolved, [str(view) for view in views])
             rows = f"[{each}{loop}]" if reading.cast or reading.name == "unbound" else "tensors"
             text, loop = _strided("one", "*view", numpy), f" for one, view in zip({rows}, {ways})"
         text = f"[{text}{loop}]" if loop else text
     end = f", num_blocks={blocks}" if _needs_blocks(layout, resolved) else ""
     return f'kvbm.Pool("{name}", shape, {text}{end})'
+
+
+def _ways(resolved: Resolved, views: Sequence[str]) -> str:
+    """A list of the view of each array, in Python, which is short also for many arrays."""
+    pieces = [piece for piece in resolved.planes[0].orders[0] if piece.table]  # fastest first, without the planes
+    digits = [
+        ("planes", len(resolved.parts)) if term.planes else (" ".join(term.axes), pieces.pop(0).extent)
+        for term in reversed(resolved.layout.orders[0].table)
+    ]
+    firsts = [0, *itertools.accumulate(len(part.kinds) for part in resolved.planes)]
+
+    def text(digits: Sequence[tuple[str, int]], plane: int, o: int) -> list[tuple[str, int]]:
+        """Texts and how often each is repeated, for the digits of the table from the fastest to one of them."""
+        if not digits:
+            of_plane = firsts[plane + 1] - firsts[plane]
+            return [(f"[{views[firsts[plane] + min(o, of_plane - 1)]}]", 1)]
+        *faster, (axis, extent) = digits
+        if axis in ("planes", "o"):
+            runs = [run for i in range(extent) for run in text(faster, *((i, o) if axis == "planes" else (plane, i)))]
+            grouped = itertools.groupby(runs, key=operator.itemgetter(0))
+            return [(one, sum(count for _, count in group)) for one, group in grouped]
+        runs = text(faster, plane, o)
+        if len(runs) == 1:
+            return [(runs[0][0], runs[0][1] * extent)]
+        return runs if extent == 1 else [(f"({joined(runs)})", extent)]
+
+    def joined(runs: Iterable[tuple[str, int]]) -> str:
+        return " + ".join(f"{one} * {count}" for one, count in runs)
+
+    return joined(text(digits, 0, 0))
 
 
 def _strided(one: str, view: str, numpy: bool) -> str:
@@ -575,7 +649,7 @@ def _readings(arrays: Sequence[Array], placed: bool, cast: str = "") -> list[_Re
         return found
     step = arrays[1].address - first.address
     if not placed:
-        steps = steps_between(first, count)
+        steps = steps_between(first, count, _itemsize(first.dtype))
     elif step > 0 and all(one.address == first.address + index * step for index, one in enumerate(arrays)):
         steps = [step]
     else:
@@ -602,17 +676,16 @@ def _fit_layout(
     layout, names = same[0], tuple(one.name for one in same)
     for blocks in _blocks(layout, resolve, reading.arrays) if num_blocks is None else [num_blocks]:
         resolved = resolve(blocks)
-        if resolved is None or resolved.table_size != len(reading.arrays) or not _is_in_order(reading.arrays, resolved):
+        if resolved is None or resolved.table_size != _count(reading.arrays) or not _is_in_order(reading.arrays, resolved):
             continue
-        kinds, which = resolved.kinds, resolved.kind_of_entry if len(resolved.kinds) > 1 else None
-        alike = reading.arrays[:1] if reading.name == "unbound" else reading.arrays
-        if which:
-            looks = {(kind, one.shape, one.strides, one.dtype) for kind, one in zip(which, reading.arrays, strict=True)}
-        else:
-            looks = {(0, one.shape, one.strides, one.dtype) for one in alike}
-        fits = [_fit(one, kinds[kind], resolved) for kind, *one in looks]
+        kinds = resolved.kinds
+        looks: Iterable[tuple[int, Any]] = ((kind, look) for kind in range(len(kinds)) for look in reading.looks)
+        if len(kinds) > 1 and len(reading.looks) > 1:
+            kind_of = zip(resolved.kind_of_entry, reading.arrays, strict=True)
+            looks = {(kind, (one.shape, one.strides, one.dtype)) for kind, one in kind_of}
+        fits = [_fit(one, kinds[kind], resolved) for kind, one in looks]
         first, call = reading.arrays[0], ""
-        if len(looks) == 1 and reads_as(first.dtype, kinds[0].dtype) and reading.name != "unbound":
+        if len(fits) == 1 and reads_as(first.dtype, kinds[0].dtype) and reading.name != "unbound":
             call = vllm_call(names, resolved, first, joined=reading.joined)
         if reading.name == "perhaps" and not call:
             continue
@@ -637,10 +710,13 @@ def _fit_layout(
 
 def _is_in_order(arrays: Sequence[Array], resolved: Resolved) -> bool:
     """True unless the arrays are parts of one array whose axes are not those of the table of allocations, or several of them."""
-    if not isinstance(arrays, _Parts) or resolved.has_separate_planes:
+    if not isinstance(arrays, _Parts):
         return True
     size = resolved.table_size
     ends = {1, *(size // piece.table for piece in resolved.planes[0].orders[0] if piece.table)}
+    if resolved.has_separate_planes and len(resolved.parts) > 1:
+        step = resolved.parts[1].bases[0][1] - resolved.parts[0].bases[0][1]
+        ends |= {size // step, size // step // len(resolved.parts)}
     return set(itertools.accumulate(arrays.whole.shape[: arrays.axes], operator.mul)) <= ends
 
 
@@ -677,9 +753,9 @@ def _blocks(layout: Layout, resolve: _Resolve, arrays: Sequence[Array]) -> list[
     if one is None:
         return []
     if layout.b_in_table:
-        blocks, rest = divmod(len(arrays), one.table_size)
+        blocks, rest = divmod(_count(arrays), one.table_size)
         return [blocks] if blocks and not rest else []
-    if len(arrays) != one.table_size:
+    if _count(arrays) != one.table_size:
         return []
     held = math.prod(arrays[0].shape) * _itemsize(arrays[0].dtype)
     sizes = {math.prod(one.first.shape) * one.first.itemsize, one.first.nbytes}
@@ -811,11 +887,11 @@ def _with_pitches(
             if one := _fit_layout([mine], shape, _resolver(mine, shape, num_blocks), reading, blocks):
                 found.append((one, ", ".join(one.name for one in same), text))
     texts: dict[Any, str] = {}
-    table_axes = set[str]().union(*(_table_axes(one) for one, *_ in found))
-    for one, names, text in sorted(found, key=lambda item: item[0].rank):
+    found.sort(key=lambda item: item[0].rank)
+    for place, (one, names, text) in zip(_address_maps([one for one, *_ in found]), found, strict=True):
         intro = f"The order of {names} fits{_READING[one.reading.name].format(parts=_parts(one.reading))}, with a pitch."
         code = _code(one, "mine.yaml", numpy)
-        texts.setdefault(_address_map(one, table_axes), f"{intro} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
+        texts.setdefault(place, f"{intro} As a layout of your own, mine.yaml, for\n{code}:\n{text}")
     return list(texts.values())
 
 
