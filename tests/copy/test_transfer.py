@@ -169,6 +169,33 @@ def test_layers_of_a_split_axis() -> None:
     assert kvbm.plan(flat, plain, one, layers=range(1)).nbytes == one.nbytes
 
 
+def test_sections_of_other_layers() -> None:
+    """As pools: a pair of ranges, also with digests.  Red: the transfer could not be made."""
+    stage = kvbm.BlockShape(nl=3, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
+    one, other = Bound("nhd", SHAPE, 2).pool, Bound("universal", stage, 2, dst=True).pool
+    move = kvbm.Transfer(one.section(o=0), other.section(o=0), verify=True)
+    with pytest.raises(kvbm.BindError, match=rf"hold {SHAPE.nl} and 3 layers; pass layers="):
+        move.copy([0], [0])
+    digests = np.zeros(2, np.uint64)
+    move.copy([0, 1], [1, 0], layers=(range(1, 3), range(2)), digests=digests).synchronize()
+    want = other.section(l=range(2), o=0).digest([1, 0], model=None)
+    model = kvbm.Model(layers=range(1, 4), nl=4)
+    assert digests.tolist() == other.section(l=range(2), o=0).digest([1, 0], model=model).tolist() != want.tolist()
+    with pytest.raises(kvbm.BindError, match=rf"hold {SHAPE.nl} and 3 layers; kvbm.convert copies all"):
+        kvbm.convert(one.section(o=0), other.section(o=0), [0], [0])
+
+
+def test_layers_of_a_plane_that_all_share() -> None:
+    """Red: LayoutError, which the documentation does not name."""
+    text = "planes:\n  data: {order: l o h d, dtype: int8}\n  scale: {order: o h, dtype: float32, scales: data, shared: l}\n"
+    shares = spec.parse(f'order: "b t <data scale>"\n{text}', name="shares")
+    one, other = kvbm.Pool.allocate("vllm/cross_layer_nhd", SHAPE, 1), kvbm.Pool.allocate(shares, SHAPE, 1)
+    move = kvbm.Transfer(one, other, cast="amax")
+    with pytest.raises(kvbm.BindError, match=r"layers: shares .*axis 'l': plane 'scale' has one element for all of it"):
+        move.copy([0], [0], layers=range(2))
+    move.copy([0], [0])
+
+
 def test_pools_of_other_layers_need_a_range() -> None:
     stage = kvbm.BlockShape(nl=2, no=2, nh=2, nt=4, hd=16, dtype="bfloat16")
     move = kvbm.Transfer(Bound("nhd", SHAPE, 4).pool, Bound("universal", stage, 4, dst=True).pool)

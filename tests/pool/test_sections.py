@@ -328,6 +328,34 @@ def test_what_cannot_be_meant_is_said(number: int) -> None:
         call(pool)
 
 
+SHARES = spec.parse(
+    'order: "[l] b o t <data scale>"\nplanes:\n  data: {order: h d, dtype: int8}\n'
+    "  scale: {dtype: float32, scales: data, shared: h}\n",
+    name="shares",
+)
+
+
+@pytest.mark.parametrize(("axis", "chosen"), [("h", [1, 4, 0]), ("h", [0, 1, 4]), ("d", [*range(15, -1, -1)])])
+def test_coordinates_in_pieces_beside_a_plane_without_the_axis(axis: str, chosen: list[int]) -> None:
+    """Red: "expected coordinates from 0 to 0", and what to do was not said.  What it says works."""
+    shape = BlockShape(nl=1, no=2, nh=5, nt=4, hd=16, dtype="bfloat16")
+    few_ = BlockShape(nl=1, no=2, nh=3 if axis == "h" else 5, nt=4, hd=16, dtype="bfloat16")
+    src, dst = Pool.allocate(kvbm.load("nhd"), shape, 2), Pool.allocate(SHARES, few_, 2)
+    some = src.section(**{axis: chosen})
+    with pytest.raises(PlanError, match=rf"{axis}.*of nhd would be copied in pieces, and plane 'scale' of shares has one element"):
+        kvbm.convert(some, dst, [0], [0], cast="amax")
+    own = Pool.allocate(kvbm.load("nhd"), few_, 2)
+    kvbm.convert(some, own)
+    kvbm.convert(own, dst, [0], [0], cast="amax")
+
+
+def test_a_part_of_an_axis_that_the_only_plane_shares() -> None:
+    pool = Pool.allocate(SHARES, BlockShape(nl=1, no=2, nh=3, nt=4, hd=16, dtype="bfloat16"), 2)
+    with pytest.raises(PlanError, match=r"axis 'h': plane 'scale' has one element for all of it, got range\(1, 2\)"):
+        pool.section(planes="scale", h=1)
+    assert pool.section(planes="data", h=[1]).num_ids == 2
+
+
 def test_the_same_units_on_both_sides_of_one_memory() -> None:
     pool = Pool.allocate(kvbm.load("nhd"), BlockShape(nl=1, no=2, nh=1, nt=8, hd=8, dtype="float16"), 4)
     with pytest.raises(kvbm.BindError, match="use equal units"):

@@ -15,7 +15,7 @@ from .._arguments import number, quoted
 from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, fused_copies
-from ..errors import BindError, DigestError, DTypeError, MissingKernelError, PlanError
+from ..errors import BindError, DigestError, DTypeError, LayoutError, MissingKernelError, PlanError
 from ..layout.region import Section
 from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_formats
@@ -170,7 +170,7 @@ class Executor:
 
     def begin(self) -> None:
         """Plan the copy of all layers.  It looks up measured speeds, so whoever wants them measured does so before."""
-        if not self.whole or self.src.shape.nl == self.dst.shape.nl:
+        if self.src.section.count("l") == self.dst.section.count("l"):
             self.routes[None] = self._route(None)
         elif self.strategy != "auto" or self.chunk_bytes is not None:
             _check_strategy(self)
@@ -217,8 +217,9 @@ class Executor:
         """The route of these layers; planned on first use."""
         if layers is None and not self.closed and None not in self.routes:
             how = "pass" if self.keep else "kvbm.convert copies all: use pool.section(l=…), or pass to Transfer(…).copy"
+            counts = " and ".join(str(end.section.count("l")) for end in (self.src, self.dst))
             raise BindError(
-                f"{self.title}: the pools hold {self.src.shape.nl} and {self.dst.shape.nl} layers; {how} "
+                f"{self.title}: the pools hold {counts} layers; {how} "
                 "layers=(range of the source, range of the destination)"
             )
         return self._kept(layers, lambda: self._route(layers))
@@ -303,6 +304,8 @@ class Executor:
         src, dst = self.src, self.dst
         try:
             made = between_layers(src.section, dst.section, self.title, layers, self.cast)
+        except LayoutError as error:  # of a selection of layers
+            raise BindError(f"{self.title}: layers: {error}") from None
         except PlanError as error:
             if layers is not None and "layers:" in str(error):
                 raise BindError(str(error)) from None

@@ -122,7 +122,8 @@ class Transfer:
             out of range is skipped, and only `Done.synchronize` raises the error: keep the `Done`, because waiting for a stream or
             for a later copy does not.
         layers : range or (range, range), optional
-            The layers to copy.  A pair gives the layers of the source and of the destination, if their numbers differ.
+            The layers to copy.  A pair gives the layers of the source and of the destination, if their numbers differ.  Of a
+            section, its layers are numbered from 0.
         stream : optional
             The stream of the copy: an object with ``__cuda_stream__`` (cuda.core, torch, CuPy), a cuda.bindings handle or an int.
             Default: the current stream of torch or CuPy.  Not allowed between two pools in host memory: there the copy is complete
@@ -143,7 +144,10 @@ class Transfer:
         Raises
         ------
         BindError
-            Ids are out of range, repeated in the destination, or both read and written.  Nothing was enqueued.
+            Ids are out of range, repeated in the destination, or both read and written.  There are no such layers, or a plane has
+            one element for all of them.  Nothing was enqueued.
+        PlanError
+            There is no copy of these layers, or no digest of their blocks: both are planned at the first call.
         CudaError
             A call of the driver failed.
         """

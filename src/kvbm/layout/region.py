@@ -109,6 +109,12 @@ class Section:
         chosen = dict(self.chosen)
         given: Coordinates = chosen.pop(axis, range(self.size(axis)))
         if not len(coordinates) or min(coordinates) < 0 or max(coordinates) >= len(given):
+            names = {access.plane for access in self.accesses}
+            if all(axis in plane.shared for plane in self.layout.planes if plane.name in names) and names != {""}:
+                raise LayoutError(
+                    f"{where}: axis '{axis}': plane '{self.accesses[0].plane}' has one element for all of it, got "
+                    f"{_coordinates_text(coordinates)}; leave the axis out"
+                )
             raise LayoutError(
                 f"{where}: axis '{axis}': expected coordinates from 0 to {len(given) - 1}, got {_coordinates_text(coordinates)}"
             )
@@ -282,7 +288,7 @@ def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section, dict[
     Raises
     ------
     LayoutError
-        The two sides select different numbers of coordinates.
+        The two sides select different numbers of coordinates, or would cut a plane that has one element for all of them.
     """
     axes = sorted({axis for side in (src, dst) for axis, _ in side.chosen})
     if not axes:
@@ -308,6 +314,14 @@ def _axis_pieces(src: Section, dst: Section, axis: str) -> Iterator[tuple[_Windo
     sizes = [len(coordinates) for _, coordinates in sides]
     if sizes[0] != sizes[1]:
         raise LayoutError(f"axis '{axis}': {sizes[0]} in the source, {sizes[1]} in the destination")
+    for (side, _), (other, cut) in zip(sides, reversed(sides), strict=True):
+        for access in side.accesses:
+            if axis not in dict(access.sizes) and sizes[0] > 1:
+                raise LayoutError(
+                    f"axis '{axis}': {_coordinates_text(cut)} of {other.layout.name} would be copied in pieces, and plane "
+                    f"'{access.plane}' of {side.layout.name} has one element for all of it, which no piece may cut; expected "
+                    f"coordinates that are one loop: copy {other.layout.name} to a pool that holds only these, and go on from there"
+                )
     done = 0
     while done < sizes[0]:
         runs = [next(_runs(coordinates[done:])) for _, coordinates in sides]
