@@ -708,7 +708,7 @@ def test_random_pairs_convert(given_: Any, aligns: tuple[int, int]) -> None:
     packed = [[p.axis for p in arena.placed.planes] for arena in arenas]
     ids = [2, -1, 0], [1, 2, 3]
     if packed[0] != packed[1]:
-        with pytest.raises(kvbm.PlanError, match="share a byte on one side only|elements along it share a byte"):
+        with pytest.raises(kvbm.PlanError, match=r"share a byte on one side only|elements along it share a byte"):
             kvbm.convert(*pools, *ids)
         assert np.array_equal(buffers[1], before)
         return
