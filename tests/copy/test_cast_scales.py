@@ -371,9 +371,32 @@ def test_scales_that_do_not_fit_the_pools() -> None:
     assert dst.untouched
     # Red: an IndexError, as the source has more layers than there are scales.
     ends = src.pool.section(l=range(3)), dst.pool.section(l=range(2))
-    for call in (kvbm.convert, kvbm.Transfer, kvbm.plan):
-        with pytest.raises(kvbm.PlanError, match="the source has the sizes d=64 h=2 l=3 o=2 t=4, the destination d=64 h=2 l=2 o=2"):
+    with pytest.raises(kvbm.PlanError, match="the source has the sizes d=64 h=2 l=3 o=2 t=4, the destination d=64 h=2 l=2 o=2"):
+        kvbm.plan(*ends, cast=kvbm.Scale([1, 2]))
+    for call in (kvbm.convert, lambda *ends, cast: kvbm.Transfer(*ends, cast=cast).copy([0], [1])):
+        with pytest.raises(kvbm.BindError, match=r"the pools hold 3 and 2 layers; .* layers="):
             call(*ends, cast=kvbm.Scale([1, 2]))
+    with pytest.raises(kvbm.PlanError, match="for each of the 2 layers of the destination, got 3"):
+        kvbm.Transfer(*ends, cast=kvbm.Scale([1, 2, 4])).copy([0], [1], layers=(range(2), range(2)))
+    assert dst.untouched
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (0, 1), (2, 1)])
+def test_layers_of_sections_have_the_scales_of_the_quantised_side(first: int, second: int) -> None:
+    """Each by its place in the section, as if it were copied alone with its own number."""
+    src = Side("nhd", (6, 2, 2, 4, 64), "bfloat16", 3)
+    both, alone = (Side("hnd", (3, 2, 2, 4, 64), E4M3, 3, dst=True) for _ in range(2))
+    for side in (both, alone):
+        side.put(side.before)
+    numbers, layers = [1.0, 4.0], (range(first, 3), range(second, 2))
+    layers = tuple(one[: min(map(len, layers))] for one in layers)
+    move = kvbm.Transfer(src.pool.section(l=range(3)), both.pool.section(l=range(2)), cast=kvbm.Scale(numbers))
+    move.copy([0, 2], [1, 0], layers=layers)
+    for of, to in zip(*layers, strict=True):
+        one = kvbm.Scale(numbers[to])
+        kvbm.convert(src.pool.section(l=[of]), alone.pool.section(l=[to]), [0, 2], [1, 0], cast=one)
+    assert all(np.array_equal(a.view("u1"), b.view("u1")) for a, b in zip(both.pool.arrays, alone.pool.arrays, strict=True))
+    assert not both.untouched
 
 
 def test_a_scale_of_one_kind_is_not_taken_for_another() -> None:
