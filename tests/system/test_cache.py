@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,32 @@ def test_exactly_one_makes_a_new_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path.read_text() == str(winner) and names(tmp_path) == ["file"]
     with pytest.raises(FileExistsError, match="already there"), cache.replacing(path, new=True):
         pytest.fail("it was there before")
+
+
+def test_a_folder_that_is_removed_while_a_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others remove a folder when it is empty.  Red: "No such file", or "File exists" for the folder that was just removed."""
+    folder, left, calls = tmp_path / "a" / "b", {"open": 3, "mkdir": 3}, {"open": os.open, "mkdir": os.mkdir}
+
+    def open_(path: Any, *more: Any) -> int:
+        if str(path).endswith(".tmp") and left["open"]:
+            left["open"] -= 1
+            folder.rmdir()
+            folder.parent.rmdir()
+        return int(calls["open"](path, *more))
+
+    def mkdir(path: Any, *more: Any) -> None:
+        if Path(path) == folder and left["mkdir"]:
+            left["mkdir"] -= 1
+            raise FileExistsError(17, os.strerror(17), str(path))  # it was there, and is gone when it is looked at
+        calls["mkdir"](path, *more)
+
+    monkeypatch.setattr("os.open", open_)
+    monkeypatch.setattr("os.mkdir", mkdir)
+    with cache.replacing(folder / "file") as part:
+        part.write_text("whole")
+    assert (folder / "file").read_text() == "whole" and left == {"open": 0, "mkdir": 0}
+    with pytest.raises(OSError, match="file"), cache.replacing(folder / "file" / "below"):
+        pass
 
 
 def test_a_symlink_is_followed(tmp_path: Path) -> None:

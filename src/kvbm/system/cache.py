@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,42 @@ def folder() -> Path:
     path = user_cache_path("kvbm", appauthor=False)
     # The XDG standard says to ignore a relative $XDG_CACHE_HOME.  Without a home folder the path begins with "~".
     return path if path.is_absolute() else Path("~", ".cache", "kvbm").expanduser()
+
+
+#: How often a folder is made again that another process has removed meanwhile, because it was empty.
+_TRIES = 30
+
+
+def _pause() -> None:
+    """Up to a millisecond: who removes it may run in step with this thread."""
+    time.sleep(random.random() * 1e-3)
+
+
+def _make(folder: Path) -> None:
+    """Make a folder, and those above it."""
+    for left in reversed(range(_TRIES)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, FileNotFoundError):  # it was there, and is gone; or one above it is
+            if not left or (folder.exists() and not folder.is_dir()):
+                raise
+            _pause()
+        else:
+            return
+
+
+def _create(file: Path, mode: int) -> None:
+    """Make an empty file of a new name."""
+    for left in reversed(range(_TRIES)):
+        try:
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        except FileNotFoundError:  # its folder was removed
+            if not left:
+                raise
+            _pause()
+            _make(file.parent)
+        else:
+            return
 
 
 @contextlib.contextmanager
@@ -78,12 +116,12 @@ def replacing(
     if (follow or not result.is_symlink()) and result.exists() and (new or not result.is_file()):
         what = "already there" if result.is_file() else "already there, and no regular file: it is not replaced"
         raise FileExistsError(errno.EEXIST, what, str(path))
-    result.parent.mkdir(parents=True, exist_ok=True)
+    _make(result.parent)
     part = result.with_name(f".kvbm-{secrets.token_hex(8)}.tmp")  # short, because the name of `path` may have the maximum length
     nameless = _nameless(result.parent, mode) if durable else -1
     try:
         if nameless < 0:
-            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+            _create(part, mode)
             yield part
         else:
             yield _by_number(nameless)
