@@ -353,6 +353,7 @@ def test_pools_that_overlap_in_part() -> None:
         (lambda: Span([[1]], range(3)), "table: expected a list of block ids"),
         (lambda: Span([1.5], range(3)), "table: expected a list of block ids"),
         (lambda: Span([True, 2], range(3)), "table: expected a list of block ids"),
+        (lambda: Span((7, np.False_, 2), range(3)), "table: expected a list of block ids"),
         (lambda: Span(np.ma.array([3, 2], mask=[False, True]), range(3)), "table: expected a list of block ids"),
         (lambda: Span([1], range(0, 4, 2)), "tokens: expected range"),
         (lambda: Span([1], 7), "tokens: expected range"),

@@ -21,7 +21,7 @@ import pytest
 from kvbm import BindError, BlockShape, Pool, load, store
 from kvbm.integrations.identity import neighbours
 from kvbm.store import folder as tiers
-from kvbm.store.folder import Folder, Part
+from kvbm.store.folder import Folder, Part, described
 from kvbm.store.keys import Chain, Content, key_of_json
 from kvbm.store.shelf import Shelf, Shelved
 
@@ -671,6 +671,13 @@ def test_folders_of_other_rules_are_named_and_not_read(tmp_path: Path, told: dic
     (tmp_path / "other" / "content.json").write_text(json.dumps({"title": CONTENT.title, **told}))
     [line] = seen(tmp_path)
     assert line.startswith("other: ") and says in line
+
+
+def test_a_content_without_a_title_is_one(tmp_path: Path) -> None:
+    """Of another rule, so in a folder of any name."""
+    (tmp_path / "content.json").write_text(json.dumps({"title": "", "content": {"rule": "kvbm-9"}}))
+    found = described(tmp_path)
+    assert found is not None and "kvbm-9" in found.problem and not found.is_damaged
 
 
 @pytest.mark.gpu

@@ -47,15 +47,13 @@ class Span:
 
     def __init__(self, table: Any, tokens: range, origin: int = 0) -> None:
         given: Any = tokens
-        # NumPy would drop a mask, and take True for 1.
-        is_list = not hasattr(type(table), "filled") and not (type(table) in (list, tuple) and bool in set(map(type, table)))
         try:
-            ids = np.array(table) if is_list else np.zeros((1, 1))
+            ids = np.zeros((1, 1)) if hasattr(type(table), "filled") else np.array(table)  # which would drop a mask
         except Exception:  # the object's own code may raise anything, such as a tensor that requires a gradient
             ids = np.zeros((1, 1))
         if ids.size == 0:
             ids = ids.astype(np.int64)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or _has_bools(table, ids):
             raise BindError(f"table: expected a list of block ids, got {quoted(table)}")
         if not isinstance(given, range) or tokens.step != 1 or not 0 <= tokens.start < _MOST or tokens.stop > _MOST:
             raise BindError(f"tokens: expected range(first, last + 1) below 2**48, got {quoted(tokens)}")
@@ -77,6 +75,11 @@ class Span:
         return (
             f"Span({len(self.table)} blocks, {self.tokens}" + (f", origin={self.origin}" if self.origin else "") + ")"
         )
+
+
+def _has_bools(table: Any, ids: Any) -> bool:
+    """Whether a list has a bool, which NumPy takes for 0 or 1 beside integers."""
+    return type(table) in (list, tuple) and any(isinstance(table[i], bool | np.bool_) for i in np.flatnonzero(ids >> 1 == 0))
 
 
 class Rank(NamedTuple):

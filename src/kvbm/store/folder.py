@@ -473,7 +473,8 @@ def described(path: str | Path) -> Described | None:
         found = None if next(_homes(path, _files(path), lambda *_: None), None) is None else _damaged(error)
     except (OSError, ValueError, RecursionError) as error:
         found = _damaged(error)
-    return found if found is None or found.title or _KEY.fullmatch(Path(path).name) else None
+    is_unknown = found is not None and found.is_damaged and not found.title  # it may belong to anybody
+    return None if is_unknown and not _KEY.fullmatch(Path(path).name) else found
 
 
 def _damaged(why: object) -> Described:
