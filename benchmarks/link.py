@@ -350,8 +350,8 @@ _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {
 @race_options(SECTIONS, 15, "llama-3.1-8b", "The smallest message, and fewer links.")
 @click.option("--to", callback=device_option, metavar="cpu|cuda:N",
               help="Where the other process has its memory.  [default: another GPU, if there is one]")  # fmt: skip
-@size_option("--chunk", "chunk_bytes", default="16MiB", help="The largest chunk.")
-@size_option("--ring", "ring_bytes", default="256MiB", help="Registered memory of each side.")
+@size_option("--chunk", "chunk_bytes", help="The largest chunk.  [default: that of an Endpoint]")
+@size_option("--ring", "ring_bytes", help="Registered memory of each side.  [default: that of an Endpoint]")
 def link(
     place: str,
     iters: int,
@@ -360,8 +360,8 @@ def link(
     sections: tuple[str, ...],
     quick: bool,
     to: str | None,
-    chunk_bytes: int,
-    ring_bytes: int,
+    chunk_bytes: int | None,
+    ring_bytes: int | None,
 ) -> None:
     """Measure links between two processes of this machine, beside bare transports, wires, and what engines do.
 
@@ -369,7 +369,8 @@ def link(
     compared before it is timed; ratios are of medians taken in turns.
     """
     model = load_shape(shape_text or "llama-3.1-8b")
-    options = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes}
+    given = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes}
+    options = {name: size for name, size in given.items() if size is not None}
     run = Run((place, to or other_than(place)), model, iters, quick, note, options)
     write_race(measure(run, sections), place, model, out, "link")
 

@@ -170,6 +170,9 @@ def main() -> None:
                 require_the_same(model, cache, prompt, token, given, tokenizer)
         store.set(f"done {number}", b"")
         store.wait([f"done {other}" for other in range(world)])
+    store.set(f"gone {number}", b"")
+    if number == 0:  # it holds the store
+        store.wait([f"gone {other}" for other in range(world)])
 
 
 def require_the_same(model: Any, cache: Any, prompt: list[int], token: int, given: Any, tokenizer: Any) -> None:

@@ -100,6 +100,9 @@ def main() -> None:
             print(f"decode {rank}: {given.tokens} tokens, {took}, digest {arrival.digest:#018x}{how}\n", end="", flush=True)
         store.set(f"done {number}", b"")
         store.wait([f"done {other}" for other in range(PREFILL + DECODE)])
+    store.set(f"gone {number}", b"")
+    if number == 0:  # it holds the store
+        store.wait([f"gone {other}" for other in range(PREFILL + DECODE)])
 
 
 if __name__ == "__main__":

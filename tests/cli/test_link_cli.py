@@ -310,13 +310,13 @@ def test_a_card_of_another_version(serve: Serve, monkeypatch: pytest.MonkeyPatch
         def changed(self: trial.End, engine: str = engine) -> dict[str, str]:
             found = cards(self)
             if self.side.engine == engine:
-                found["card"] = found["card"].replace('"kvbm-link": 3', '"kvbm-link": 1')
+                found["card"] = found["card"].replace('"kvbm-link": 5', '"kvbm-link": 1')
             return found
 
         monkeypatch.setattr(trial.End, "cards", changed)
         serving = serve()
         done = send(serving.port)
-        says = "expected version 3, or 4 with a cast: both sides need the same kvbm, got version 1"
+        says = "expected version 5, or 6 with a cast: both sides need the same kvbm, got version 1"
         assert done.exit_code == BindError.exit_code and says in done.stderr
         serving.close()
         (error,) = serving.errors

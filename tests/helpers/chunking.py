@@ -82,11 +82,11 @@ def sizes(told: Told) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def cut(told: Told, most: int) -> list[tuple[range, range]]:
+def cut(told: Told, most: int, least: int = 1 << 20) -> list[tuple[range, range]]:
     """The units and single tokens of each chunk."""
     u, v = sizes(told)
     total = len(told.units) * u + len(told.tokens) * v
-    n = max(1, min(most, max(1 << 20, total // 4)) // u)
+    n = max(1, min(most, max(least, total // 4)) // u)
     found = []
     first = 0
     while first < len(told.units):
@@ -165,8 +165,10 @@ def _lanes(told: Told) -> dict[str, int]:
     return found
 
 
-def mark(tokens: range, origins: tuple[int, int], layers: range, most: int) -> int:
+def mark(tokens: range, origins: tuple[int, int], layers: range, most: int, least: int = 1048576) -> int:
     said = struct.pack("<7Q", tokens.start, max(tokens.start, tokens.stop), *origins, layers.start, layers.stop, most)
+    if least != 1048576:
+        said += struct.pack("<Q", least)
     return int.from_bytes(hashlib.sha256(said).digest()[:4], "little")
 
 

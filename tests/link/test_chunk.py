@@ -328,6 +328,9 @@ def test_keys_and_marks() -> None:
         for a, b, c, d, e, f, most in itertools.product((3, 4), (5, 6), (1, 2), (1, 2), (3, 4), (5, 6), (16, 17))
     }
     assert len(seen) == 2**7
+    given = range(1, 4), (0, 0), range(1), MOST
+    assert mark_of(*given, least=1 << 20) == mark_of(*given)
+    assert mark_of(*given, least=1 << 26) == chunking.mark(*given, least=1 << 26) != mark_of(*given)
     assert (
         mark_of(range(1, 4), (0, 0), range(1), MOST) == chunking.mark(range(1, 4), (0, 0), range(1), MOST) == 0x3E6982C8
     )
@@ -341,19 +344,20 @@ MESSAGE = reshard.plan(Placement("tp1", model=MODEL), Placement("tp1", model=MOD
 
 @given(
     st.integers(0, 300), st.integers(0, 40), st.integers(1, 40000), st.integers(1, 2000), st.integers(1, 1 << 25),
+    st.sampled_from((1 << 20, 1 << 26, 1)),
 )  # fmt: skip
 @cases(300)
-def test_a_cut_is_what_the_page_says(units: int, tokens: int, u: int, v: int, more: int) -> None:
+def test_a_cut_is_what_the_page_says(units: int, tokens: int, u: int, v: int, more: int, least: int) -> None:
     u, v = 16 * u, 16 * v
     most = (u if units else 0) + more
     if tokens and v > most:
         most = v
     parts = Parts(np.arange(units), np.arange(tokens))
-    found = cut(MESSAGE, parts, (u, v), most)
+    found = cut(MESSAGE, parts, (u, v), most, least)
     told = Told({}, {}, [0], list(range(units)), list(range(tokens)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunking, "sizes", lambda _: (u, v))
-        assert [(chunk.units, chunk.tokens) for chunk in found] == chunking.cut(told, most)
+        assert [(chunk.units, chunk.tokens) for chunk in found] == chunking.cut(told, most, least)
     assert [x for chunk in found for x in chunk.units] == list(range(units))
     assert [x for chunk in found for x in chunk.tokens] == list(range(tokens))
     total = units * u + tokens * v
@@ -361,9 +365,10 @@ def test_a_cut_is_what_the_page_says(units: int, tokens: int, u: int, v: int, mo
         assert (chunk.number, chunk.of) == (number, len(found)) and 0 < chunk.nbytes <= most and chunk.nbytes % 16 == 0
         assert chunk.nbytes == len(chunk.units) * u + len(chunk.tokens) * v and chunk.size == chunk.nbytes + 64
     assert bool(found) == bool(total)
-    # About four, of a megabyte or more; a unit may be larger, and single tokens make one more.
+    # About four, of `least` or more; a unit may be larger, and single tokens make one more.
     for chunk in [one for one in found[:-1] if one.units][:-1]:
-        assert chunk.nbytes + u > min(most, max(1 << 20, total // 4))
+        assert chunk.nbytes + u > min(most, max(least, total // 4))
+    assert len(found) <= 1 or total > min(least, most)
 
 
 @pytest.mark.parametrize(("parts", "most", "words"), [
@@ -399,17 +404,17 @@ def test_both_sides_and_the_plan_alone_find_the_same_chunks(seed: int) -> None:
     first = rng.randrange(40)
     tokens = range(first, first + rng.randrange(60))
     layers = rng.choice([None, range(1)])
-    most = 16384
+    most, least = 16384, rng.choice([1, 4096, 1 << 20])
     sides: list[dict[tuple[int, int], Any]] = []
     for side, place in (("src", src), ("dst", dst)):
         found = {}
         for rank in range(place.world):
             pool = Pool.allocate(load("nhd"), place.shape(rank), 30)
             packer = Packer(made, rank, pool, side=side)
-            for peer, some in Cut(packer, Span(range(30), tokens), layers=layers, most=most).chunks.items():
+            for peer, some in Cut(packer, Span(range(30), tokens), layers=layers, most=most, least=least).chunks.items():
                 found[(rank, peer) if side == "src" else (peer, rank)] = some
         sides.append(found)
-    alone = {(m.src, m.dst): reshard.chunks(made, m, tokens, layers=layers, most=most) for m in made.messages}
+    alone = {(m.src, m.dst): reshard.chunks(made, m, tokens, layers=layers, most=most, least=least) for m in made.messages}
     assert sides[0] == sides[1] == alone
     assert any(alone.values()) == bool(tokens)
 
@@ -454,6 +459,7 @@ def test_what_is_no_cut_of_a_plan() -> None:
         ("origins", [(0, 4)], "dst rank 0: origin 4: expected a multiple of 8, a whole turn"),
         ("layers", [5, "x", [0], range(4), range(0), range(0, 3, 2), range(-1, 2)], "layers: expected a range within 0 to 3"),
         ("most", [None, 0, -1, True, 1 << 32, 1 << 64, "x", 1.5, np.zeros(2, int)], "most: expected bytes of a chunk"),
+        ("least", [None, 0, -1, True, 1 << 32, 1 << 64, "x", 1.5, np.zeros(2, int)], "least: expected bytes of a chunk"),
     ):  # fmt: skip
         for value in wrong:
             for layers in ({}, {"layers": range(1, 2)}) if name != "layers" else ({},):  # of the second, none

@@ -41,7 +41,7 @@ from kvbm import (
     reshard,
     wire,
 )
-from kvbm.link import chunk, flows, notes, ring
+from kvbm.link import chunks, flows, notes, ring
 from kvbm.link import endpoint as endpoints
 from kvbm.link import link as links
 from kvbm.reshard import packer as pack
@@ -186,7 +186,7 @@ def test_lives_with_faults() -> None:
 
 
 def test_a_digest_that_is_not_compared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk.Trailer, "require_digest", lambda *_, **__: None)
+    monkeypatch.setattr(chunks, "require_digest", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="holds other bytes than it was sent"):
         soaking.Links(seed=5, rate=0.2).life(200)
 
@@ -233,38 +233,50 @@ def test_a_wrong_chunk_is_sent_again(what: str, verify: str) -> None:
             found.require_slots()
 
 
-@pytest.fixture
-def in_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """One call packs or unpacks several chunks of host memory, as on GPUs; returns the number of chunks of each call."""
-    calls: dict[str, list[int]] = {"pack": [], "unpack": []}
-    made = ring.Ring.__init__
+class Calls:
+    """Host memory as on a GPU: one call packs or unpacks several chunks, and calls are prepared while chunks are on their way."""
 
-    def init(self: ring.Ring, *given: Any) -> None:
-        made(self, *given)
-        self.together = 4
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sizes: dict[str, list[int]] = {"pack": [], "unpack": []}  # chunks of each call
+        self.unused = 0  # prepared calls that were not made
+        made = ring.Ring.__init__
 
-    def counted(name: str) -> Any:
-        call = getattr(reshard.Cut, name)
+        def init(it: ring.Ring, *given: Any) -> None:
+            made(it, *given)
+            it.together = 4
 
-        def run(self: reshard.Cut, slots: Any, **given: Any) -> Any:
-            calls[name].append(len(slots))
-            return call(self, slots, **given)
+        patch.setattr(ring.Ring, "__init__", init)
+        for name, sizes in self.sizes.items():
+            patch.setattr(chunks.Bare, name, self._counted(getattr(chunks.Bare, name), sizes))
+        prepare = chunks.Bare.__init__
+
+        def counted(bare: chunks.Bare, *given: Any, **named: Any) -> None:
+            self.unused += 1
+            prepare(bare, *given, **named)
+
+        patch.setattr(chunks.Bare, "__init__", counted)
+
+    def _counted(self, call: Any, sizes: list[int]) -> Any:
+        def run(bare: chunks.Bare, *given: Any) -> Any:
+            sizes.append(len(bare._jobs))
+            self.unused -= 1
+            return call(bare, *given)
 
         return run
 
-    monkeypatch.setattr(ring.Ring, "__init__", init)
-    for name in calls:
-        monkeypatch.setattr(reshard.Cut, name, counted(name))
-    return calls
 
-
-def test_chunks_share_calls(in_calls: dict[str, list[int]]) -> None:
-    """Every byte; of the four chunks of a call only the wrong one is sent again."""
+@pytest.mark.parametrize("ahead", [False, True], ids=["as they come", "ahead"])
+def test_chunks_share_calls(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Every byte; of the four chunks of a call only the wrong one is sent again.  Calls that are prepared have one chunk."""
+    calls = Calls(monkeypatch)
+    if not ahead:
+        for flow in (flows.Inflow, flows.Outflow):
+            monkeypatch.setattr(flow, "_prepare", lambda _: False)
     assert sum(1 for _ in right_cases(range(600, 610))) >= 3
     for what, verify in (("bit", "after"), ("chunk", "before"), ("chunk", "after")):
         together = 0
         for at in range(4):
-            in_calls["unpack"].clear()
+            calls.sizes["unpack"].clear()
             with on_faulty({(0, SENDER): [wire.Fault(what, at)]}) as found:
                 handles = in_bursts(found, verify)
                 assert not any(ended(handles))
@@ -272,8 +284,31 @@ def test_chunks_share_calls(in_calls: dict[str, list[int]]) -> None:
                 wrong = sum(link.stats()["chunks_wrong"] for link in found.links[1])
                 assert wrong == found.wires[0][SENDER].counts[what]
                 found.require_slots()
-            together += max(in_calls["unpack"]) > 1
-        assert together and max(in_calls["pack"]) > 1
+            together += max(calls.sizes["unpack"]) > 1
+        assert (together or ahead) and max(calls.sizes["pack"]) > 1
+
+
+def test_a_message_is_prepared_as_the_last_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the same slot, while the peer is asked.  For other layers or another slot it is prepared again."""
+    calls, rng, used = Calls(monkeypatch), random.Random(9), Counter[bool]()
+    bare = flows.Outflow._bare
+
+    def asked(flow: flows.Outflow, arrays: Any) -> Any:
+        ready = flow._ready
+        found = bare(flow, arrays)
+        if ready is not None:
+            used[found is ready[3]] += 1
+        return found
+
+    monkeypatch.setattr(flows.Outflow, "_bare", asked)
+    with Linked(plain_case()) as found:
+        for turn in range(20):
+            found.refill()
+            handles = found.begin(rng, name=f"{turn}/")
+            assert not any(ended(handles))
+            found.check()
+        found.require_slots()
+    assert used[True] and used[False] and calls.unused >= used[False]
 
 
 def test_chunks_share_calls_on_a_gpu(fake_gpu: Any) -> None:
@@ -624,8 +659,8 @@ def test_one_slot_is_for_one_peer() -> None:
                 with pytest.raises(BindError, match="2 peers and one slot each way"):
                     end.meet([one.card() for one in two.ranks])
             assert not end.links and not below._peers
-        size = ring.Ring.slot_size((1 << 14) + chunk.TRAILER)
-        for ring_bytes, each, most in ((4 * size, 2, 1 << 14), (4 * size - 1, 2, size - 256 - chunk.TRAILER), (2 * size, 2, None)):
+        size = 1 << 14
+        for ring_bytes, each, most in ((4 * size, 2, size), (4 * size - 1, 2, size - 256), (2 * size, 2, None)):
             below = wire.memory(f"ring of {ring_bytes}".replace(" ", "-"), two.hub)
             with reshard.Endpoint(
                 "decode", place, 0, two.pool, wire=below, chunk_bytes=1 << 14, ring_bytes=ring_bytes
@@ -1319,7 +1354,7 @@ def test_a_slot_that_there_is_not() -> None:
         arrival = link.receive("k", Span(TABLE, ALL), timeout=60)
         two.say(notes.Offer(1, link.plans(0)[1], key, number, range(2), ALL, 0, True))
         want = two.hear(notes.Want)
-        two.say(notes.Put(1, want.arrival, want.grants[0].serial, want.grants[0].chunk, 4_000_000_000))
+        two.say(notes.Put(1, want.arrival, want.grants[0].serial, want.grants[0].chunk, 4_000_000_000, 0))
         [error] = ended([arrival])
         assert isinstance(error, BindError) and "slot 4000000000" in str(error)
 
@@ -1394,7 +1429,7 @@ def test_any_notes_in_any_order() -> None:
                             few, link.plans(0)[1], key, number, range(rng.randrange(2), 2), ALL, 0, rng.random() < 0.5
                         ),
                         notes.Want(few, few, 3, range(5), 0, any32, (notes.Grant(any32, any32, any32),)),
-                        notes.Put(few, few, any32, any32, any32),
+                        notes.Put(few, few, any32, any32, any32, few),
                         notes.Done(few, few, few),
                         notes.Stop(few, few, rng.random() < 0.5, rng.random() < 0.5, "why"),
                         notes.Stopped(few, few, rng.random() < 0.5),
@@ -1465,7 +1500,7 @@ def test_a_number_of_an_endpoint_that_is_none_is_named(name: str) -> None:
     """Before anything is allocated."""
     place = reshard.vllm(MODEL)
     pool = Pool.allocate(kvbm.load("vllm/flash_attn_nhd"), place.shape(0), 2)
-    for value in ("3", 0, -1, 2.5, True, *([None] if name.endswith("bytes") else [])):
+    for value in ("3", 0, -1, 2.5, True):
         with pytest.raises(BindError, match=f"endpoint e: {name}: expected a number from 1 on, got {value!r}"):
             reshard.Endpoint("e", place, 0, pool, wire=wire.memory("e"), **{name: value})
 
@@ -1476,13 +1511,17 @@ def test_a_number_of_an_endpoint_that_is_none_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kvbm-link": 1}, "version 3"),
+        ({"kvbm-link": 1}, "version 5"),
         ({"rank": 1}, "missing"),
         ({"world": 1 << 20}, "world"),
         ({"rank": True}, "'rank' to be of int"),
         ({"model": "other"}, "model"),
         ({"wire": "!"}, "base64"),
         ({"slot_bytes": 16}, "slots that hold a chunk"),
+        ({"least": 0}, "'least' of bytes"),
+        ({"least": 1 << 32}, "'least' of bytes"),
+        ({"least": None}, "'least' to be of int"),
+        ({"least": 1 << 21}, "differ in least"),
         ({"groups": {}}, "groups"),
         ({"groups": {"": {"placement": "mesh: [", "model": "nl=1", "planes": ""}}}, "card of decode"),
     ],
@@ -1556,7 +1595,7 @@ def test_models_in_cards_that_are_none(held: Any) -> None:
 NOTES = [
     notes.Offer(1, 2, b"k" * 16, 0, range(3, 5), range(7, 9), 6, True, 0.25),
     notes.Want(1, 2, 3, range(4, 6), 4, 9, tuple(notes.Grant(k, k, k) for k in range(5))),
-    notes.Put(1, 2, 3, 4, 5),
+    notes.Put(1, 2, 3, 4, 5, 1 << 63),
     notes.Done(1, 2, 3),
     notes.Stop(1, 2, True, False, "why"),
     notes.Stopped(1, 2, True),

@@ -35,7 +35,6 @@ from kvbm.layout import spec
 from kvbm.layout.grammar import write
 from kvbm.link import direct, pulls
 from kvbm.link import endpoint as endpoints
-from kvbm.link.chunk import TRAILER
 from kvbm.reshard import Cut, Endpoint, Packer
 from linking import LIMIT, Linked, close_all, digested_first, ended
 
@@ -228,7 +227,7 @@ def test_the_smaller_format_crosses(layouts: tuple[str, str], per_row: int) -> N
         found.meet()
         assert found.go() == [None, None]
         sent, came = found.links[0][0].stats(), found.links[1][0].stats()
-        assert sent["bytes_sent"] - TRAILER * sent["chunks_sent"] == len(TOKENS) * 3 * 2 * 4 * per_row
+        assert sent["bytes_sent"] == len(TOKENS) * 3 * 2 * 4 * per_row
         assert came["bytes_received"] == sent["bytes_sent"]
 
 
@@ -401,13 +400,13 @@ def test_a_peer_of_the_same_format_that_says_no_cast_is_refused() -> None:
 
 
 def test_an_earlier_version_refuses_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows version 3.  A card without a cast is as it was."""
+    """It knows version 5.  A card without a cast is as it was."""
     with Pair() as found, Pair(casts=(None, None)) as plain:
         card, old = json.loads(found.cards[0][0]), json.loads(plain.cards[0][0])
-        assert card["kvbm-link"] == 4 and old["kvbm-link"] == 3
+        assert card["kvbm-link"] == 6 and old["kvbm-link"] == 5
         assert card.keys() - old.keys() == {"cast"} and card["groups"][""].keys() - old["groups"][""].keys() == {"layout"}
-        monkeypatch.setattr(endpoints, "_CASTING", 3)
-        with pytest.raises(BindError, match=r"card: expected version 3, or .*: both sides need the same kvbm, got version 4"):
+        monkeypatch.setattr(endpoints, "_CASTING", 5)
+        with pytest.raises(BindError, match=r"card: expected version 5, or .*: both sides need the same kvbm, got version 6"):
             plain.ends[1][0].meet(found.cards[0])
 
 
@@ -424,8 +423,8 @@ def _changed(card: bytes, **changes: Any) -> bytes:
     [
         {"cast": None}, {"cast": "max"}, {"cast": 0.1}, {"cast": True}, {"cast": -1.0}, {"cast": []}, {"cast": [[1.0]]},
         {"cast": [0.5, "1"]}, {"cast": {"k": 0.5}}, {"cast": {"k": 0.5, "v": []}}, {"cast": {"k": [0.5], "v": [0.5] * 2}},
-        {"kvbm-link": 3},
-        {"kvbm-link": 5}, {"layout": None}, {"layout": 3}, {"layout": "x" * 9000}, {"layout": "[" * 999}, {"layout": "order: b l"},
+        {"kvbm-link": 5},
+        {"kvbm-link": 7}, {"layout": None}, {"layout": 3}, {"layout": "x" * 9000}, {"layout": "[" * 999}, {"layout": "order: b l"},
         {"layout": "order: b l o t h d"}, {"planes": "data int8, scale float32"},
     ],
 )  # fmt: skip
@@ -437,9 +436,9 @@ def test_cards_that_are_none(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"kvbm-link": 3}, "card: expected version 4 for a card with a cast, got version 3"),
-        ({"kvbm-link": 5}, "card: expected version 3, or 4 with a cast: both sides need the same kvbm, got version 5"),
-        ({"kvbm-link": None}, "card: expected version 3, or 4 with a cast: both sides need the same kvbm, got {'"),
+        ({"kvbm-link": 5}, "card: expected version 6 for a card with a cast, got version 5"),
+        ({"kvbm-link": 7}, "card: expected version 5, or 6 with a cast: both sides need the same kvbm, got version 7"),
+        ({"kvbm-link": None}, "card: expected version 5, or 6 with a cast: both sides need the same kvbm, got {'"),
         ({"cast": None}, "card: expected 'cast' of 'amax', a number, or numbers by layer, got None"),
     ],
 )

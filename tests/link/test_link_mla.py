@@ -15,7 +15,6 @@ import kvbm
 from few import few
 from kvbm import BindError, DigestError, PeerLostError, Pool, Span, TransferError, TransferTimeoutError, reshard, wire
 from kvbm.link import ring
-from kvbm.link.chunk import TRAILER
 from linking import LIMIT, Linked, close_all, ended, held, until, written
 from programs.links import carrier
 from reshard_oracle import Case, Engine, Told
@@ -54,13 +53,12 @@ def case_of(
 
 
 def came(links: list[reshard.Link]) -> list[int]:
-    """Received bytes per link, without trailers."""
-    found = [link.stats() for link in links]
-    return [int(one["bytes_received"] - TRAILER * one["chunks_received"]) for one in found]
+    """Received bytes per link."""
+    return [int(link.stats()["bytes_received"]) for link in links]
 
 
 def sent(links: list[reshard.Link]) -> list[int]:
-    return [int(one["bytes_sent"] - TRAILER * one["chunks_sent"]) for one in (link.stats() for link in links)]
+    return [int(one["bytes_sent"]) for one in (link.stats() for link in links)]
 
 
 SAME, ONE, DCP, CP = (2, "same"), (1, "same"), (2, "dcp"), (2, "cp")
@@ -392,7 +390,7 @@ def test_and_back(make: Any) -> None:
     source = prefill[0].groups[""][1]
     for end, first in ((decode, 5), (prefill[0], 9), (prefill[1], 9)):
         assert not kvbm.testing.locate(source, end.groups[""][1], range(2), range(first, first + 2))
-    once = back.stats()["bytes_sent"] - TRAILER * back.stats()["chunks_sent"]
+    once = back.stats()["bytes_sent"]
     assert sum(came(links)) == once == 41 * MODEL.nl * MODEL.hd * 2
 
 

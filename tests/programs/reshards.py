@@ -23,7 +23,8 @@ from cast_resharding import KINDS, CastRun, drawn
 from chunking import Carried, far_cells, is_sendable
 from kvbm import _core, reshard, wire
 from kvbm.digest import run as digesting
-from kvbm.link import direct
+from kvbm.link import direct, flows
+from kvbm.link.chunks import Bare
 from kvbm.link.ring import Ring
 from kvbm.reshard.local import cuts_of
 from kvbm.wire import _mapped
@@ -129,19 +130,20 @@ class Flips:
 
 
 def wrong_in_calls() -> None:
-    """Of chunks that one call unpacks the wrong one alone is sent again."""
+    """Of chunks that one call unpacks the wrong one alone is sent again.  Also of those whose calls are prepared."""
     case, calls = plain_case(), []
-    sender, unpack = sender_of(case), reshard.Cut.unpack
+    sender, unpack, prepare = sender_of(case), Bare.unpack, flows.Inflow._prepare
 
-    def counted(self: Any, slots: Any, **given: Any) -> Any:
-        calls.append(len(slots))
-        return unpack(self, slots, **given)
+    def counted(self: Any, sent: Any) -> Any:
+        calls.append(len(self._jobs))
+        return unpack(self, sent)
 
-    reshard.Cut.unpack = counted
+    Bare.unpack = counted
     defer(1)
     for verify in ("after", "before"):
-        for at in range(4):
+        for at in range(8):
             hub = wire.Hub()
+            flows.Inflow._prepare = prepare if at % 2 else lambda _: False
 
             def make(side: int, rank: int, hub: Any = hub, at: int = at) -> Any:
                 below = wire.memory(f"{side}/{rank}", hub)

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm import BindError, KvbmError, PeerLostError, TransferTimeoutError, _core, wire
-from kvbm.link.chunks import Cut
+from kvbm.link.chunks import Bare
 from kvbm.link.ring import Ring
 from kvbm.wire import _mapped as loans
 from kvbm.wire import protocol
@@ -636,7 +636,7 @@ def test_who_fails_to_pack_has_nothing_on_loan(monkeypatch: pytest.MonkeyPatch, 
             raise error
         return Failing(error)
 
-    monkeypatch.setattr(Cut, "pack", pack)
+    monkeypatch.setattr(Bare, "pack", pack)
     hub = wire.Hub()
     with Linked(plain_case(), wires=lambda side, rank: wire.mapped(wire.memory(f"{side}/{rank}", hub), drop_seconds=0.05)) as found:
         ends = [list(zip(found.links[side], found.spans(side), strict=True)) for side in (0, 1)]

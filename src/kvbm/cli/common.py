@@ -331,7 +331,11 @@ def size_of(text: str, most_tib: int = 1) -> int:
 
 def size_option(*names: str, **rest: Any) -> Callable[[Any], Any]:
     """An option for a number of bytes, which `size_of` reads."""
-    return click.option(*names, callback=lambda _, __, value: size_of(value), show_default=True, metavar="SIZE", **rest)
+
+    def read(_: Any, __: Any, value: str | None) -> int | None:
+        return None if value is None else size_of(value)
+
+    return click.option(*names, callback=read, show_default=True, metavar="SIZE", **rest)
 
 
 def num_blocks_option(text: str, **rest: Any) -> Callable[[Any], Any]:

@@ -256,8 +256,8 @@ class Senders:
 @_side_options("vllm/flash_attn_nhd", 16)
 @click.option("--iters", "repeat", type=Whole(1, 100_000), default=10, show_default=True, metavar="N",
               help="Timed sequences of each size.")  # fmt: skip
-@size_option("--chunk", "chunk_bytes", default="16MiB", help="The largest chunk, on both sides.")
-@size_option("--ring", "ring_bytes", default="256MiB", help="Registered memory of each side.")
+@size_option("--chunk", "chunk_bytes", help="The largest chunk, on both sides.  [default: 16MiB, more on a large GPU]")
+@size_option("--ring", "ring_bytes", help="Registered memory of each side.  [default: 256MiB, more on a large GPU]")
 @click.option("--timeout", type=Real(0.1, 3600), default=30.0, show_default=True, metavar="S",
               help="Seconds that a connection, an answer or a sequence may take.")  # fmt: skip
 @json_option()
@@ -272,8 +272,8 @@ def send(
     layout: str,
     nt: int,
     repeat: int,
-    chunk_bytes: int,
-    ring_bytes: int,
+    chunk_bytes: int | None,
+    ring_bytes: int | None,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -287,6 +287,7 @@ def send(
     nothing answers at the address, 33 if the other side has another secret, 21 if the received data are wrong.
     """
     from ..layout import spec
+    from ..link.ring import sizes_of
     from ..link.talk import connect
     from ..link.trial import Sender, Side, Terms
 
@@ -294,6 +295,7 @@ def send(
         raise click.UsageError("--bytes and --tokens: expected one of them")
     spec.load(layout)
     model = load_shape(shape_text or "llama-3.1-8b")
+    chunk_bytes, ring_bytes = sizes_of(device, chunk_bytes, ring_bytes)
     terms = Terms(wire, str(model), 1, chunk_bytes, ring_bytes, timeout)
     counts = tokens or tuple(
         dict.fromkeys(max(1, round(size / terms.token_bytes)) for size in sizes or (1 << 20, 1 << 23, 1 << 26, 1 << 28))

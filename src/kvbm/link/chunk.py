@@ -18,7 +18,9 @@ from ..reshard.messages import Message, Resharding, require_layers, require_made
 from ..reshard.sequence import Parts, Rank, Span, split
 from ..reshard.strips import ONE_TOKEN, Unit
 
-__all__ = ["MOST", "TRAILER", "VERSION", "Chunk", "Trailer", "chunks", "cut", "key_of", "limit_of", "mark_of"]
+__all__ = [
+    "LEAST", "MOST", "TRAILER", "VERSION", "Chunk", "Trailer", "chunks", "cut", "key_of", "limit_of", "mark_of", "require_digest",
+]  # fmt: skip
 
 VERSION = 1
 
@@ -28,8 +30,9 @@ TRAILER = 64
 #: Default bytes of the largest chunk, without its trailer.
 MOST = 16 << 20
 
-#: Smallest chunk when a message is cut into about four, so that one is packed while another is sent.
-_LEAST, _PARTS = 1 << 20, 4
+#: A message is cut into about four chunks, so that one is packed while another is sent, but not into smaller ones than this, by
+#: default.
+LEAST, _PARTS = 1 << 20, 4
 
 #: Most tokens of a sequence without a table: each needs some bytes of memory here.
 _MOST_TOKENS = 1 << 28
@@ -55,7 +58,7 @@ class Trailer(NamedTuple):
     source, destination : int
         Ranks (16 bits each).
     mark : int
-        `mark_of` the tokens, origins, layers and size of the largest chunk (32 bits).
+        `mark_of` the tokens, origins, layers and sizes of chunks (32 bits).
     chunk, chunks : int
         Number of this chunk in the message, from 0, and the number of chunks (32 bits each).
     units, nbytes : int
@@ -130,11 +133,16 @@ class Trailer(NamedTuple):
 
     def require_digest(self, found: int, where: object = "a chunk", *, written: bool = False) -> None:
         """Raise `DigestError` if the chunk that arrived has another digest than the one that was sent."""
-        if found != self.digest:
-            raise DigestError(
-                f"{where}: digest: expected {self.digest:#018x}, got {found:#018x}; "
-                + ("its blocks were written: do not use them" if written else "none of it was written")
-            )
+        require_digest(self.digest, found, where, written=written)
+
+
+def require_digest(sent: int, found: int, where: object, *, written: bool) -> None:
+    """Raise `DigestError` if a chunk that arrived has another digest than the one that was sent."""
+    if found != sent:
+        raise DigestError(
+            f"{where}: digest: expected {sent:#018x}, got {found:#018x}; "
+            + ("its blocks were written: do not use them" if written else "none of it was written")
+        )
 
 
 def _field_text(name: str, value: Any) -> str:
@@ -196,13 +204,15 @@ def key_of(name: str | bytes) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
-def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int) -> int:
-    """A hash of how a sequence was cut: the first 4 bytes, little endian, of the SHA-256 of seven 64-bit integers.
+def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int, least: int = LEAST) -> int:
+    """A hash of how a sequence was cut: the first 4 bytes, little endian, of the SHA-256 of seven or eight 64-bit integers.
 
     The integers are the first token and the last plus one, the origins of source and destination, the first layer and the last
-    plus one, and the bytes of the largest chunk.
+    plus one, the bytes of the largest chunk, and `least` if it is not `LEAST`.
     """
-    data = struct.pack("<7Q", tokens.start, max(tokens.start, tokens.stop), *origins, layers.start, layers.stop, most)
+    sizes = (most,) if least == LEAST else (most, least)
+    some = tokens.start, max(tokens.start, tokens.stop), *origins, layers.start, layers.stop, *sizes
+    data = struct.pack(f"<{len(some)}Q", *some)
     return int.from_bytes(hashlib.sha256(data).digest()[:4], "little")
 
 
@@ -214,6 +224,7 @@ def chunks(
     origins: tuple[int, int] = (0, 0),
     layers: range | None = None,
     most: int = MOST,
+    least: int = LEAST,
 ) -> tuple[Chunk, ...]:
     """The chunks of a message, for a cache with one plane and no cast.  For others use a `Packer`.
 
@@ -231,6 +242,8 @@ def chunks(
         Layers of the model.  Default: all.
     most : int
         Bytes of the largest chunk, without its trailer.
+    least : int
+        A message of at most so many bytes is one chunk, unless `most` is smaller.
 
     Returns
     -------
@@ -249,7 +262,7 @@ def chunks(
     if not isinstance(given, Message) or given not in made.messages:
         raise BindError(f"message: expected one of the {len(made.messages)} of {made.title}, got {quoted(message)}")
     require_layers(layers, made.src.model.nl)
-    limit = limit_of(most)
+    limit, least = limit_of(most), limit_of(least, "least")
     both: Any = origins
     if not isinstance(both, Sequence) or len(both) != 2:
         raise BindError(f"origins: expected the source's and the destination's, got {quoted(origins)}")
@@ -272,18 +285,18 @@ def chunks(
         return round_up(some.layers * some.heads * model.no * model.hd * held * ITEMSIZE[model.dtype] // model.pack, 16)
 
     parts = split(message.t, *turns, tokens, src_origin)
-    return cut(some, parts, (nbytes(message.t), nbytes(ONE_TOKEN)), limit)
+    return cut(some, parts, (nbytes(message.t), nbytes(ONE_TOKEN)), limit, least)
 
 
-def limit_of(most: Any) -> int:
-    """Bytes of the largest chunk; `BindError` if it is not a number that fits into a trailer."""
-    limit = whole(most)
+def limit_of(given: Any, name: str = "most") -> int:
+    """Bytes of a chunk; `BindError` if it is not a number that fits into a trailer."""
+    limit = whole(given)
     if limit is None or not 0 < limit < _LIMIT:
-        raise BindError(f"most: expected bytes of a chunk, below 2**32, got {quoted(most)}")
+        raise BindError(f"{name}: expected bytes of a chunk, below 2**32, got {quoted(given)}")
     return limit
 
 
-def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tuple[Chunk, ...]:
+def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int, least: int = LEAST) -> tuple[Chunk, ...]:
     """Cut a message into chunks with equal numbers of whole units.  Single tokens are in the last chunk, or in one after it.
 
     Parameters
@@ -296,6 +309,8 @@ def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tupl
         Bytes of a unit and of a single token.
     most : int
         Bytes of the largest chunk, without its trailer.
+    least : int
+        A message of at most so many bytes is one chunk, unless `most` is smaller.
 
     Raises
     ------
@@ -311,7 +326,7 @@ def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int) -> tupl
                 f"most={size} (chunk_bytes= of an Endpoint) or more, and slots of {size + TRAILER}; or send fewer layers at a time"
             )
     total = sum(count * size for count, size in zip(counts, sizes, strict=True))
-    wanted = min(limit, max(_LEAST, total // _PARTS))
+    wanted = min(limit, max(least, total // _PARTS))
     found: list[tuple[range, range]] = []
     each = max(wanted // max(sizes[0], 1), 1)
     found += [(range(at, min(at + each, counts[0])), range(0)) for at in range(0, counts[0], each)]

@@ -20,10 +20,10 @@ from ..reshard.messages import require_layers
 from ..reshard.packer import NUM_CELLS, Lane, Packer
 from ..reshard.sequence import Ids, Span
 from ..system.locks import Lock
-from .chunk import MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of
+from .chunk import LEAST, MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of, require_digest
 from .sums import Sums
 
-__all__ = ["ChunksDone", "Cut"]
+__all__ = ["Bare", "ChunksDone", "Cut"]
 
 
 class Cut:
@@ -43,6 +43,8 @@ class Cut:
         Layers of the model.  Default: all.
     most : int
         Bytes of the largest chunk without its trailer.  Slots need 64 bytes more.
+    least : int
+        A message of at most so many bytes is one chunk, unless `most` is smaller.
 
     Attributes
     ----------
@@ -64,11 +66,18 @@ class Cut:
     """
 
     def __init__(
-        self, packer: Packer, span: Span, *, origin: int = 0, layers: range | None = None, most: int = MOST
+        self,
+        packer: Packer,
+        span: Span,
+        *,
+        origin: int = 0,
+        layers: range | None = None,
+        most: int = MOST,
+        least: int = LEAST,
     ) -> None:
         if not isinstance(packer, Packer):
             raise BindError(f"packer: expected a kvbm.reshard.Packer, got {quoted(packer)}")
-        model, most = packer.made.src.model, limit_of(most)
+        model, most, least = packer.made.src.model, limit_of(most), limit_of(least, "least")
         layers = require_layers(layers, model.nl)
         self._packer = packer
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
@@ -81,8 +90,9 @@ class Cut:
                     _Part.of(packer.lane(some, single=bool(single)), at, ids) if at.size else None
                     for single, (at, ids) in enumerate(zip(listed.at, listed.ids, strict=True))
                 ]
-                self.chunks[peer] = cut(some, listed.at, [part.lane.nbytes if part else 0 for part in parts], most)
-        self._mark = mark_of(span.tokens, packer.in_order(span.origin, origin), layers, most)
+                sizes = [part.lane.nbytes if part else 0 for part in parts]
+                self.chunks[peer] = cut(some, listed.at, sizes, most, least)
+        self._mark = mark_of(span.tokens, packer.in_order(span.origin, origin), layers, most, least)
 
     def trailer(self, peer: int, number: int, *, key: str | bytes, epoch: int = 0) -> Trailer:
         """The expected trailer of a chunk, with digest 0."""
@@ -124,8 +134,8 @@ class Cut:
         BindError
             A slot does not fit, or there is no such chunk.  Nothing was written.
         """
-        jobs, stream = self._jobs(True, slots, key, epoch, stream, wait)
-        return ChunksDone(self._packing(jobs, stream, wait))
+        jobs, trailers, stream = self._jobs(True, slots, key, epoch, stream, wait)
+        return ChunksDone(self._packing(jobs, trailers, _Work(self, jobs), stream, wait))
 
     def unpack(
         self,
@@ -168,8 +178,9 @@ class Cut:
         given: Any = verify
         if not isinstance(given, str) or given not in ("after", "before"):
             raise BindError(f"verify: expected 'after' or 'before', got {quoted(verify)}")
-        jobs, stream = self._jobs(False, slots, key, epoch, stream, wait)
-        return ChunksDone(self._unpacking(jobs, verify == "before", stream, wait))
+        jobs, trailers, stream = self._jobs(False, slots, key, epoch, stream, wait)
+        sent = [trailer.digest for trailer in trailers]
+        return ChunksDone(self._unpacking(jobs, sent, _Work(self, jobs), verify == "before", stream, wait))
 
     # ---- one call --------------------------------------------------------------------------------------------------
 
@@ -183,8 +194,8 @@ class Cut:
 
     def _jobs(
         self, sends: bool, slots: Any, key: str | bytes, epoch: int, stream: Any, wait: Any
-    ) -> tuple[list[_Job], Any]:
-        """The chunks and slots of a call.  Checks the slots and, if they are read, their trailers."""
+    ) -> tuple[list[_Job], list[Trailer], Any]:
+        """The chunks of a call with their slots, and their trailers: to pack the expected ones, to unpack those that were found."""
         packer = self._packer
         if packer.sends != sends:
             raise BindError(
@@ -194,40 +205,41 @@ class Cut:
         packer.require_no_stream(stream, wait)
         if not isinstance(slots, Mapping) or not all(isinstance(at, tuple) and len(at) == 2 for at in slots):
             raise BindError(f"slots: expected a mapping from (peer, chunk) to array, got {quoted(slots)}")
-        jobs, places, identity = [], [], _identity(key, epoch)
+        jobs, places, trailers, identity = [], [], [], _identity(key, epoch)
         for (peer, number), given in slots.items():
             chunk = self._chunk(peer, number)
             slot = packer.slot(given, chunk.size, chunk, exact=not sends)
             places.append((chunk, slot.address, chunk.size))
-            jobs.append(_Job(peer, chunk, slot, self._trailer(chunk, *identity), given))
+            trailers.append(self._trailer(chunk, *identity))
+            jobs.append(_Job(peer, chunk, slot, given))
         packer.require_disjoint(places)
         if packer.device >= 0 and stream is None:
             stream = current_stream(packer.pool)
-        if sends:
-            return jobs, stream
-        trailers = _Trailers(packer.device, jobs).read()
-        for at, (job, data) in enumerate(zip(jobs, trailers, strict=True)):
-            found = Trailer.read(data, job.chunk)
-            found.require(job.trailer, job.chunk)
-            jobs[at] = job._replace(trailer=found)
-        return jobs, stream
+        if not sends:
+            for at, (job, data) in enumerate(zip(jobs, _Trailers(packer.device, jobs).read(), strict=True)):
+                found = Trailer.read(data, job.chunk)
+                found.require(trailers[at], job.chunk)
+                trailers[at] = found
+        return jobs, trailers, stream
 
-    def _packing(self, jobs: Sequence[_Job], stream: Any, wait: Any) -> _Steps:
-        work = _Work(self, jobs, True, stream, wait)
-        yield work.dones
-        found = [job.trailer._replace(digest=digest) for job, digest in zip(jobs, work.digests(), strict=True)]
-        _Trailers(self._packer.device, jobs).write([trailer.write() for trailer in found])
-        return {(job.peer, job.chunk.number): trailer.digest for job, trailer in zip(jobs, found, strict=True)}
+    def _packing(self, jobs: Sequence[_Job], trailers: Sequence[Trailer], work: _Work, stream: Any, wait: Any) -> _Steps:
+        yield work.begin(stream, wait)
+        found = work.digests()
+        if trailers:
+            sealed = [trailer._replace(digest=digest).write() for trailer, digest in zip(trailers, found, strict=True)]
+            _Trailers(self._packer.device, jobs).write(sealed)
+        return _by_chunk(jobs, found)
 
-    def _unpacking(self, jobs: Sequence[_Job], before: bool, stream: Any, wait: Any) -> _Steps:
-        for copies in (False, True) if before else (True,):
-            work = _Work(self, jobs, copies, stream, wait)
-            yield work.dones
-            if copies:
+    def _unpacking(
+        self, jobs: Sequence[_Job], sent: Sequence[int], work: _Work, before: bool, stream: Any, wait: Any
+    ) -> _Steps:
+        for one in (_Work(self, jobs, copies=False), work) if before else (work,):
+            yield one.begin(stream, wait)
+            if one is work:
                 self._packer.pool.written()
-            for job, digest in zip(jobs, work.digests(), strict=True):
-                job.trailer.require_digest(digest, job.chunk, written=copies)
-        return {(job.peer, job.chunk.number): job.trailer.digest for job in jobs}
+            for job, digest, found in zip(jobs, sent, one.digests(), strict=True):
+                require_digest(digest, found, job.chunk, written=one is work)
+        return _by_chunk(jobs, sent)
 
 
 def _identity(key: str | bytes, epoch: int) -> tuple[int, int]:
@@ -244,13 +256,16 @@ _Steps = Generator[Sequence[_core.Done], None, dict[tuple[int, int], int]]
 
 
 class _Job(NamedTuple):
-    """A chunk, its slot, and its trailer: the expected one to pack, the found one to unpack."""
+    """A chunk, its slot, and the owner of the slot."""
 
     peer: int
     chunk: Chunk
     slot: Array
-    trailer: Trailer
-    keep: Any
+    keep: Any = None
+
+
+def _by_chunk(jobs: Sequence[_Job], digests: Sequence[int]) -> dict[tuple[int, int], int]:
+    return {(job.peer, job.chunk.number): digest for job, digest in zip(jobs, digests, strict=True)}
 
 
 class ChunksDone:
@@ -311,6 +326,43 @@ class ChunksDone:
         return f"<kvbm ChunksDone of {len(self._waits)} copies>"
 
 
+class Bare:
+    """Chunks without trailers, whose copy is prepared.  The caller sends their digests itself.
+
+    Parameters
+    ----------
+    cut : Cut
+    slots : mapping
+        (peer, number of the chunk) → its slot, of `Chunk.nbytes` bytes.  It is not checked.
+    verify, stream, wait : optional
+        As for `Cut.pack` and `Cut.unpack`.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        slots: Mapping[tuple[int, int], Array],
+        *,
+        verify: str = "after",
+        stream: Any = None,
+        wait: Any = None,
+    ) -> None:
+        self._cut, self._is_checked_before, self._order = cut, verify == "before", (stream, wait)
+        self._jobs = [_Job(peer, cut._chunk(peer, number), slot) for (peer, number), slot in slots.items()]
+        self._work = _Work(cut, self._jobs)
+
+    def pack(self) -> ChunksDone:
+        """Pack the chunks.  `ChunksDone.digests` has what the receiver needs."""
+        self._cut._packer.require_usable()
+        return ChunksDone(self._cut._packing(self._jobs, (), self._work, *self._order))
+
+    def unpack(self, sent: Mapping[tuple[int, int], int]) -> ChunksDone:
+        """Unpack the chunks; `sent`: (peer, number of the chunk) → the digest that its sender has computed."""
+        self._cut._packer.require_usable()
+        digests = [sent[job.peer, job.chunk.number] for job in self._jobs]
+        return ChunksDone(self._cut._unpacking(self._jobs, digests, self._work, self._is_checked_before, *self._order))
+
+
 class _Part(NamedTuple):
     """Units or single tokens of all chunks of a peer: positions of their first tokens, the rank's ids, whether some are -1."""
 
@@ -345,12 +397,27 @@ class _Launch(NamedTuple):
     cells: list[Ids]
     ids: list[Ids]
 
+    @property
+    def cell_count(self) -> int:
+        """Number of units or tokens."""
+        return sum(size for _, size in self.jobs)
+
+
+class _Ready(NamedTuple):
+    """A launch, and what it is enqueued with."""
+
+    launch: _Launch
+    route: _core.Route
+    pairs: _core.Pairs
+    positions: _core.Positions
+
 
 class _Work:
-    """Copies of chunks with digests, or only digests of slots: one launch for all chunks of a kind."""
+    """Copies of chunks with digests, or only digests of slots, prepared: one launch for all chunks of a kind."""
 
-    def __init__(self, of: Cut, jobs: Sequence[_Job], copies: bool, stream: Any, wait: Any) -> None:
-        self._packer = packer = of._packer
+    def __init__(self, of: Cut, jobs: Sequence[_Job], *, copies: bool = True) -> None:
+        self._packer, self._jobs = of._packer, jobs
+        packer = of._packer
         launches: dict[tuple[int, int, bool], _Launch] = {}
 
         def add(lane: Lane, base: int, number: int, positions: Ids, cells: Ids, ids: Ids | None) -> None:
@@ -377,45 +444,56 @@ class _Work:
                     if copies and part.has_holes and (holes := np.flatnonzero(ids < 0)).size:
                         add(lane, base, number, positions[holes], cells[holes], None)
                     at += len(some) * lane.nbytes
-        self._launches = list(launches.values())
-        count = sum(size for launch in self._launches for _, size in launch.jobs)
-        self._jobs, self._on_gpu = len(jobs), packer.device >= 0
-        if self._on_gpu:
-            pinned.release(8 + len(self._launches))  # release more old ones than new ones are created
-        self._found = Sums(count, self._on_gpu)
-        self.dones: list[_core.Done] = []
-        out = self._found.address
-        for launch in self._launches:
-            try:
-                done = self._enqueue(launch, out, stream, wait, (packer, jobs, self._found))
-            except BaseException:
-                for begun in self.dones:  # after the error the caller may reuse the slots
-                    with suppress(Exception):
-                        begun.synchronize()
-                raise
-            self.dones.append(done)
-            if self._on_gpu:
-                pinned.watch(done)  # keeps it until it is done, even if the caller drops it
-            out += 8 * sum(size for _, size in launch.jobs)
-        self._found.is_enqueued = True
+        self._ready = [self._prepared(launch) for launch in launches.values()]
+        self._found = Sums(sum(ready.launch.cell_count for ready in self._ready), packer.device >= 0)
+        self._found.is_enqueued = True  # nothing writes to it before `begin`
 
-    def _enqueue(self, launch: _Launch, out: int, stream: Any, wait: Any, keep: Any) -> _core.Done:
+    def _prepared(self, launch: _Launch) -> _Ready:
         packer, device = self._packer, self._packer.device
         cells, at = _joined(launch.cells), _joined(launch.positions)
         positions = _core.Positions(at, at.size, device)
         route = packer.route(launch.lane, launch.base, copies=launch.copies)
-        if not launch.copies:
+        if launch.copies:
+            ids, sizes = packer.in_order(_joined(launch.ids), cells), packer.in_order(launch.lane.num_ids, NUM_CELLS)
+            pairs = _core.Pairs(*ids, *sizes, False, device)
+        else:
             pairs = _core.Pairs(cells, None, NUM_CELLS, NUM_CELLS, False, device)
-            return route.digest(pairs, positions, out, self._on_gpu, stream, wait, keep)
-        ids, sizes = packer.in_order(_joined(launch.ids), cells), packer.in_order(launch.lane.num_ids, NUM_CELLS)
-        pairs = _core.Pairs(*ids, *sizes, False, device)
-        return route.copy_digested(pairs, positions, out, self._on_gpu, (0, 0), stream, wait, keep)
+        return _Ready(launch, route, pairs, positions)
+
+    def begin(self, stream: Any, wait: Any) -> list[_core.Done]:
+        """Enqueue the launches; return their ends."""
+        on_gpu, dones = self._packer.device >= 0, list[_core.Done]()
+        if on_gpu:
+            pinned.release(8 + len(self._ready))  # release more old ones than new ones are created
+        self._found.is_enqueued = False
+        out = self._found.address
+        for ready in self._ready:
+            try:
+                done = self._enqueue(ready, out, stream, wait)
+            except BaseException:
+                for begun in dones:  # after the error the caller may reuse the slots
+                    with suppress(Exception):
+                        begun.synchronize()
+                raise
+            dones.append(done)
+            if on_gpu:
+                pinned.watch(done)  # keeps it until it is done, even if the caller drops it
+            out += 8 * ready.launch.cell_count
+        self._found.is_enqueued = True
+        return dones
+
+    def _enqueue(self, ready: _Ready, out: int, stream: Any, wait: Any) -> _core.Done:
+        launch, route, pairs, positions = ready
+        on_gpu, keep = self._packer.device >= 0, (self._packer, self._jobs, self._found)
+        if launch.copies:
+            return route.copy_digested(pairs, positions, out, on_gpu, (0, 0), stream, wait, keep)
+        return route.digest(pairs, positions, out, on_gpu, stream, wait, keep)
 
     def digests(self) -> list[int]:
         """The digest of each chunk, after all is done."""
-        found, at = [0] * self._jobs, 0
-        for launch in self._launches:
-            for number, size in launch.jobs:
+        found, at = [0] * len(self._jobs), 0
+        for ready in self._ready:
+            for number, size in ready.launch.jobs:
                 found[number] += int(self._found.memory[at : at + size].sum(dtype=np.uint64))
                 at += size
         return [digest % (1 << 64) for digest in found]

@@ -43,19 +43,19 @@ from ..reshard.placement import Placement
 from ..system.machine import sleep_exactly
 from ..wire import Wire
 from ..wire.protocol import require_wire
-from .chunk import MOST, TRAILER
+from .chunk import LEAST
 from .direct import Shared, read_layout, read_shared, shared, told
 from .link import Link
 from .model import differences, named
 from .model import read as read_model
 from .notes import read
-from .ring import Ring
+from .ring import MOST_ON_GPU, Ring, sizes_of
 from .secret import SIGNATURE, Notes, Secret
 
 __all__ = ["Endpoint"]
 
 #: Version of cards, and of those of endpoints that cast: earlier versions refuse these.
-_VERSION, _CASTING = 3, 4
+_VERSION, _CASTING = 5, 6
 
 #: Most bytes of a card, and most values in it.
 _MOST_CARD, _MOST_VALUES = 80 << 10, 1 << 13
@@ -111,10 +111,12 @@ class Endpoint:
         configuration.  It must be the same on both sides.  Of fields, the error names those that differ.
     incarnation : str
         A text that identifies this start of the engine, such as a job number.  It must be the same on all ranks of the engine.
-    chunk_bytes : int
+    chunk_bytes : int, optional
         Bytes of the largest chunk.  Chunks are smaller if `ring_bytes` has room for one of them in each direction, but not for two.
-    ring_bytes : int
-        Bytes of registered memory on the device of the pools: half to send, half to receive.
+        Default: 16 MiB; on a GPU with a larger ring a sixteenth of it, up to 64 MiB.
+    ring_bytes : int, optional
+        Bytes of registered memory on the device of the pools: half to send, half to receive.  Default: 256 MiB; on a GPU of 64
+        GiB or more 512 MiB, and of 128 GiB or more 1 GiB.
     slots : int, optional
         Number of slots in each direction.  Default: as many as `ring_bytes` has room for.  With as many slots as peers, any number
         of peers may stop, and the others have a slot each.  With fewer, the others take turns.  Several peers need two.
@@ -155,8 +157,8 @@ class Endpoint:
         wire: Wire,
         model: str | Mapping[str, Any] = "",
         incarnation: str = "",
-        chunk_bytes: int = MOST,
-        ring_bytes: int = 256 << 20,
+        chunk_bytes: int | None = None,
+        ring_bytes: int | None = None,
         slots: int | None = None,
         max_sms: int | None = None,
         direct: bool = True,
@@ -175,7 +177,7 @@ class Endpoint:
             groups = dict(placement)
         given = {"chunk_bytes": chunk_bytes, "ring_bytes": ring_bytes, "slots": slots, "max_sms": max_sms}
         for name, number in given.items():
-            if not (number is None and name in ("slots", "max_sms")) and (whole(number) or 0) < 1:
+            if number is not None and (whole(number) or 0) < 1:
                 raise BindError(f"endpoint {engine}: {name}: expected a number from 1 on, got {quoted(number, 40)}")
         if not groups:
             raise BindError(f"endpoint {engine}: expected a placement, got none")
@@ -204,11 +206,13 @@ class Endpoint:
         #: Whether it sends → stream of the copies of which the caller names none, whichever thread begins them.
         self.streams = {sends: None if device == "cpu" else _core.Stream(int(device.partition(":")[2])) for sends in (False, True)}
         self.incarnation = incarnation
-        size = Ring.slot_size(chunk_bytes + TRAILER)
+        self._least = LEAST if device == "cpu" else MOST_ON_GPU
+        chunk_bytes, ring_bytes = sizes_of(device, chunk_bytes, ring_bytes)
+        size = Ring.slot_size(chunk_bytes)
         each = ring_bytes // size // 2 if slots is None else slots
-        if slots is None and each == 1 and (smaller := ring_bytes // 4 // 256 * 256) > TRAILER:
+        if slots is None and each == 1 and (smaller := ring_bytes // 4 // 256 * 256):
             each, size = 2, smaller  # for several peers
-        self._chunk_bytes = min(chunk_bytes, size - TRAILER)
+        self._chunk_bytes = min(chunk_bytes, size)
         self.ring = Ring(device, size, each, each)
         wire.register(self.ring.slab)
         self._is_direct = flag("direct", direct)
@@ -268,8 +272,8 @@ class Endpoint:
             "kvbm-link": _VERSION if self.cast is None else _CASTING,
             "engine": self.engine, "incarnation": self.incarnation, "rank": self.rank, "world": self._world,
             "model": self._model, "groups": groups, "sends": self.ring.sends, "takes": self.ring.takes,
-            "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "wire": base64.b64encode(of_wire).decode(),
-            "nonce": self._nonce.hex(),
+            "slot_bytes": self.ring.slot_bytes, "chunk_bytes": self._chunk_bytes, "least": self._least,
+            "wire": base64.b64encode(of_wire).decode(), "nonce": self._nonce.hex(),
         }  # fmt: skip
         if self.cast is not None:
             held["cast"] = to_json(self.cast)
@@ -441,8 +445,8 @@ class Endpoint:
         incoming: dict[str, Resharding | KvbmError],
         gathered: Iterable[str] = (),
     ) -> Link:
-        most = min(self._chunk_bytes, *(card.chunk_bytes for card in cards))
-        link = Link(self, printable(cards[0].engine), outgoing, incoming, most, gathered)
+        sizes = min(self._chunk_bytes, *(card.chunk_bytes for card in cards)), max(self._least, cards[0].least)
+        link = Link(self, printable(cards[0].engine), outgoing, incoming, sizes, gathered)
         needed = {
             rank
             for plans, mine, far in ((outgoing, "src", "dst"), (incoming, "dst", "src"))
@@ -784,7 +788,7 @@ class _Card:
             _refuse("'cast' of 'amax', a number, or numbers by layer", repr(cast)[:60])
         kinds = {
             "engine": str, "incarnation": str, "rank": int, "world": int, "groups": dict, "sends": int, "takes": int,
-            "slot_bytes": int, "chunk_bytes": int, "wire": str, "nonce": str,
+            "slot_bytes": int, "chunk_bytes": int, "least": int, "wire": str, "nonce": str,
         }  # fmt: skip
         for key, kind in kinds.items():
             if type(held.get(key)) is not kind:
@@ -795,11 +799,11 @@ class _Card:
         self.nonce = bytes.fromhex(held["nonce"])
         self.rank, self.world = held["rank"], held["world"]
         self.sends, self.takes = held["sends"], held["takes"]
-        self.slot_bytes, self.chunk_bytes = held["slot_bytes"], held["chunk_bytes"]
+        self.slot_bytes, self.chunk_bytes, self.least = held["slot_bytes"], held["chunk_bytes"], held["least"]
         if not 0 <= self.rank < self.world <= 1 << 16:
             _refuse("a rank of a world of at most 65,536", f"{quoted(self.rank, 40)} of {quoted(self.world, 40)}")
         if not (
-            0 < self.chunk_bytes <= self.slot_bytes - TRAILER < 1 << 32
+            0 < self.chunk_bytes <= self.slot_bytes < 1 << 32
             and 0 < self.sends < 1 << 32
             and 0 < self.takes < 1 << 32
         ):
@@ -807,6 +811,8 @@ class _Card:
                 "slots that hold a chunk",
                 f"{quoted(self.takes, 40)} of {quoted(self.slot_bytes, 40)} bytes for chunks of {quoted(self.chunk_bytes, 40)}",
             )
+        if not 0 < self.least < 1 << 32:
+            _refuse("'least' of bytes of a chunk, below 2**32", quoted(self.least, 40))
         try:
             self.wire = base64.b64decode(held["wire"], validate=True)
         except (binascii.Error, ValueError):
@@ -901,7 +907,7 @@ def _require_alike(cards: list[_Card], title: str) -> None:
     """Raise `BindError` unless the cards are of one engine, one per rank."""
     first = cards[0]
     for one in cards:
-        for name in ("engine", "incarnation", "world", "model", "cast", "groups_text", "chunk_bytes"):
+        for name in ("engine", "incarnation", "world", "model", "cast", "groups_text", "chunk_bytes", "least"):
             if getattr(one, name) != getattr(first, name):
                 raise BindError(
                     f"{title}: cards of ranks {first.rank} and {one.rank} differ in {name}: {quoted(getattr(first, name))} and "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import BindError, DigestError, KvbmError, PeerLostError, TransferError
 from ..reshard.sequence import Ids
 from ..wire import Op
+from .chunks import Bare
 from .loans import Loan
 from .notes import MOST_GRANTS, Ask, Done, Grant, Offer, Put, Stop, Stopped, Want
 
@@ -123,6 +124,8 @@ class Outflow:
         self._digests: dict[int, int] = {}
         self._stops = 0
         self._loan: Loan | None = None  # the peer copies out of the pool itself
+        self._is_prepared = False
+        self._ready: tuple[Cut, tuple[int, int], int, Bare] | None = None  # cut, chunk and address of a packing
         self._repeat = Repeat()
         if not is_said:
             self._say_offer()
@@ -285,8 +288,8 @@ class Outflow:
         busy = self._pack()
         if self._loan is not None and not self._stop and not self._owes_answer:  # a transfer that failed sends no digest
             busy |= self._loan.go_on()
-        for serial, packed in list(self._packed.items()):
-            busy |= self._go_on(serial, packed)
+        for packed in list(self._packed.values()):
+            busy |= self._go_on(packed)
         is_digesting = self._loan is not None and not self._loan.is_digested
         if is_digesting:
             return busy
@@ -307,6 +310,8 @@ class Outflow:
         ):  # the answer may have been lost
             self.link.count("notes_again")
             self._say_offer()
+        if not (busy or self._is_prepared or self._cut or self._loan or self._stop or self._owes_answer):
+            busy = self._prepare()
         return busy
 
     def _give_up(self) -> None:
@@ -338,7 +343,7 @@ class Outflow:
             busy = True
             assert self._cut is not None
             try:
-                done = self._cut.pack(arrays, key=self.sending.key, epoch=self.arrival, **self.sending.order)
+                done = self._bare(arrays).pack()
             except Exception as error:
                 for packed in taken:
                     self._give_back(packed)
@@ -352,7 +357,7 @@ class Outflow:
                 packed.done = done
                 self._packed[packed.grant.serial] = packed
             # Packed chunks are sent while the next ones are packed.  If they are not packed yet, `tick` continues with other flows.
-            if sum(self._go_on(packed.grant.serial, packed) for packed in taken) < len(taken):
+            if sum(self._go_on(packed) for packed in taken) < len(taken):
                 break
         return busy
 
@@ -361,7 +366,7 @@ class Outflow:
         ring = self.link.ring
         try:
             chunk = self._chunk(grant.chunk)
-            array = None if self.offer.pulls else self.link.borrow(self.peer, grant.slot, chunk.size)
+            array = None if self.offer.pulls else self.link.borrow(self.peer, grant.slot, chunk.nbytes)
         except KvbmError as error:
             self.fail(error)
             return None
@@ -371,7 +376,29 @@ class Outflow:
         if slot is None:
             self.link.count("stalls")
             return None
-        return slot, ring.array(slot, chunk.size)
+        return slot, ring.array(slot, chunk.nbytes)
+
+    def _bare(self, arrays: dict[tuple[int, int], Array]) -> Bare:
+        """Prepare to pack chunks into these slots, if it was not done before."""
+        assert self._cut is not None
+        [first, *others], ready, self._ready = arrays.values(), self._ready, None
+        self.link.packed_at.setdefault(self.peer, first.address)
+        if ready is not None and not others and ready[:3] == (self._cut, next(iter(arrays)), first.address):
+            return ready[3]
+        return Bare(self._cut, arrays, **self.sending.order)
+
+    def _prepare(self) -> bool:
+        """Prepare to pack the first chunk while the peer is asked: it mostly wants all of it, in the slot that it had before."""
+        address, self._is_prepared = self.link.packed_at.pop(self.peer, 0), True
+        if not address or self.link.ring.together == 1:
+            return False
+        offer, at = self.offer, (self.rank, 0)
+        with contextlib.suppress(KvbmError):  # it is raised when the peer wants it
+            cut = self.link.cut(self.sending, offer.group, offer.tokens, offer.origin, offer.layers, sends=True)
+            if some := cut.chunks.get(self.rank):
+                slots = {at: self.link.ring.array_at(address, some[0].nbytes)}
+                self._ready = cut, at, address, Bare(cut, slots, **self.sending.order)
+        return True
 
     def _chunk(self, number: int) -> Chunk:
         assert self._cut is not None
@@ -380,7 +407,7 @@ class Outflow:
             raise BindError(f"{self.link.title}: {self.peer} wants chunk {number} of {len(held)}")
         return held[number]
 
-    def _go_on(self, serial: int, packed: _Packed) -> bool:
+    def _go_on(self, packed: _Packed) -> bool:
         ring, link = self.link.ring, self.link
         if packed.op is not None:
             if not packed.op.query():
@@ -406,18 +433,21 @@ class Outflow:
             packed.is_announced = True
             self._announce(packed)
         else:
-            note = Put(self.number, self.arrival, serial, packed.grant.chunk, packed.grant.slot)
-            packed.op = link.put(self.peer, ring.slice(packed.slot, chunk.size), packed.grant.slot, note)
+            packed.op = link.put(self.peer, ring.slice(packed.slot, chunk.nbytes), packed.grant.slot, self._put(packed))
             if packed.op is None:
                 return False  # the peer is lost
         link.count("chunks_sent")
-        link.count("bytes_sent", chunk.size)
+        link.count("bytes_sent", chunk.nbytes)
         return True
 
     def _announce(self, packed: _Packed) -> None:
         packed.announced_at = time.monotonic()
-        slot = packed.slot if self.offer.pulls else packed.grant.slot
-        self.link.say(self.peer, Put(self.number, self.arrival, packed.grant.serial, packed.grant.chunk, slot))
+        self.link.say(self.peer, self._put(packed))
+
+    def _put(self, packed: _Packed) -> Put:
+        chunk, slot, serial = packed.grant
+        slot = packed.slot if self.offer.pulls else slot
+        return Put(self.number, self.arrival, serial, chunk, slot, self._digests[chunk])
 
     def _forget(self, serial: int) -> None:
         packed = self._packed.pop(serial)
@@ -447,8 +477,10 @@ class _Expected:
     def __init__(self, grant: Grant, slot: int) -> None:
         self.grant, self.slot = grant, slot
         self.op: Op | None = None
+        self.ready: Bare | None = None  # its unpacking
         self.done: ChunksDone | None = None
         self.has_arrived = False
+        self.digest = 0  # of what was sent
         self.is_alone = False  # True: unpacked in a separate call, so that other chunks do not fail with it
 
 
@@ -602,11 +634,11 @@ class Inflow(Incoming):
         if expected is None or expected.has_arrived or note.arrival != self.arrival.number or note.chunk != expected.grant.chunk:
             return
         if self.offer.pulls:
-            size = self._chunks[note.chunk].size
+            size = self._chunks[note.chunk].nbytes
             expected.op = self.link.get(self.peer, self.link.ring.slice(expected.slot, size), note.slot)
             if expected.op is None:
                 return  # the peer is lost: nothing was read
-        expected.has_arrived = True
+        expected.has_arrived, expected.digest = True, note.digest
         self._repeat.reset()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -643,7 +675,7 @@ class Inflow(Incoming):
         if not self.is_done and not news and self._repeat.is_due(now):
             self.link.count("notes_again")
             self._say_wants()
-        return busy
+        return busy or self._prepare()
 
     def release(self) -> None:
         """At the end: wait for running kernels."""
@@ -706,22 +738,40 @@ class Inflow(Incoming):
             return True
         self.digests[expected.grant.chunk] = expected.done.digests[self.rank, expected.grant.chunk]
         self.link.count("chunks_received")
-        self.link.count("bytes_received", self._chunks[expected.grant.chunk].size)
+        self.link.count("bytes_received", self._chunks[expected.grant.chunk].nbytes)
         self._free(serial)
         if len(self.digests) == len(self._chunks) and self._stopping is None:
             self._finish()
         return True
 
+    def _prepare(self) -> bool:
+        """Prepare to unpack chunks while they are on their way to a GPU.  True if something was done."""
+        if self.link.ring.together > 1:
+            for expected in itertools.islice(self._expected.values(), self.link.ring.together):
+                if expected.ready is None and not expected.has_arrived:
+                    with contextlib.suppress(KvbmError):  # it is raised when the chunk has arrived
+                        expected.ready = self._bare([expected])
+                        return True
+        return False
+
+    def _bare(self, some: Sequence[_Expected]) -> Bare:
+        array, chunks = self.link.ring.array, self._chunks
+        slots = {(self.rank, one.grant.chunk): array(one.slot, chunks[one.grant.chunk].nbytes) for one in some}
+        return Bare(self._cut, slots, verify=self.arrival.verify, **self.arrival.order)
+
     def _unpack(self, some: Sequence[_Expected]) -> ChunksDone:
-        arrival, array, sizes = self.arrival, self.link.ring.array, self._chunks
-        slots = {(self.rank, one.grant.chunk): array(one.slot, sizes[one.grant.chunk].size) for one in some}
+        arrival, [first, *others] = self.arrival, some
         if arrival.zero is None:  # from now on something is written
             arrival.zero = functools.partial(self.link.zero, arrival, self.offer.group, self.offer.origin)
-        return self._cut.unpack(slots, key=arrival.key, epoch=arrival.number, verify=arrival.verify, **arrival.order)
+        ready = None if others else first.ready
+        first.ready = None
+        return (ready or self._bare(some)).unpack({(self.rank, one.grant.chunk): one.digest for one in some})
 
     def _unpack_some(self) -> None:
         """Unpack the arrived chunks in one call; if one is wrong, each in a separate call."""
-        ready = [one for one in self._expected.values() if one.has_arrived and not (one.op or one.done or one.is_alone)]
+        ready = [
+            one for one in self._expected.values() if one.has_arrived and not (one.op or one.done or one.is_alone or one.ready)
+        ]
         some = ready[: self.link.ring.together]
         if len(some) < 2:
             return

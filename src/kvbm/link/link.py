@@ -93,7 +93,7 @@ class Link:
         engine: str,
         outgoing: Mapping[str, Resharding | KvbmError],
         incoming: Mapping[str, Resharding | KvbmError],
-        chunk_bytes: int,
+        sizes: tuple[int, int],
         gathered: Iterable[str] = (),
     ) -> None:
         self.endpoint, self.engine = endpoint, engine
@@ -103,7 +103,7 @@ class Link:
         self._packers: dict[tuple[str, bool], Packer] = {}
         self._courses: dict[tuple[str, bool, range], _Course] = {}
         self._fingerprints: dict[int, tuple[int, int]] = {}
-        self._chunk_bytes, self._gathered = chunk_bytes, frozenset(gathered)
+        (self._most, self._least), self._gathered = sizes, frozenset(gathered)
         self.peers: dict[str, int] = {}  # the wire's name of a peer → rank
         self.rings: dict[str, tuple[int, int, int]] = {}  # peer → first slot's offset, slots, bytes per slot
         self.lost: dict[str, PeerLostError] = {}  # peers that are lost, and why
@@ -114,6 +114,9 @@ class Link:
         self._lenders: dict[int, Lender] = {}
         #: Peers and groups that read this side's pool; True if the last of them asked for all that was offered.
         self._pool_readers: dict[tuple[str, int], bool] = {}
+        #: Group, layers, first token and origin of what was sent in chunks.
+        self._sent_from: set[tuple[int, range, int, int]] = set()
+        self.packed_at: dict[str, int] = {}  # peer → the address at which the first chunk for it was packed
         self._paths: dict[tuple[int, str], str] = {}  # rank and group → "direct", or why not
         #: Inflows that have ended, and the answer for each.
         self._ended: OrderedDict[tuple[str, int], Done | Stop | None] = OrderedDict()
@@ -176,7 +179,7 @@ class Link:
         try:
             for start in starts:
                 number = start.offer.sending
-                if start.offer.table is not None and claims.setdefault(number, None) is None:
+                if claims.setdefault(number, None) is None:
                     try:
                         claims[number] = self._post(start)
                     finally:
@@ -185,7 +188,7 @@ class Link:
             self.endpoint.wake()
         if any(claims.values()):  # the thread needs it next
             with contextlib.suppress(KvbmError):  # the thread finds the same error, and the sending fails
-                self._packer(group, sends=True).listed(span, span.origin)
+                self._list(sending, self._course(group, layers, sends=True))
         return sending
 
     def offer(self, key: str, span: Span, **options: Any) -> Sending:
@@ -338,11 +341,26 @@ class Link:
         packer.require_usable()
         packer.require_spans(span, span.origin)
         sending = Sending(self, key, span, timeout, self._order(packer, wait, stream))
-        if self._direct(course, self._pool_readers) is None:
-            self.cut(sending, course.group, span.tokens, span.origin, course.layers, sends=True)
-        elif len(span.table) and span.table.min() < 0:  # else it is listed after the offer was sent
-            packer.listed(span, span.origin)  # either way, an error is raised if this cannot be sent
+        if not self._is_known(course, span):  # else after the offer was sent, as nothing is wrong with it
+            self._list(sending, course)
         return sending, self._starts(sending, course, _hashed(key), pulls=pulls)
+
+    def _is_known(self, course: _Course, span: Span) -> bool:
+        """True if `_list` raises no error: blocks for all tokens and, for chunks, a start from which units were sent before."""
+        if len(span.table) and span.table.min() < 0:
+            return False
+        at = course.group, course.layers, span.tokens.start, span.origin
+        return at in self._sent_from or self._direct(course, self._pool_readers) is not None
+
+    def _list(self, sending: Sending, course: _Course) -> None:
+        """List the units or chunks of a sending, which the thread asks for next.  An error is raised if it cannot be sent."""
+        span = sending.span
+        if self._direct(course, self._pool_readers) is not None:
+            course.packer.listed(span, span.origin)
+            return
+        made = self.cut(sending, course.group, span.tokens, span.origin, course.layers, sends=True)
+        if len(self._sent_from) < _MOST and made.chunks and all(some and some[0].units for some in made.chunks.values()):
+            self._sent_from.add((course.group, course.layers, span.tokens.start, span.origin))
 
     def _starts(self, sending: Sending, course: _Course, key: bytes, *, pulls: bool) -> list[Start]:
         packer, number, some, peers, sends_to = course
@@ -857,7 +875,8 @@ class Link:
             packer = self._packer(sorted(self.endpoint.groups)[group], sends=sends)
             own = handle.span
             span = own if tokens == own.tokens else Span(own.table, tokens, own.origin)
-            found = handle.cuts[at] = Cut(packer, span, origin=origin, layers=layers, most=self._chunk_bytes)
+            sizes = {"most": self._most, "least": self._least}
+            found = handle.cuts[at] = Cut(packer, span, origin=origin, layers=layers, **sizes)
         return found
 
     def zero(self, arrival: Arrival, group: int, origin: int) -> None:

@@ -19,7 +19,7 @@ __all__ = [
     "write",
 ]  # fmt: skip
 
-_MAGIC, _VERSION = b"kn", 1
+_MAGIC, _VERSION = b"kn", 2
 
 #: Magic, version, kind, and the number of the sending, which the sender has chosen for this peer.
 _HEAD = struct.Struct("<2sBBQ")
@@ -29,7 +29,7 @@ _KIND_AT: Final = 3
 _FORMS: Final = {
     "Offer": (1, struct.Struct("<Q16sHIIQQQ?d?")),
     "Want": (2, struct.Struct("<QQQQQI")),
-    "Put": (3, struct.Struct("<QIII")),
+    "Put": (3, struct.Struct("<QIIIQ")),
     "Done": (4, struct.Struct("<QQ")),
     "Stop": (5, struct.Struct("<Q??")),
     "Stopped": (6, struct.Struct("<Q?")),
@@ -214,13 +214,17 @@ MOST_GRANTS = (NOTE_BYTES - NOTE - _HEAD.size - _FORMS["Want"][1].size) // _GRAN
 
 
 class Put(NamedTuple):
-    """From the sender: this chunk is in the granted slot, or, if the receiver pulls chunks, in this slot of the sender."""
+    """From the sender: this chunk is in the granted slot, or, if the receiver pulls chunks, in this slot of the sender.
+
+    It has the chunk's digest: chunks of a link have no trailer.
+    """
 
     sending: int
     arrival: int
     serial: int
     chunk: int
     slot: int
+    digest: int
 
     def fields(self) -> tuple[Any, ...]:
         return self[1:]

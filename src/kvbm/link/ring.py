@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -12,18 +13,39 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from ..errors import BindError
+from ..errors import BindError, KvbmError
 from ..layout.shapes import round_up
 from ..memory.array_info import Array
 from ..system.machine import device_of
 from ..system.memory_files import memory_file
 from ..wire import Slab, Slice
+from .chunk import MOST
 
-__all__ = ["Ring"]
+__all__ = ["MOST_ON_GPU", "Ring", "sizes_of"]
 
 #: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
 #: chunks are done, which would delay the first chunk.
 TOGETHER = 4
+
+#: Slots of a ring, half to send and half to receive, if the caller does not give its size.
+_SLOTS = 16
+
+#: Bytes of the largest chunk on a GPU with so much memory; smaller messages are not cut there.  It is what a GPU copies while the
+#: host handles one more chunk, and a slot is free again only some 0.5 ms after it was granted.
+MOST_ON_GPU, _LARGE_GPU = 64 << 20, 128 << 30
+
+
+def sizes_of(device: str, chunk_bytes: int | None = None, ring_bytes: int | None = None) -> tuple[int, int]:
+    """Bytes of the largest chunk, and of the ring, if some of them are not given.  ``docs/howto/connect.md`` has the defaults."""
+    most, memory = MOST, 0
+    if device != "cpu":
+        with contextlib.suppress(KvbmError):  # of a GPU that is not there: whoever allocates on it says so
+            memory = _core.device_info(device_of(device))["memory"]
+    while most < MOST_ON_GPU and memory * MOST_ON_GPU >= _LARGE_GPU * 2 * most:
+        most *= 2
+    if ring_bytes is None:
+        ring_bytes = _SLOTS * most
+    return chunk_bytes or min(most, max(MOST, ring_bytes // _SLOTS)), ring_bytes
 
 
 class Ring:
@@ -34,7 +56,7 @@ class Ring:
     device : str
         Device of the pools: ``"cpu"`` or ``"cuda:N"``.
     slot_bytes : int
-        Bytes of a slot: the largest chunk and its trailer.
+        Bytes of a slot: those of the largest chunk.
     sends, takes : int
         Number of slots for sent chunks, and for received chunks.
 
@@ -82,7 +104,7 @@ class Ring:
 
     @staticmethod
     def slot_size(chunk_bytes: int) -> int:
-        """Bytes of a slot for chunks of `chunk_bytes` bytes, including the trailer: a multiple of 256."""
+        """Bytes of a slot for chunks of `chunk_bytes` bytes: a multiple of 256."""
         return round_up(chunk_bytes, 256)
 
     def meet(self, peers: Iterable[str]) -> None:
@@ -140,7 +162,11 @@ class Ring:
 
     def array(self, slot: int, nbytes: int) -> Array:
         """The first bytes of a slot as an array, for packing and unpacking."""
-        return Array(self.slab.address + slot * self.slot_bytes, (nbytes,), (1,), "uint8", self.device, owner=self)
+        return self.array_at(self.slab.address + slot * self.slot_bytes, nbytes)
+
+    def array_at(self, address: int, nbytes: int) -> Array:
+        """Bytes of a slot of this ring or of a peer's."""
+        return Array(address, (nbytes,), (1,), "uint8", self.device, owner=self)
 
     def close(self) -> None:
         if self._free_device is not None:

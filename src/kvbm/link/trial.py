@@ -36,7 +36,6 @@ from ..reshard.presets import vllm
 from ..reshard.sequence import Span
 from ..wire import Slab, Slice
 from ..wire.protocol import move
-from .chunk import TRAILER
 from .coded import SPARE, STAGE, Coded, Side
 from .endpoint import Endpoint
 from .handle import Handle
@@ -112,7 +111,7 @@ class Terms:
         """
         blocks = -(-self.tokens // nt)
         block = nt * self.token_bytes
-        slot = Ring.slot_size(self.chunk_bytes + TRAILER)
+        slot = Ring.slot_size(self.chunk_bytes)
         ring = self.ring_bytes // slot // 2 * 2 * slot
         pool = (blocks + SPARE) * block + min(STAGE, blocks) * block + 4 * block + 8 * 2 * (blocks + SPARE) * nt
         return pool + ring + 2 * Ring.slot_size(self.tokens * self.token_bytes)
