@@ -470,8 +470,10 @@ class Known(NamedTuple):
         return next((ratio for least, ratio in reversed(self.asked) if nbytes >= least), None)
 
 
-_LARGE = 300_000_000
-_DIRECT = ((0, 0.22), (60_000_000, 0.55), (_LARGE, 0.8), (2_000_000_000, 0.93))
+#: Of a memcpy by CUDA IPC; rings by NIXL of NIXL's own transfer.
+_DIRECT = ((60_000_000, 0.55), (300_000_000, 0.8), (2_000_000_000, 0.93))
+_BY_NIXL = ((60_000_000, 0.25), (300_000_000, 0.6), (2_000_000_000, 0.85))
+_MAPPED = ((60_000_000, 0.3), (300_000_000, 0.6), (2_000_000_000, 0.8))
 
 ON_CPU = {
     "NIXL": Known(ByNixl, ""),
@@ -489,8 +491,8 @@ ON_GPUS = {
     "memcpy": Known(ByMemcpy, ""),
     "NIXL": Known(ByNixl, "memcpy"),
     "wire.nixl": Known(functools.partial(ByWire, "nixl"), "NIXL"),
-    "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL", ((_LARGE, 0.9),)),
-    "link, mapped": Known(functools.partial(ByLink, "mapped"), "memcpy", ((0, 0.75), (_LARGE, 0.9))),
+    "link by NIXL": Known(functools.partial(ByLink, "nixl"), "NIXL", _BY_NIXL),
+    "link, mapped": Known(functools.partial(ByLink, "mapped"), "memcpy", _MAPPED),
     "link, direct": Known(functools.partial(ByLink, "mapped", direct=True), "memcpy", _DIRECT),
     "as engines do": Known(AsEngines, "NIXL"),
     "NCCL": Known(ByTorch, "memcpy", needs_two=True),
