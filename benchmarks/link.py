@@ -34,12 +34,13 @@ from kvbm.system.clock import Timed
 
 from .interference import Model
 from .race import ROUNDS, Runner, race, race_options, row_of, runner, write_race
+from .ranks import SENDERS, sequences
 from .section import TINY, Note, Row, figures, note, stamp
 from .ways import DECODE, LIMIT, PREFILL, Pair, ways_of
 
 __all__ = ["SECTIONS", "link", "measure"]
 
-SECTIONS = ("messages", "cut", "beside", "chunks", "many")
+SECTIONS = ("messages", "cut", "beside", "chunks", "many", "ranks")
 
 #: Bytes of the message of a long prompt, between GPUs.
 _LONG = 2560 << 20
@@ -338,8 +339,18 @@ def _timed(call: Callable[[], float], iters: int, warmup: int) -> Timed:
     return Timed.of([call() for _ in range(warmup + iters)][warmup:], "clock")
 
 
+def _ranks(run: Run) -> Iterator[Row]:
+    """A sequence from four ranks to two, compared with the bytes that come from the other GPU: as many as a message has."""
+    on_gpus = device_of(run.place) >= 0
+    if on_gpus and run.places[0] == run.places[1]:
+        run.note("ranks: left out: it needs two GPUs")
+        return
+    sizes = [SENDERS * tokens for tokens in ((*run.sizes, run.tokens(_LONG)) if on_gpus and not run.quick else run.sizes)]
+    yield from sequences(run.places, run.model, sizes, run.iters, run.options)
+
+
 _SECTIONS: dict[str, Callable[[Run], Iterator[Row]]] = {
-    "messages": _messages, "cut": _cut, "beside": _beside, "chunks": _chunks, "many": _many,
+    "messages": _messages, "cut": _cut, "beside": _beside, "chunks": _chunks, "many": _many, "ranks": _ranks,
 }  # fmt: skip
 
 

@@ -16,6 +16,12 @@ from typing import Any
 from .errors import BindError, KvbmError, printable
 
 
+def imported(name: str) -> Any:
+    """A module whose objects may be arguments; None if it is not imported, or another thread is importing it."""
+    module = sys.modules.get(name)
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
+
+
 def whole(value: Any) -> int | None:
     """The value as an int, also for NumPy integers; None for anything else."""
     if type(value) is int:
@@ -143,7 +149,7 @@ class _Quoter(reprlib.Repr):
     repr_bytes = repr_bytearray = repr_str
 
     def repr_instance(self, x: Any, level: int) -> str:
-        torch = sys.modules.get("torch")
+        torch = imported("torch")
         if torch is not None and isinstance(x, torch.Tensor):  # to print one whose storage was freed ends the process
             return f"<{type(x).__name__} of shape {tuple(x.shape)}, {x.dtype}>"
         readers: Any = ((dict, self.repr_dict), (list, self.repr_list), (tuple, self.repr_tuple))

@@ -13,7 +13,6 @@ import enum
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from ._arguments import flag, listed, quoted
+from ._arguments import flag, imported, listed, quoted
 from .compile.prepare import prepare
 from .copy.executor import current_stream, require_compatible, require_disjoint
 from .errors import BindError, DTypeError
@@ -726,8 +725,7 @@ def _ordinal(device: Any) -> int:
 def _raw_stream(stream: Any, device: int) -> int:
     if stream is not None:
         return _core.stream_handle(stream)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.version.cuda:
+    if (torch := imported("torch")) is not None and torch.version.cuda:
         return torch_stream(device)
     raise BindError(
         "stream: addresses have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"

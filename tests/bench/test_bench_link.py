@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import threading
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 
 import benching
 from benching import ON_CPU, run
-from benchmarks import growth, link, race, ways
+from benchmarks import growth, link, race, ranks, ways
 from kvbm.bench.check import WrongCopyError
 from processes import FakeDriver
 
@@ -39,6 +43,37 @@ def test_what_is_fixed() -> None:
     assert {row["asked"] for row in chunks} == {"<= 0.05 ms", "<= 1"} and chunks[-1]["ratio"] == "1.0"
     (many,) = ran("--what", "many")
     assert (many["by"], many["beside"], many["n"], many["asked"]) == ("8 links", "1 link", "8", ">= 0.8")
+
+
+class InThreads:
+    """What `multiprocessing` gives, with a thread for each process."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    class Process(threading.Thread):
+        def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
+            pipe, *rest = args
+            super().__init__(target=target, args=(Connection(os.dup(pipe.fileno())), *rest), daemon=daemon)
+
+        def kill(self) -> None:
+            """It ends with its pipe."""
+
+
+@pytest.mark.slow  # 2 s: six endpoints
+@TORCH
+@pytest.mark.usefixtures("small")
+def test_four_ranks_send_to_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared by the digests of the model, before it is timed."""
+    monkeypatch.setattr(ranks.multiprocessing, "get_context", lambda _: InThreads)
+    (first, last) = ran("--what", "ranks")
+    assert {(row["case"], row["by"], row["beside"]) for row in (first, last)} == {
+        ("tp 4 → 2, bytes of the other GPU", "link, chunks", "memcpy")
+    }
+    assert int(last["total_bytes"]) == 4 * int(first["total_bytes"]) == 1024 * benching.MODEL.nbytes // benching.MODEL.nt
+    monkeypatch.setattr(ranks.Processes, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(ranks.Processes, "ask", lambda *_: (0.0, [[1, 2], [0]]))
+    with pytest.raises(WrongCopyError, match="what came is not what was sent"):
+        ranks.Processes.check(ranks.Processes.__new__(ranks.Processes), 64)
 
 
 @pytest.mark.slow  # two processes, every transport

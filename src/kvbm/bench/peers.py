@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
+from .._arguments import imported
 from ..errors import KvbmError, LayoutError, PlanError
 from ..memory.array_info import span
 from ..planner.loopnest import Part
@@ -373,7 +374,7 @@ def load(text: str) -> Peer:
 
 def release() -> None:
     """Make PyTorch and CuPy release the GPU memory in their caches."""
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    torch, cupy = imported("torch"), imported("cupy")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if cupy is not None:

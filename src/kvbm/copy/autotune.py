@@ -7,13 +7,13 @@ import datetime as dt
 import logging
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from .._arguments import imported
 from ..errors import escaping
 from ..pool.pool import Pool, part_of
 from ..system import machine
@@ -81,7 +81,7 @@ def _is_capturing() -> bool:
 
     The default stream is never captured.  A query of it would break the capture of another stream.
     """
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    torch, cupy = imported("torch"), imported("cupy")
     captures = False
     if torch is not None and torch.cuda.is_initialized() and torch.cuda.current_stream().cuda_stream > 2:
         captures = torch.cuda.is_current_stream_capturing()

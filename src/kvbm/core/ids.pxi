@@ -305,7 +305,7 @@ _descriptors[0] = _descriptors[1] = NULL
 cdef bint _is_numpy(kind) except -1:
     """Whether it is numpy.ndarray, and its arrays can be read by their fields."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or kind is not numpy.ndarray:
+    if numpy is None or kind is not getattr(numpy, "ndarray", None):  # not there while another thread imports NumPy
         return False
     from kvbm.memory.liveness import numpy_fits
 
@@ -346,7 +346,7 @@ _NO_IDS = (str, bytes, bytearray, bool)
 cdef bint _is_time(kind) except -1:
     """Whether it is a class of NumPy's times, whose bytes are no ids.  NumPy is not imported for that."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, (numpy.datetime64, numpy.timedelta64))
+    return issubclass(kind, (getattr(numpy, "datetime64", ()), getattr(numpy, "timedelta64", ())))
 
 
 cdef int _ids_kind(given, str what) except -1:

@@ -106,7 +106,7 @@ cdef Exchange *_exchange(kind) except? NULL:
         # Only for torch: this interface does not tell whether memory is read-only, and that of torch never is.
         torch = sys.modules.get("torch")
         capsule = None
-        if torch is not None and issubclass(kind, torch.Tensor):
+        if issubclass(kind, getattr(torch, "Tensor", ())):  # not there while another thread imports torch
             capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
             if not PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
                 capsule = None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._arguments import quoted
+from .._arguments import imported, quoted
 from ..errors import DTypeError
 
 #: Bytes per item of every dtype that a block may hold.  A copy moves bits, so it needs only the width.
@@ -59,7 +58,7 @@ def dtype_name(dtype: Any, what: str = "dtype") -> str:
         if dtype in ITEMSIZE:
             return dtype
         text = dtype.strip().removeprefix("torch.").lower()
-    elif (torch := sys.modules.get("torch")) is not None and isinstance(dtype, torch.dtype):
+    elif (torch := imported("torch")) is not None and isinstance(dtype, torch.dtype):
         text = str(dtype).removeprefix("torch.")
     else:
         text = _of_numpy(dtype, what)
@@ -74,7 +73,7 @@ def dtype_name(dtype: Any, what: str = "dtype") -> str:
 
 def _of_numpy(dtype: Any, what: str) -> str:
     """The name of a NumPy dtype, or of a type that NumPy converts to a dtype; empty for anything else."""
-    numpy = sys.modules.get("numpy")
+    numpy = imported("numpy")
     own = isinstance(dtype, type) and dtype.__module__.partition(".")[0] in ("numpy", "ml_dtypes")
     if callable(dtype) and not own:
         dtype = getattr(dtype, "dtype", dtype)  # jax.numpy.bfloat16 is a function with a dtype

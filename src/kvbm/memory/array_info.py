@@ -75,7 +75,7 @@ def describe(array: Any, what: str = "array") -> Array:
         The bytes are not plain elements of its dtype: swapped byte order, structured, or one byte per four-bit element.
     """
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    if isinstance(array, getattr(torch, "Tensor", ())):  # not there while another thread imports torch
         return _tensor(array, what, torch)
     if isinstance(array, np.ndarray):
         return _numpy(array, what)
@@ -118,7 +118,8 @@ def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
         ``(address, CUDA device ordinal or -1, owner)``.  None if the array is different, or cannot be checked in this way: then
         call `describe`, and raise an error if it is wrong.
     """
-    kind, torch = type(array), sys.modules.get("torch")
+    kind = type(array)
+    torch: Any = sys.modules.get("torch")
     if kind is np.ndarray:
         if array.shape != (count,) or not count or (array.strides != (8,) and count > 1):
             return None
@@ -126,7 +127,7 @@ def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
             return None
         return addressof(c_char.from_buffer(array)), -1, None  # takes a third of the time of array.ctypes.data
     try:
-        if torch is not None and isinstance(array, torch.Tensor):
+        if isinstance(array, getattr(torch, "Tensor", ())):
             return _flat_tensor(array, count, torch) if kind is torch.Tensor else None
         if isinstance(array, np.ndarray):
             return None
@@ -206,8 +207,7 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
 
 
 def _numpy(array: npt.NDArray[Any], what: str, owner: Any = None) -> Array:
-    masked = sys.modules.get("numpy.ma")
-    if masked is not None and isinstance(array, masked.MaskedArray):
+    if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise BindError(f"{what}: expected an array without a mask, got a masked array; pass array.data, or array.filled()")
     dtype = _dtype_name(array.dtype, what)
     return Array(array.ctypes.data, array.shape, array.strides, dtype, "cpu", not array.flags.writeable, owner=owner)

@@ -57,7 +57,7 @@ class Borrowed:
         self._arrays, self._found, self._extent = list(arrays), list(found), extent
         self._owners = tuple(array.owner for array in found)  # kept alive while the addresses are used
         torch = sys.modules.get("torch")
-        tensors = [array for array in arrays if torch is not None and isinstance(array, torch.Tensor)]
+        tensors = [array for array in arrays if isinstance(array, getattr(torch, "Tensor", ()))]
         fields = torch_fields() if tensors else None
         kinds = bytes(_kind(array, torch, fields) for array in arrays)
         held = {id(one): one for array in arrays for one in _below(array)}
@@ -110,7 +110,7 @@ def _is_deleted(array: Any) -> bool:
 def _kind(array: Any, torch: Any, fields: Any) -> int:
     if isinstance(array, np.ndarray):
         return _NUMPY if numpy_fits() else _ASKED
-    if torch is not None and isinstance(array, torch.Tensor):
+    if isinstance(array, getattr(torch, "Tensor", ())):
         return _ASKED if fields is None else _TORCH
     return _ASKED if callable(getattr(array, "is_deleted", None)) else _UNWATCHED
 

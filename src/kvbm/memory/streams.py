@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .._arguments import imported
 from ..errors import BindError
 
 
@@ -23,7 +24,7 @@ def torch_stream(index: int) -> int:
 
 def framework_stream(framework: str, index: int) -> Any:
     """The framework's current stream on a GPU, as an object: the handle of a default stream does not name its GPU."""
-    module = sys.modules.get(framework)
+    module = imported(framework)
     if framework == "torch" and module is not None:
         return module.cuda.current_stream(index)
     if framework == "cupy" and module is not None:

@@ -6,13 +6,13 @@ torch is looked up in `sys.modules`: data can be torch's only if torch has been 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .._arguments import imported
 from ..errors import BindError
 
 
@@ -22,7 +22,7 @@ def is_array(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     return torch is not None and issubclass(type(value), torch.Tensor)  # an object may lie of its class
 
 

@@ -30,7 +30,6 @@ import ctypes
 import functools
 import itertools
 import os
-import sys
 import threading
 import time
 import traceback
@@ -39,7 +38,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from .._arguments import is_real, quoted
+from .._arguments import imported, is_real, quoted
 from ..system.clock import Events
 from ..system.machine import cuda
 from .data import device_index
@@ -347,7 +346,7 @@ def _park_at_exit() -> None:
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The state of torch per thread: gradients, inference, autocast, number of threads, current GPU and stream."""
-    torch = sys.modules.get("torch")
+    torch = imported("torch")
     if torch is None:
         return contextlib.nullcontext
     threads = torch.get_num_threads()
@@ -428,7 +427,7 @@ class Gpu:
 
 
 def _current_stream(device: int) -> int:
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    torch, cupy = imported("torch"), imported("cupy")
     if torch is not None and torch.cuda.is_initialized():
         return int(torch.cuda.current_stream(device).cuda_stream)
     if cupy is not None:
