@@ -197,10 +197,6 @@ struct CastNest {
       auto& here = found[next];
       uint32_t chunk = job;
       const uint32_t tile = take(chunk, p.tiles);
-      if (p.tile[3].n > 1) {  // chunks that lie close together, then pairs, then the other chunks
-        const uint32_t near = take(chunk, p.tile[3]), pair = take(chunk, p.faster);
-        chunk = pair + p.faster.n * (near + p.tile[3].n * chunk);
-      }
       if (part < a.num_parts) {  // one thread for the elements, one for the scales
         Bases at;
         const bool copies = locate<OUTER>(a, a.part[part], chunk, at);
@@ -276,15 +272,25 @@ struct Cast : CastNest<OUTER, INNER> {
   using Nest = CastNest<OUTER, INNER>;
   using Place = typename Nest::Place;
   using Nest::larger;
-  static constexpr uint32_t kThreads = FROM::kBits == 32 ? 512 : 768;  // a thread needs more than 80 registers, or than 64
+  static constexpr bool kIsNarrow = FROM::kBits == 4 || TO::kBits == 4;
+  // A thread has 128, 80, 64 or 72 registers.  E2m1 is bound by instructions, and more warps issue more of them.
+  static constexpr uint32_t kThreads = FROM::kBits == 32 ? 512 : TO::kBits == 32 ? 768 : kIsNarrow && !SUMS ? 1024 : 896;
   static constexpr bool kQuantises = FROM::kBits >= 16, kHasScales = !kSame<SCALE, None>, kComputes = kQuantises && kHasScales;
   static constexpr int ITEM = 8;
 
   static int prepare(kvbm_args* a, uint32_t sms, kvbm_grid* grid) {
     if (SUMS && items_of_group(a->part[0]) > 32) return KVBM_TOO_LARGE;
-    constexpr bool kIsNarrow = FROM::kBits == 4 || TO::kBits == 4;
+    if (sms) order_groups(*a);
     const CastItems items = {FROM::kBits + TO::kBits, 2, kIsNarrow ? 1 : 2, SUMS || kIsNarrow ? kCastTurns : kCastTurns / 2};
     return Nest::prepare(a, sms, items, grid, kThreads);
+  }
+
+  // A GPU takes groups in the order in which the codes lie: their rows are the shorter ones.  Digests: groups that share a cell stay
+  // neighbours.
+  static void order_groups(kvbm_args& a) {
+    const bool shares_cells = SUMS && (kIsNarrow || (kHasScales && a.part[1].cell_words > 1));
+    join_alternating(a, OUTER, INNER, kQuantises, SUMS ? 16 : 1);
+    order_modes(a.part, a.num_parts, kGroup + shares_cells, INNER, kQuantises);
   }
 
   // The codes of an item, packed as in memory: 32 bits, or more for wide formats.
@@ -304,10 +310,14 @@ struct Cast : CastNest<OUTER, INNER> {
     }
   };
 
-  // `p.word`: codes of 8 bits are only aligned to 4 bytes.
+  // `p.word`: codes of 8 bits may be aligned to 4 bytes only, such as every other row of 132 bytes.
+  template <class F>
+  static KVBM_INLINE bool is_split(const kvbm_part& p, const char* at) {
+    return F::kBits == 8 && p.word && uint32_t(uint64_t(at)) % 8;
+  }
   template <class F>
   static KVBM_INLINE void load_item(const kvbm_part& p, const char* from, Codes<F>& codes) {
-    if (F::kBits == 8 && p.word) {
+    if (is_split<F>(p, from)) {
       load(codes.x[0], from);
       load(codes.x[F::kBits == 8], from + 4);
       return;
@@ -316,7 +326,10 @@ struct Cast : CastNest<OUTER, INNER> {
     KVBM_UNROLL
     for (int w = 0; w < F::kBits / kBytes; ++w) {
       Word<kBytes> v;
-      load(v, from + w * kBytes);
+      if constexpr (kBytes == 8)
+        load_half(v, from);
+      else
+        load(v, from + w * kBytes);
       if constexpr (kBytes == 4) {
         codes.x[0] = v;
       } else {
@@ -327,7 +340,7 @@ struct Cast : CastNest<OUTER, INNER> {
   }
   template <class F>
   static KVBM_INLINE void store_item(const kvbm_part& p, char* to, const Codes<F>& codes) {
-    if (F::kBits == 8 && p.word) {
+    if (is_split<F>(p, to)) {
       store(to, codes.x[0]);
       store(to + 4, codes.x[F::kBits == 8]);
       return;
@@ -489,7 +502,8 @@ struct Cast : CastNest<OUTER, INNER> {
       tile.at.dst += items.dst;
       for (uint32_t first = tile.first; first < tile.last; first += 2 * mine.rows)
         run_two(a, tile, items, first + 2 * mine.row, mine, first + 2 * mine.rows >= tile.last, sums);
-      if constexpr (SUMS) add_to_digest<32>(a, p, tile.chunk * p.tiles.n, threadIdx.x % 32, 32, sums.take());
+      if constexpr (SUMS)
+        add_to_digest<kThreads>(a, p, tile.chunk * p.tiles.n, threadIdx.x, mine.width * mine.rows, sums.take());
     });
   }
 

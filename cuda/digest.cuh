@@ -51,20 +51,9 @@ struct Digest {
   static constexpr uint32_t kLoads = ELEMENT ? 1 : 4;                             // cells, or squares, a thread has in flight
   static constexpr uint32_t kCells = 16 / kSide;  // cells, or squares, per thread and tile: they share one lookup
 
-  // The order of a sum does not matter, so the host reads in the order of memory: smallest stride first, modes of extent 1
-  // last.
-  static void order_modes(kvbm_part& p) {
-    auto step = [&](int mode) { return p.inner[mode].extent.n > 1 ? uint64_t(p.inner[mode].src) : ~UINT64_C(0); };
-    for (int i = 1; i < INNER; ++i)
-      for (int k = i; k > 0 && step(k) < step(k - 1); --k) {
-        const kvbm_inner slower = p.inner[k - 1];
-        p.inner[k - 1] = p.inner[k];
-        p.inner[k] = slower;
-      }
-  }
-
   static bool prepare(const kvbm_args& a, kvbm_part& p, uint32_t sms, uint32_t& shared_bytes) {
-    if (sms == 0 && ELEMENT == 0) order_modes(p);
+    // The order of a sum does not matter, so the host reads in the order of memory.
+    if (sms == 0 && ELEMENT == 0) order_modes(&p, 1, 0, INNER, false);
     return prepare_rows({OUTER, INNER, 0, 16, kThreads, kTeams, kCells}, a, p, sms, shared_bytes);
   }
 

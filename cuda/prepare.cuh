@@ -133,10 +133,32 @@ KVBM_INLINE uint32_t bytes_of_tile(const kvbm_part& p, uint32_t side, uint32_t w
   return p.tile_words * p.tile[p.transposes_on_store ? 1 : 0].n * pitch_of_tile(p, side) * word;
 }
 
-constexpr int kGroup = 3;              // casts: inner modes of a group
-constexpr uint32_t kCastTurns = 4;     // casts: most pairs of groups that a thread takes, one after the other
-constexpr uint32_t kNearBytes = 4096;  // casts: chunks that lie closer than this are jobs one after the other
-constexpr uint32_t kCastCtas = 12;     // casts: CTAs that a multiprocessor should have before a thread takes more of them
+// The stride of an inner or outer mode on one side.
+template <class MODE>
+inline int64_t stride_of(const MODE& mode, bool of_dst) {
+  return of_dst ? mode.dst : mode.src;
+}
+
+// Sorts the inner modes FIRST .. LAST-1, those of all parts alike, by the strides of the first part on one side: smallest first,
+// modes of extent 1 last.
+inline void order_modes(kvbm_part* parts, uint32_t count, int first, int last, bool by_dst) {
+  auto stride = [&](int k) {
+    const kvbm_inner& mode = parts[0].inner[k];
+    return mode.extent.n > 1 ? uint64_t(stride_of(mode, by_dst)) : ~UINT64_C(0);
+  };
+  for (int i = first + 1; i < last; ++i)
+    for (int k = i; k > first && stride(k) < stride(k - 1); --k)
+      for (uint32_t part = 0; part < count; ++part) {
+        const kvbm_inner slower = parts[part].inner[k - 1];
+        parts[part].inner[k - 1] = parts[part].inner[k];
+        parts[part].inner[k] = slower;
+      }
+}
+
+constexpr int kGroup = 3;             // casts: inner modes of a group
+constexpr uint32_t kCastTurns = 4;    // casts: most pairs of groups that a thread takes, one after the other
+constexpr int64_t kNearBytes = 1024;  // casts: rows of K and of V whose codes lie closer than this are groups of one chunk
+constexpr uint32_t kCastCtas = 12;    // casts: CTAs that a multiprocessor should have before a thread takes more of them
 
 inline uint64_t items_of_group(const kvbm_part& p) {
   uint64_t items = 1;
@@ -144,9 +166,44 @@ inline uint64_t items_of_group(const kvbm_part& p) {
   return items;
 }
 
-// Whether neighbouring chunks of a mode lie close together on one side, as K and V of a row do: they share sectors there.
-inline bool is_near(int64_t step, int32_t table_step) {
-  return table_step == 0 && step != 0 && uint64_t(step < 0 ? -step : step) < kNearBytes;
+// Whether an outer mode can become an inner one of a cast: the offsets and keys of a chunk still fit 32 bits.
+inline bool fits_chunk(const kvbm_args& a, int outer, int inner, uint32_t key_unit) {
+  for (uint32_t i = 0; i < a.num_parts; ++i) {
+    const kvbm_part& p = a.part[i];
+    const kvbm_outer& mode = p.outer[outer];
+    if (p.inner[inner - 1].extent.n > 1 || mode.src_table || mode.dst_table || (mode.src | mode.dst) >> 32) return false;
+    const uint64_t last = mode.extent.n - 1;
+    uint64_t src = last * uint64_t(mode.src), dst = last * uint64_t(mode.dst), key = last * mode.key * key_unit;
+    for (int k = 0; k < inner; ++k) {
+      const uint64_t steps = p.inner[k].extent.n - 1;
+      src += steps * uint64_t(p.inner[k].src);
+      dst += steps * uint64_t(p.inner[k].dst);
+      key += steps * p.inner[k].key;
+    }
+    if ((src | dst | key) >> 32) return false;
+  }
+  return true;
+}
+
+// Rows of K and of V may alternate on the side of the codes (`in_dst`), and share sectors.  Then the outer mode from one to the other
+// becomes the last inner one, so that a warp can have both.  Outer keys count units of `key_unit` inner ones.
+inline void join_alternating(kvbm_args& a, int outer, int inner, bool in_dst, uint32_t key_unit) {
+  int64_t longest = 0;
+  for (int k = kGroup; k < inner; ++k) {
+    const kvbm_inner& mode = a.part[0].inner[k];
+    if (mode.extent.n > 1 && stride_of(mode, in_dst) > longest) longest = stride_of(mode, in_dst);
+  }
+  if (longest > kNearBytes) longest = kNearBytes;
+  for (int k = 0; k < outer; ++k) {
+    const int64_t stride = stride_of(a.part[0].outer[k], in_dst);
+    if (a.part[0].outer[k].extent.n != 2 || stride <= 0 || stride >= longest || !fits_chunk(a, k, inner, key_unit)) continue;
+    for (uint32_t i = 0; i < a.num_parts; ++i) {
+      kvbm_outer& mode = a.part[i].outer[k];
+      a.part[i].inner[inner - 1] = {mode.extent, mode.key * key_unit, mode.src, mode.dst};
+      mode = {kvbm_make_div(1), 0, 0, 0, 0, 0};
+    }
+    return;
+  }
 }
 
 // The items of a cast: bytes of one on both sides, how many a thread takes of a group, and the fewest threads of a group.  turns:
@@ -156,7 +213,7 @@ struct CastItems {
 };
 
 // Parts 0 and 1 have the same modes.  On the GPU tile[0] threads take a group, tile[1] of them have items, and a CTA takes tile[2]
-// groups at a time.  tile[3]: chunks that lie close together; for_tiles has them as jobs one after the other.
+// groups at a time.
 inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, const CastItems& item) {
   kvbm_part& p = a.part[0];
   const uint64_t items = divide_up(items_of_group(p), item.of_thread);
@@ -190,13 +247,6 @@ inline bool prepare_cast(const Structure& s, kvbm_args& a, uint32_t sms, const C
   p.tile[2].n = s.threads / width;
   if (!set_jobs(a, p, s.outer, chunks, divide_up(groups, p.tile_words))) return false;
   p.ctas = p.jobs;
-  uint32_t near = 1;
-  for (int k = 0; k < s.outer && sms && p.pairs_first; ++k) {
-    const kvbm_outer& mode = p.outer[k];
-    if (mode.extent.n > 1 && !is_near(mode.src, mode.src_table) && !is_near(mode.dst, mode.dst_table)) break;
-    near *= mode.extent.n;
-  }
-  p.tile[3] = kvbm_make_div(near);
   for (uint32_t i = 1; i < a.num_parts; ++i) {  // the scales: the same order of jobs, which are those of part 0
     a.part[i].faster = p.faster;
     a.part[i].pairs_first = p.pairs_first;

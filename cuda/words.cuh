@@ -58,7 +58,7 @@ __device__ __forceinline__ void load(Word16& v, const char* p) {
                : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
                : "l"(p), "l"(evict_last_policy()));
 }
-// The same for half a sector of 32 bytes, of which the thread loads the other half next: that one comes from the L1.
+// The same for a part of a sector of 32 bytes, of which the warp loads the rest next: that comes from the L1.
 __device__ __forceinline__ void load_half(Word16& v, const char* p) {
   asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
@@ -66,6 +66,11 @@ __device__ __forceinline__ void load_half(Word16& v, const char* p) {
 }
 __device__ __forceinline__ void load(Word8& v, const char* p) {
   asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(v.x[0]), "=r"(v.x[1])
+               : "l"(p), "l"(evict_last_policy()));
+}
+__device__ __forceinline__ void load_half(Word8& v, const char* p) {
+  asm volatile("ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
                : "=r"(v.x[0]), "=r"(v.x[1])
                : "l"(p), "l"(evict_last_policy()));
 }

@@ -200,6 +200,7 @@ BROKEN_SUMS = [
     (OF_FP8, "bf16_e4m3_f32", "if (p.inner[kGroup].extent.n % 2) {", "if (false) {", BYTES),
     (OF_FP8, "bf16_e4m3_f32", "factor[0] = odd ? other : own", "factor[0] = own", BYTES),
     (OF_FP8, "bf16_e4m3_f32", "if (has[1]) sum +=", "sum +=", DIGESTS),
+    (OF_FP8, "bf16_e4m3_f32", "mine.width * mine.rows, sums", "32, sums", DIGESTS),
     (OF_FP8, "e4m3_bf16_f32", "second = odd ? second : got", "second = odd ? got : second", BYTES),
     (OF_FP8, "e4m3_bf16_f32", "stored_item(mine) + 2 * k <", "stored_item(mine) <", BYTES),
     (OF_FP4, "bf16_e2m1_e4m3", "number_ % 2 ? 0x3276 : 0x5410", "0x5410", DIGESTS),

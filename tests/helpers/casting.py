@@ -670,7 +670,7 @@ def digested() -> Iterator[tuple[Meant, str, Sizes, Scales]]:
     """Layouts of one plane of values, which casts digest in the same pass, with a plain order, sizes and the scale of the caller.
 
     Cells have the scales of 1 to 16 groups, a group has a part of a cell or several, and their numbers are odd and even.  On one
-    multiprocessor threads take three or four turns in the layouts with the order of the keys.
+    multiprocessor threads take three turns or more in the layouts with the order of the keys.
     """
     e4m3, e8m0, e2m1 = "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn"
     counts: list[tuple[str, str, int, tuple[int, ...]]] = [
@@ -695,7 +695,7 @@ def digested() -> Iterator[tuple[Meant, str, Sizes, Scales]]:
             yield layout, f"[b] l o {order}", (2, 2, 3, tokens, width), given
             axes = "t l o h" + (" s" if group and width > group else "")
             layout = planar("[b] <>", plane("data", dtype, "t l o h d", "d", width), plane("scale", scale, axes, *axis))
-            yield layout, "[b] t l o h d", (4, 2, 4, (1536, 2048)[turn % 2] // width, width), given
+            yield layout, "[b] t l o h d", (4, 2, 4, (2048, 2560)[turn % 2] // width, width), given
     split = planar("[b] <>", plane("data", e4m3, "l o d/64 h d%64/16 t d%16", "d", 128), plane("scale", "float32", "l o h t"))
     yield split, "[b] l o h t d", (2, 2, 3, 4, 128), None  # a group goes through three modes
     yield Own("[b] l o t h d"), "[b] l o h t d", (2, 2, 3, 5, 128), 0.25
