@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import json
+import operator
 import os
 import queue
 import re
@@ -179,6 +180,7 @@ class Endpoint:
         for name, number in given.items():
             if number is not None and (whole(number) or 0) < 1:
                 raise BindError(f"endpoint {engine}: {name}: expected a number from 1 on, got {quoted(number, 40)}")
+        chunk_bytes, ring_bytes, slots, max_sms = (whole(number) for number in given.values())  # NumPy's are no JSON
         if not groups:
             raise BindError(f"endpoint {engine}: expected a placement, got none")
         for place, mine in groups.values():
@@ -195,7 +197,7 @@ class Endpoint:
                 told(mine.layout, scales=True)
             except BindError as error:
                 raise BindError(f"endpoint {engine}: cast: {mine.layout.name or 'its layout'}: {error}") from None
-        self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
+        self.engine, self.rank, self.groups, self.wire, self.model = engine, operator.index(rank), groups, wire, model
         [self._world], [device] = worlds, devices
         self._model = named(model)
         is_read = secret_file is None or isinstance(secret_file, Secret)
