@@ -318,6 +318,24 @@ def test_what_cannot_be_cut_is_refused_also_after_whole_units_were_sent() -> Non
         close_all(ends)
 
 
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_pool_that_is_closed_is_no_wrong_chunk(together: int) -> None:
+    """Red: its chunks were sent three times, and then they differed from what was sent."""
+    with Linked(plain_case()) as found:
+        with held(*found.all_ends):
+            for end in found.all_ends:
+                end.ring.together = together
+            sent = [link.send("one", span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
+            came = [link.receive("one", span) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+            for pool in found.run.pools[1]:
+                pool.close()
+        errors = [error for error in (*ended(came), *ended(sent)) if error is not None]
+        assert any(isinstance(error, BindError) for error in errors) and all("is closed" in str(error) for error in errors)
+        assert not any(isinstance(error, DigestError) for error in errors)
+        assert not any(link.stats()["chunks_wrong"] for link in found.links[1])
+        found.require_slots()
+
+
 def test_a_message_is_prepared_as_the_last_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the same slot, while the peer is asked.  For other layers or another slot it is prepared again."""
     calls, rng, used = Calls(monkeypatch), random.Random(9), Counter[bool]()

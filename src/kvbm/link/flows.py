@@ -730,7 +730,7 @@ class Inflow(Incoming):
                 expected.done = self._unpack([expected])
             if not expected.done.query():
                 return False
-        except (DigestError, BindError) as error:
+        except DigestError as error:
             if expected.is_alone:
                 self._wrong(serial, expected, error)
             else:  # unpack each separately to find the wrong one
@@ -777,7 +777,7 @@ class Inflow(Incoming):
             return
         try:
             done = self._unpack(some)
-        except (DigestError, BindError):
+        except DigestError:
             done = None
         for expected in some:
             expected.done, expected.is_alone = done, done is None
