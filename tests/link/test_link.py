@@ -318,6 +318,18 @@ def test_what_cannot_be_cut_is_refused_also_after_whole_units_were_sent() -> Non
         close_all(ends)
 
 
+def test_a_sending_that_has_failed_keeps_nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: whoever had its handle kept a prepared call, whose memory is pinned on a GPU."""
+    calls = Calls(monkeypatch)
+    with Linked(plain_case()) as found:
+        assert not any(ended(found.begin(random.Random(1), name="right")))
+        unused = calls.unused
+        sendings = [link.send("x", span, timeout=0.3) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
+        assert any(isinstance(error, TransferTimeoutError) for error in ended(sendings))
+        assert calls.unused > unused
+        until(lambda: not any(flow._ready for sending in sendings for flow in sending.flows), "nothing is kept")
+
+
 @pytest.mark.parametrize("together", [1, 4])
 def test_a_pool_that_is_closed_is_no_wrong_chunk(together: int) -> None:
     """Red: its chunks were sent three times, and then they differed from what was sent."""
@@ -1576,6 +1588,7 @@ def test_numbers_of_an_endpoint_may_be_numpys() -> None:
         ({"model": "other"}, "model"),
         ({"wire": "!"}, "base64"),
         ({"slot_bytes": 16}, "slots that hold a chunk"),
+        ({"slot_bytes": (16 << 20) + 8}, "of multiples of 16 bytes"),  # red: the first bytes of a chunk came before its slot
         ({"least": 0}, "'least' of bytes"),
         ({"least": 1 << 32}, "'least' of bytes"),
         ({"least": None}, "'least' to be of int"),

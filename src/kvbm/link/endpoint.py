@@ -806,11 +806,12 @@ class _Card:
             _refuse("a rank of a world of at most 65,536", f"{quoted(self.rank, 40)} of {quoted(self.world, 40)}")
         if not (
             0 < self.chunk_bytes <= self.slot_bytes < 1 << 32
+            and self.slot_bytes % 16 == 0  # chunks are packed into mapped slots at such addresses
             and 0 < self.sends < 1 << 32
             and 0 < self.takes < 1 << 32
         ):
             _refuse(
-                "slots that hold a chunk",
+                "slots that hold a chunk, of multiples of 16 bytes",
                 f"{quoted(self.takes, 40)} of {quoted(self.slot_bytes, 40)} bytes for chunks of {quoted(self.chunk_bytes, 40)}",
             )
         if not 0 < self.least < 1 << 32:

@@ -273,7 +273,7 @@ class Outflow:
 
     def _end(self) -> None:
         """Nothing of the peer is under way."""
-        self.is_over = True
+        self.is_over, self._ready = True, None  # whoever has the handle keeps the flow
         if self._loan is not None:
             self._loan.is_returned = True
 
