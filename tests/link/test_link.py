@@ -34,6 +34,7 @@ from kvbm import (
     DigestError,
     KvbmError,
     PeerLostError,
+    PlanError,
     Pool,
     Span,
     TransferError,
@@ -41,6 +42,7 @@ from kvbm import (
     reshard,
     wire,
 )
+from kvbm.layout import spec
 from kvbm.link import chunks, flows, notes, ring
 from kvbm.link import endpoint as endpoints
 from kvbm.link import link as links
@@ -286,6 +288,64 @@ def test_chunks_share_calls(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> Non
                 found.require_slots()
             together += max(calls.sizes["unpack"]) > 1
         assert (together or ahead) and max(calls.sizes["pack"]) > 1
+
+
+def test_what_cannot_be_cut_is_refused_also_after_whole_units_were_sent() -> None:
+    """At once, by `send` and `offer`.  Red: the peer got an offer, and whoever waited for the sending an error at its deadline."""
+    layout = spec.parse(
+        'order: "[b] h l o <data scale>"\n'
+        'planes: {data: {order: "t d", dtype: int8}, scale: {dtype: float32, shared: t}}\n',
+        name="scaled",
+    )
+    place = kvbm.Placement("tp1", model=kvbm.BlockShape(nl=2, no=2, nh=2, nt=16, hd=16, dtype="int8"), nt=16)
+    hub = wire.Hub()
+    pools = [Pool.allocate(layout, place.shape(0), 8) for _ in range(2)]
+    ends = [
+        reshard.Endpoint(f"e{i}", place, 0, pool, wire=wire.memory(f"e{i}", hub), chunk_bytes=1 << 14, ring_bytes=1 << 18)
+        for i, pool in enumerate(pools)
+    ]
+    try:
+        near, far = ends[0].meet([ends[1].card()]), ends[1].meet([ends[0].card()])
+        for number in range(2):
+            whole = Span([5, 2, 3, 1], range(32 * (1 + number)))
+            assert not any(ended([near.send(f"{number}", whole), far.receive(f"{number}", whole)]))
+        for go in (near.send, near.offer):
+            for stop in (31, 33, 61):
+                with pytest.raises(PlanError, match="one element for 16 tokens, which units would share"):
+                    go("x", Span([5, 2, 3, 1], range(stop)))
+        assert near.stats()["sendings"] == 2 and not far._offers
+    finally:
+        close_all(ends)
+
+
+def test_a_sending_that_has_failed_keeps_nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: whoever had its handle kept a prepared call, whose memory is pinned on a GPU."""
+    calls = Calls(monkeypatch)
+    with Linked(plain_case()) as found:
+        assert not any(ended(found.begin(random.Random(1), name="right")))
+        unused = calls.unused
+        sendings = [link.send("x", span, timeout=0.3) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
+        assert any(isinstance(error, TransferTimeoutError) for error in ended(sendings))
+        assert calls.unused > unused
+        until(lambda: not any(flow._ready for sending in sendings for flow in sending.flows), "nothing is kept")
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_pool_that_is_closed_is_no_wrong_chunk(together: int) -> None:
+    """Red: its chunks were sent three times, and then they differed from what was sent."""
+    with Linked(plain_case()) as found:
+        with held(*found.all_ends):
+            for end in found.all_ends:
+                end.ring.together = together
+            sent = [link.send("one", span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True)]
+            came = [link.receive("one", span) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
+            for pool in found.run.pools[1]:
+                pool.close()
+        errors = [error for error in (*ended(came), *ended(sent)) if error is not None]
+        assert any(isinstance(error, BindError) for error in errors) and all("is closed" in str(error) for error in errors)
+        assert not any(isinstance(error, DigestError) for error in errors)
+        assert not any(link.stats()["chunks_wrong"] for link in found.links[1])
+        found.require_slots()
 
 
 def test_a_message_is_prepared_as_the_last_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1505,6 +1565,16 @@ def test_a_number_of_an_endpoint_that_is_none_is_named(name: str) -> None:
             reshard.Endpoint("e", place, 0, pool, wire=wire.memory("e"), **{name: value})
 
 
+def test_numbers_of_an_endpoint_may_be_numpys() -> None:
+    """Red: TypeError, as they are no JSON, or an overflow of their few bits."""
+    place = reshard.vllm(MODEL)
+    pool = Pool.allocate(kvbm.load("vllm/flash_attn_nhd"), place.shape(0), 2)
+    given: dict[str, Any] = {"chunk_bytes": np.uint16(1 << 14), "ring_bytes": np.int64(1 << 18), "slots": np.int8(3)}
+    with reshard.Endpoint("e", place, np.int64(0), pool, wire=wire.memory("e"), **given) as end:
+        card = json.loads(end.card())
+        assert [card[name] for name in ("rank", "chunk_bytes", "slot_bytes", "sends", "takes")] == [0, 1 << 14, 1 << 14, 3, 3]
+
+
 # ---- cards and notes -------------------------------------------------------------------------------------------------
 
 
@@ -1518,6 +1588,7 @@ def test_a_number_of_an_endpoint_that_is_none_is_named(name: str) -> None:
         ({"model": "other"}, "model"),
         ({"wire": "!"}, "base64"),
         ({"slot_bytes": 16}, "slots that hold a chunk"),
+        ({"slot_bytes": (16 << 20) + 8}, "of multiples of 16 bytes"),  # red: the first bytes of a chunk came before its slot
         ({"least": 0}, "'least' of bytes"),
         ({"least": 1 << 32}, "'least' of bytes"),
         ({"least": None}, "'least' to be of int"),

@@ -415,6 +415,26 @@ def test_offers_are_posted_by_the_caller(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(posted[len(posted) // 2 :])
 
 
+def test_a_peer_may_answer_before_the_caller_has_told_that_its_offer_was_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red: the endpoint's thread answered that there is no such sending, so the receive failed, and the sending hung."""
+    posted: list[bool] = []
+    post = Link._post
+
+    def slow(self: Link, start: Any) -> bool:
+        posted.append(post(self, start))
+        time.sleep(0.02)  # the thread of another one may run here
+        return posted[-1]
+
+    monkeypatch.setattr(Link, "_post", slow)
+    with Linked(plain_case(), polled_wires(), direct=False) as found:
+        for turn in range(3):
+            assert not any(ended(_sent(found, str(turn))))
+            found.check()
+            found.refill()
+        found.require_slots()
+    assert any(posted)
+
+
 def _sent(found: Linked, key: str) -> list[Any]:
     arrivals = [link.receive(key, span) for link, (span,) in zip(found.links[1], found.spans(1), strict=True)]
     return [*arrivals, *(link.send(key, span) for link, (span,) in zip(found.links[0], found.spans(0), strict=True))]

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import json
+import operator
 import os
 import queue
 import re
@@ -179,6 +180,7 @@ class Endpoint:
         for name, number in given.items():
             if number is not None and (whole(number) or 0) < 1:
                 raise BindError(f"endpoint {engine}: {name}: expected a number from 1 on, got {quoted(number, 40)}")
+        chunk_bytes, ring_bytes, slots, max_sms = (whole(number) for number in given.values())  # NumPy's are no JSON
         if not groups:
             raise BindError(f"endpoint {engine}: expected a placement, got none")
         for place, mine in groups.values():
@@ -195,7 +197,7 @@ class Endpoint:
                 told(mine.layout, scales=True)
             except BindError as error:
                 raise BindError(f"endpoint {engine}: cast: {mine.layout.name or 'its layout'}: {error}") from None
-        self.engine, self.rank, self.groups, self.wire, self.model = engine, rank, groups, wire, model
+        self.engine, self.rank, self.groups, self.wire, self.model = engine, operator.index(rank), groups, wire, model
         [self._world], [device] = worlds, devices
         self._model = named(model)
         is_read = secret_file is None or isinstance(secret_file, Secret)
@@ -804,11 +806,12 @@ class _Card:
             _refuse("a rank of a world of at most 65,536", f"{quoted(self.rank, 40)} of {quoted(self.world, 40)}")
         if not (
             0 < self.chunk_bytes <= self.slot_bytes < 1 << 32
+            and self.slot_bytes % 16 == 0  # chunks are packed into mapped slots at such addresses
             and 0 < self.sends < 1 << 32
             and 0 < self.takes < 1 << 32
         ):
             _refuse(
-                "slots that hold a chunk",
+                "slots that hold a chunk, of multiples of 16 bytes",
                 f"{quoted(self.takes, 40)} of {quoted(self.slot_bytes, 40)} bytes for chunks of {quoted(self.chunk_bytes, 40)}",
             )
         if not 0 < self.least < 1 << 32:

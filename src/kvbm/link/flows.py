@@ -273,7 +273,7 @@ class Outflow:
 
     def _end(self) -> None:
         """Nothing of the peer is under way."""
-        self.is_over = True
+        self.is_over, self._ready = True, None  # whoever has the handle keeps the flow
         if self._loan is not None:
             self._loan.is_returned = True
 
@@ -730,7 +730,7 @@ class Inflow(Incoming):
                 expected.done = self._unpack([expected])
             if not expected.done.query():
                 return False
-        except (DigestError, BindError) as error:
+        except DigestError as error:
             if expected.is_alone:
                 self._wrong(serial, expected, error)
             else:  # unpack each separately to find the wrong one
@@ -777,7 +777,7 @@ class Inflow(Incoming):
             return
         try:
             done = self._unpack(some)
-        except (DigestError, BindError):
+        except DigestError:
             done = None
         for expected in some:
             expected.done, expected.is_alone = done, done is None

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections import Counter, OrderedDict
@@ -65,6 +66,8 @@ class _Course(NamedTuple):
         The ranks with which the packer's rank exchanges messages → their names on the wire.
     sends_to : tuple of int
         The ranks to which it sends these layers.
+    period : int
+        Tokens after which units, and the ranks that hold tokens, are the same again.
     """
 
     packer: Packer
@@ -72,6 +75,12 @@ class _Course(NamedTuple):
     layers: range
     peers: dict[int, str]
     sends_to: tuple[int, ...]
+    period: int
+
+    def start(self, span: Span) -> tuple[int, range, int, int, int]:
+        """What chunks of a span have in common with those of other sequences: they begin, and end, alike."""
+        tokens = span.tokens
+        return self.group, self.layers, tokens.start, span.origin, tokens.stop % self.period
 
 
 class Link:
@@ -114,8 +123,8 @@ class Link:
         self._lenders: dict[int, Lender] = {}
         #: Peers and groups that read this side's pool; True if the last of them asked for all that was offered.
         self._pool_readers: dict[tuple[str, int], bool] = {}
-        #: Group, layers, first token and origin of what was sent in chunks.
-        self._sent_from: set[tuple[int, range, int, int]] = set()
+        #: `_Course.start` of what was sent in chunks: more of them have no other units, nor single tokens of other peers.
+        self._sent_from: set[tuple[int, range, int, int, int]] = set()
         self.packed_at: dict[str, int] = {}  # peer → the address at which the first chunk for it was packed
         self._paths: dict[tuple[int, str], str] = {}  # rank and group → "direct", or why not
         #: Inflows that have ended, and the answer for each.
@@ -129,6 +138,7 @@ class Link:
         self._ahead: dict[tuple[str, bytes], list[Ahead]] = {}  # peer and what is offered → what begins with such offers
         self.left: list[Ahead] = []  # copies under way that no transfer waits for
         self._claimed: list[tuple[Sending, Sequence[Start], _Claims]] = []  # what begins when the caller has said its offers
+        self._early: list[tuple[str, Note]] = []  # answers of peers to offers of these
         self._probe_at = 0.0  # time of the next check of silent peers
         self.is_closed = False
 
@@ -346,11 +356,10 @@ class Link:
         return sending, self._starts(sending, course, _hashed(key), pulls=pulls)
 
     def _is_known(self, course: _Course, span: Span) -> bool:
-        """True if `_list` raises no error: blocks for all tokens and, for chunks, a start from which units were sent before."""
+        """True if `_list` raises no error: there are blocks for all tokens and, for chunks, their kinds were sent before."""
         if len(span.table) and span.table.min() < 0:
             return False
-        at = course.group, course.layers, span.tokens.start, span.origin
-        return at in self._sent_from or self._direct(course, self._pool_readers) is not None
+        return course.start(span) in self._sent_from or self._direct(course, self._pool_readers) is not None
 
     def _list(self, sending: Sending, course: _Course) -> None:
         """List the units or chunks of a sending, which the thread asks for next.  An error is raised if it cannot be sent."""
@@ -360,10 +369,10 @@ class Link:
             return
         made = self.cut(sending, course.group, span.tokens, span.origin, course.layers, sends=True)
         if len(self._sent_from) < _MOST and made.chunks and all(some and some[0].units for some in made.chunks.values()):
-            self._sent_from.add((course.group, course.layers, span.tokens.start, span.origin))
+            self._sent_from.add(course.start(span))
 
     def _starts(self, sending: Sending, course: _Course, key: bytes, *, pulls: bool) -> list[Start]:
-        packer, number, some, peers, sends_to = course
+        packer, number, some, peers, sends_to, _ = course
         span, found = sending.span, list[Start]()
         for rank in sends_to if len(span.tokens) else ():
             peer, table = peers[rank], None
@@ -393,7 +402,12 @@ class Link:
             sends_to = [one.dst for one in packer.made.messages if one.src == self.endpoint.rank and one.of_layers(some)]
             number = sorted(self.endpoint.groups).index(group)
             known = {rank: peers[rank] for rank in packer.peers}
-            found = self._courses[group, sends, some] = _Course(packer, number, some, known, tuple(sends_to if sends else ()))
+            period = math.lcm(
+                *(n for one in packer.fitting(0) for n in (one.t.tokens, *(end.turns.period for end in packer.ends(one))))
+            )
+            found = self._courses[group, sends, some] = _Course(
+                packer, number, some, known, tuple(sends_to if sends else ()), period
+            )
         return found
 
     def _direct(self, course: _Course, known: Mapping[tuple[str, int], T]) -> dict[int, T] | None:
@@ -558,7 +572,9 @@ class Link:
 
     def _heard(self, peer: str, note: Note, ahead: Ahead | None) -> None:
         at = peer, note.sending
-        if isinstance(note, Offer):
+        if self._claimed and self._is_early(peer, note):
+            self._early.append((peer, note))
+        elif isinstance(note, Offer):
             self._offered(peer, note, ahead)
         elif isinstance(note, Want):
             flow = self._flows.get(at)
@@ -583,6 +599,12 @@ class Link:
                 inflow.answered()
         elif (flow := self._flows.get(at)) is not None:
             flow.answered()
+
+    def _is_early(self, peer: str, note: Note) -> bool:
+        """True if a note answers an offer of which the caller of `send` has not told yet that it was said."""
+        if isinstance(note, Offer | Put | Table | Ready) or (isinstance(note, Stop | Stopped) and note.by_sender):
+            return False  # not of a receiver
+        return any((one.peer, one.offer.sending) == (peer, note.sending) for _, starts, _ in self._claimed for one in starts)
 
     def _stopped(self, peer: str, note: Stop) -> None:
         at = peer, note.sending
@@ -673,6 +695,9 @@ class Link:
         waiting, self._claimed = self._claimed, []
         for one in waiting:
             self._begin_sending(*one)
+        early, self._early = self._early, []
+        for peer, note in early:
+            self.heard(peer, note)
         return len(self._claimed) < len(waiting)
 
     def _tidy(self) -> None:
