@@ -89,6 +89,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"quick: {QUICK} case of every test of the sample that starts no process, or marked by hand")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Processes of ``-n auto``: one more than there are processors, as tests of links and wires wait.  Few tests do not."""
+    return None if is_of_few(config) else len(os.sched_getaffinity(0)) + 1
+
+
+def is_of_few(config: pytest.Config) -> bool:
+    """True if ``-m`` names a marker that `choose` gives."""
+    chosen = config.getoption("-m") or ""
+    return "quick" in chosen or "sample" in chosen
+
+
 #: Cases of a test: of `sample`, which the sanitizers run five times as long as others, and of `quick`.
 SAMPLE = 1 if "KVBM_SANITIZE" in os.environ else 3
 QUICK = 1
@@ -142,13 +154,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if not item.get_closest_marker("full")]
-    choose(items)
+    if is_of_few(config):
+        choose(items)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported and collected stays until the end: a garbage collection, a third of a second of it, looks at it no more."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays until the end: no garbage collection looks at it, which takes a third of a second."""
+    gc.disable()
+    try:
+        return (yield)  # type: ignore[return-value]
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -208,12 +226,13 @@ def side_stream() -> Iterator[object]:
 
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For benchmarks: caches smaller than small pools, and a fixed commit."""
+    """For benchmarks: caches smaller than small pools, and a fixed commit.  To overwrite those of a server takes half a second."""
     from benchmarks import messages
     from kvbm.bench import measure
 
     for module in (measure, messages):
         monkeypatch.setattr(module, "cache_bytes", lambda _: 64 << 10)
+    monkeypatch.setattr("kvbm.system.machine.cache_bytes", lambda _: 64 << 10)
     monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
     monkeypatch.setenv("KVBM_COMMIT", "abc1234")
     measure._noise.cache_clear()

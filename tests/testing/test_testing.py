@@ -46,6 +46,8 @@ from kvbm.testing import (
     write_csv,
 )
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 
 def fresh(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
@@ -675,7 +677,8 @@ def blocks(fence: str) -> list[str]:
 def test_what_the_document_says_runs(tmp_path: Path) -> None:
     """All Python blocks as one script; their output is that of the comments."""
     script = "\n".join(blocks("python"))
-    (tmp_path / "example.py").write_text(script, encoding="utf-8")
+    small = "from kvbm.system import machine; machine.cache_bytes = lambda place: 64 << 10\n"  # as `small_caches`, there
+    (tmp_path / "example.py").write_text(small + script, encoding="utf-8")
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^# ((?:wrong|nhd|pair|vllm/\S+) .*)$", script, re.MULTILINE)
