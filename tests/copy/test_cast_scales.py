@@ -222,6 +222,8 @@ def test_layers() -> None:
 # ---- the number of scales --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sanitize
+@pytest.mark.slow  # 1 s
 def test_as_many_as_fit_and_no_more() -> None:
     """512 scales go with a launch; a copy of more says how to divide it, and ranges of layers then are bit-exact."""
     rng = np.random.default_rng(9)
