@@ -16,7 +16,7 @@ from kvbm._arguments import flag, listed, number, quoted, require_a, require_tex
 @pytest.mark.slow
 def test_each_public_call_works_or_is_refused_in_kvbm_s_words() -> None:
     """Red: 144 of 1,300 calls ended with another exception, some with the process: torch cannot print a freed tensor."""
-    done, wrong = calling.tried(calling.found(), 0, 1)
+    done, wrong = calling.tried(calling.found(), 0, 2)
     assert not wrong, "\n".join(f"{name} {number}: {said}" for name, number, said in wrong)
     assert done["works"] > 100 and done["refused"] > 50
 

@@ -290,7 +290,7 @@ def test_narrow_terminals(name: str, width: int) -> None:
         assert {word for cell in row for word in cell.split()} <= set(" ".join(lines).split()), row
 
 
-@pytest.mark.parametrize("name", few(distinct(), 10))
+@pytest.mark.parametrize("name", few(distinct(), 16))
 def test_boxes_and_texts(name: str) -> None:
     """Both checks on the same drawing, as drawing is slow."""
     boxes_are_the_rows(name)
