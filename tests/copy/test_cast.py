@@ -829,7 +829,7 @@ def test_digests_are_those_of_the_quantised_blocks(name: str) -> None:
 def test_digests_in_the_pass_of_the_cast_on_the_cpu(fake_driver: processes.FakeDriver) -> None:
     """All formats, forms of cells, and layouts with random orders; a digest of the result is another pass."""
     fake_driver("casts.fused_digests", None, "cpu")
-    fake_driver("casts.random_digests", 0, 30, "cpu")
+    fake_driver("casts.random_digests", 0, 60, "cpu")
 
 
 def test_digests_with_a_scale_of_the_caller() -> None:
