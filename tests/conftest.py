@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -88,6 +89,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"quick: {QUICK} case of every test of the sample that starts no process, or marked by hand")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Processes of ``-n auto``: one more than there are processors, as tests of links and wires wait.  Few tests do not."""
+    return None if is_of_few(config) else len(os.sched_getaffinity(0)) + 1
+
+
+def is_of_few(config: pytest.Config) -> bool:
+    """True if ``-m`` names a marker that `choose` gives."""
+    chosen = config.getoption("-m") or ""
+    return "quick" in chosen or "sample" in chosen
+
+
 #: Cases of a test: of `sample`, which the sanitizers run five times as long as others, and of `quick`.
 SAMPLE = 1 if "KVBM_SANITIZE" in os.environ else 3
 QUICK = 1
@@ -141,7 +154,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if dropped:
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if not item.get_closest_marker("full")]
-    choose(items)
+    if is_of_few(config):
+        choose(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays until the end: no garbage collection looks at it, which takes a third of a second."""
+    gc.disable()
+    try:
+        return (yield)  # type: ignore[return-value]
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """So do the packages that the tests of a file have imported, and their caches."""
+    try:
+        return (yield)  # type: ignore[return-value]
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -201,12 +237,13 @@ def side_stream() -> Iterator[object]:
 
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For benchmarks: caches smaller than small pools, and a fixed commit."""
+    """For benchmarks: caches smaller than small pools, and a fixed commit.  To overwrite those of a server takes half a second."""
     from benchmarks import messages
     from kvbm.bench import measure
 
     for module in (measure, messages):
         monkeypatch.setattr(module, "cache_bytes", lambda _: 64 << 10)
+    monkeypatch.setattr("kvbm.system.machine.cache_bytes", lambda _: 64 << 10)
     monkeypatch.setattr(measure, "NOISE_BYTES", 1 << 20)
     monkeypatch.setenv("KVBM_COMMIT", "abc1234")
     measure._noise.cache_clear()

@@ -20,10 +20,10 @@ PYTHON=${PYTHON:-.venv/bin/python}
 # libraries where a sanitizer stands before dlopen).
 set -f # the shell must not take them for files here
 others=(*_gpu address_map advice autotune bench* bridge* build cache calling catalogue cli codegen command_messages
-  connect_docs conventions cost_model declare derived docs* engines examples* facts figure figures files_docs gpu_extra identity
+  connect_docs conventions cost_model declare derived docs* engines errors examples* facts figure figures files_docs gpu_extra identity
   import install keys layout locks log loops messages modules naming notebook nvcc nvrtc operate_docs oracle overlap packaging
   pages placement plan presets private processes readme release report reshard reshard_docs reshard_figure schema secret
-  serve_check shapes site spec store taken testing* torch* vllm_identity vllm_setting_names)
+  serve_check sglang_identity shapes site spec store taken testing* torch* vllm_identity vllm_setting_names)
 skip=()
 set +f
 for name in "${others[@]}"; do skip+=("--ignore-glob=*/test_$name.py"); done

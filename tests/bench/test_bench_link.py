@@ -30,7 +30,7 @@ def ran(*arguments: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(small_caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "EACH", 1 << 16)
     monkeypatch.setattr(link.Run, "sizes", (256, 1024))
 

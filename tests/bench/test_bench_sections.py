@@ -18,6 +18,8 @@ from kvbm.bench.plot import draw
 from kvbm.bench.table import read as read_tables
 from kvbm.errors import CudaUnavailableError, KvbmError, SpecError
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 SHAPE = "nl=2,no=2,nh=2,nt=4,hd=16,dtype=float16"  # 1 KiB a block
 
 

@@ -361,7 +361,8 @@ def test_a_missing_package_has_one_code(
     assert "pip install" in done.stderr and not list(folder.glob("x.svg"))
 
 
-@pytest.mark.slow  # 1.5 s
+@pytest.mark.slow  # 1 s
+@pytest.mark.usefixtures("small_caches")
 def test_smoke_without_torch_tests_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: README's `pip install .` brings no torch, and the first command to try ended with an error."""
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -444,8 +445,10 @@ def test_verbose_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Commands with text of every kind: tables, drawings, notes, lists and prose.
 SHOWN = (
     "--help", "bench --help", "link send --help", "layouts", "layouts nhd --aliases --shape llama-3.1-8b", "shapes", "show nhd",
-    "show vllm/deepseek_v4", "check vllm/LBHNC --ambiguous", "which 32x2,1024,16,8,128", "plan nhd universal",
-    "plan nhd record/per_token_head_fp8_planes --cast amax", "reshard vllm:tp8 trtllm:tp2,cp4,nt32 --shape llama-3.1-70b",
+    "show vllm/deepseek_v4",
+    "check vllm/LBHNC --ambiguous --shape gemma-2-27b --shape gemma-3-27b --shape phi-3.5-mini/tp2", "which 32x2,1024,16,8,128",
+    "plan nhd universal", "plan nhd record/per_token_head_fp8_planes --cast amax",
+    "reshard vllm:tp8 trtllm:tp2,cp4,nt32 --shape llama-3.1-70b",
     "reshard vllm vllm:tp4 --shape llama-3.1-8b,nh=1 --gather", "serve-check --vllm config.json --tp 2 --to tp1,nt64", "doctor",
     "digest in.safetensors",
 )  # fmt: skip

@@ -101,10 +101,10 @@ def cases_from(src: str) -> list[matrix.Case]:
 
 
 @pytest.mark.slow  # a thousand cases; the quick tests have those of `meetings`
-@pytest.mark.parametrize("first", few(range(3), 1))
+@pytest.mark.parametrize("first", few((0, 2, 1, 3, 4, 5), 1))
 @pytest.mark.parametrize("src", sorted({src for src, _ in PAIRS}))
 def test_host(src: str, first: int) -> None:
-    run(cases_from(src)[first::3], on_host)
+    run(cases_from(src)[first::6], on_host)
 
 
 @pytest.mark.gpu
@@ -114,7 +114,7 @@ def test_gpu(src: str) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("src", few(matrix.everyone(), 27))
+@pytest.mark.parametrize("src", few(matrix.everyone(), 18))
 def test_host_meets_every_other(src: str) -> None:
     """Each layout is converted to all others, so that a new layout is tested with all existing ones."""
     run(matrix.meetings(src), on_host)

@@ -24,6 +24,7 @@ import oracle
 import plane_oracle
 import strategies
 from chunking import case, engine, is_sendable
+from few import few
 from kvbm import BlockShape, DTypeError, LayoutError, Model, PlanError, Pool
 from kvbm.digest import cells
 from kvbm.layout import spec
@@ -59,7 +60,8 @@ def test_some_shapes_of_every_layout() -> None:
     scan(2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.slow  # 5 s: twice the shapes of the test above
 def test_many_shapes_of_every_layout() -> None:
     scan(4)
 
@@ -220,7 +222,7 @@ def test_layers_units_and_coordinates() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", few(range(2), 1))
 def test_trailers(number: int) -> None:
     """Of chunks between ranks, as in docs/reference/wire.md: units, single tokens, some heads and layers of a model."""
     names = sorted(

@@ -41,6 +41,7 @@ def test_all_imports_are_in_the_table() -> None:
     assert {"vllm.v1.request", "sglang.version", "lmcache._version", "transformers"} <= modules
 
 
+@pytest.mark.slow  # 0.6 s
 def test_all_that_is_called_of_a_base_is_in_the_table() -> None:
     """And no method in the table is one that nobody replaces."""
     seen = 0

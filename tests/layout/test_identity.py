@@ -336,5 +336,8 @@ def test_arrays_of_one_number_of_blocks_are_arrays_of_another() -> None:
             sizes = [one for one in sizes if one.first.is_record or (identity._arrays(one), one.table_size) == looks]
             if any(identity._accepts(size, want) and identity._places(size) != identity._places(want) for size in sizes):
                 assert (one.fingerprint, other.fingerprint) in told, (one.name, other.name, shape)
-    names = {(one.name, a, other.name, b) for one, a, other, b in identity.confusable(known, "llama-3.1-8b", 128)}
+    found = identity.confusable(known, "llama-3.1-8b", 128)
+    names = {(one.name, a, other.name, b) for one, a, other, b in found}
+    (mine,) = {one for one, *_ in found if one.name == "padded8"}
+    assert identity.confusable(known, "llama-3.1-8b", 128, of=[mine]) == [it for it in found if it[0] == mine]
     assert ("padded8", 128, "vllm/cpu_vec", 144) in names

@@ -143,11 +143,11 @@ def survive(survivor: str, how: str, where: str) -> None:
                     assert np.array_equal(engine.held(), engine.contents(number))
                     engine.clear()
             other.pipe.send(("c", 5.0))
-            handle = engine.begin(other.link, "c", 1.0 if how == "stopped" else 60.0)
+            handle = engine.begin(other.link, "c", 0.5 if how == "stopped" else 60.0)
             time.sleep(rng.random() * 0.004)
             other.signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
             if how == "stopped":
-                time.sleep(1.5)
+                time.sleep(0.8)
                 if handle.has_ended and survivor == "prefill":  # its blocks may be used for others: nobody reads them any more
                     engine.fill(1000 + number)
                 other.signal(signal.SIGCONT)

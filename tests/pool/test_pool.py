@@ -608,7 +608,7 @@ def test_arrays_of_allocate_are_a_sequence_on_one_piece_of_memory() -> None:
 @pytest.mark.slow  # 1.8 s
 @pytest.mark.sanitize
 def test_a_pool_keeps_no_object_per_allocation() -> None:
-    """100,000 blocks with an allocation per block, layer, and K or V: nothing grows but the table of addresses."""
+    """40,000 allocations, of each block, layer, and K or V: nothing grows but the table of addresses."""
 
     def held(blocks: int) -> int:
         gc.collect()
@@ -620,8 +620,8 @@ def test_a_pool_keeps_no_object_per_allocation() -> None:
         return found
 
     # Threads that earlier tests have left allocate, too: the least of three.
-    grown = min(held(10_000) - held(1_000) for _ in range(3))
-    assert grown / 90_000 < 18, grown  # addresses, kinds, and the slab's padding
+    grown = min(held(4_000) - held(1_000) for _ in range(3))
+    assert grown / 30_000 < 18, grown  # addresses, kinds, and the slab's padding
 
 
 def test_allocate_compares_the_bytes_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Engine:
             Device(int(place.partition(":")[2])).set_current()
         self.pool = kvbm.Pool.allocate(layout, self.shape, tokens // self.nt + 3, place)
         self.table = np.random.default_rng(self.nt).permutation(self.pool.num_blocks)[: tokens // self.nt]
-        carrier = wire.mapped(wire.nixl(f"{role}-{incarnation}", drop_seconds=1), drop_seconds=1)
+        carrier = wire.mapped(wire.nixl(f"{role}-{incarnation}", drop_seconds=0.5), drop_seconds=0.5)
         self.end = Endpoint(
             role, Placement("tp1", model=model, nt=self.nt, name=role), 0, self.pool, wire=carrier, incarnation=incarnation,
             chunk_bytes=1 << 20, ring_bytes=1 << 23,

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,12 @@ READ_IN: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def _texts(path: Path) -> Iterator[str]:
+@cache
+def _texts(path: Path) -> tuple[str, ...]:
+    return tuple(_read(path))
+
+
+def _read(path: Path) -> Iterator[str]:
     """Every text of a module that is not a docstring; values in it are ``…``."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     inside: set[int] = set()

@@ -143,7 +143,7 @@ def running(name: str) -> set[str]:
     """The imports of a module, without those for type checkers only, and without names that a package looks up lazily."""
     tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in (getattr(node.test, "id", ""), getattr(node.test, "attr", "")):
             node.body = [ast.Pass()]
     return modules(imports(name, tree, FILES[name].name == "__init__.py", literal=False)) - {name}
 

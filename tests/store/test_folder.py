@@ -341,6 +341,8 @@ def test_digits_of_other_scripts_are_no_digests(tmp_path: Path) -> None:
         file.write_bytes(before)
 
 
+@pytest.mark.sanitize
+@pytest.mark.slow  # 0.7 s
 def test_a_file_that_is_replaced_at_any_step_is_a_hit(tmp_path: Path) -> None:
     """A rank that has the same unit writes it again; here with other numbers, so that a mixture shows."""
     pool = blocks()

@@ -46,6 +46,12 @@ from kvbm.testing import (
     write_csv,
 )
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
+
+#: As `small_caches`, in a program.
+SMALL = "from kvbm.system import machine; machine.cache_bytes = lambda place: 64 << 10\n"
+
 
 def fresh(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
@@ -323,7 +329,7 @@ def test_processes_that_a_kernel_forks_end(tmp_path: Path) -> None:
     """Red: each of them continued the loop and forked again; the last one reported its own result."""
     code = (
         "import os, sys\nfrom kvbm.testing import benchmark_kernel, make_match_reference\n"
-        "def kernel(x):\n    if os.fork() == 0:\n        os.write(1, b'child ')\n    return x\n"
+        f"{SMALL}def kernel(x):\n    if os.fork() == 0:\n        os.write(1, b'child ')\n    return x\n"
         "make_match_reference(lambda x: x)(kernel, 1)\nbenchmark_kernel(kernel, 1, 1, 3)\n"
         "for _ in range(5): os.wait()\nos.write(1, b'parent')\n"
     )
@@ -675,7 +681,7 @@ def blocks(fence: str) -> list[str]:
 def test_what_the_document_says_runs(tmp_path: Path) -> None:
     """All Python blocks as one script; their output is that of the comments."""
     script = "\n".join(blocks("python"))
-    (tmp_path / "example.py").write_text(script, encoding="utf-8")
+    (tmp_path / "example.py").write_text(SMALL + script, encoding="utf-8")
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^# ((?:wrong|nhd|pair|vllm/\S+) .*)$", script, re.MULTILINE)

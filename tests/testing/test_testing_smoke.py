@@ -24,8 +24,10 @@ from kvbm.cli.app import main
 from kvbm.testing import remote, smoke
 from ports import free_ports
 
-pytestmark = pytest.mark.usefixtures("torch")
+pytestmark = pytest.mark.usefixtures("torch", "small_caches")
 
+#: In the process of a kernel: see `small_caches`.
+SMALL = "from kvbm.system import machine; machine.cache_bytes = lambda place: 64 << 10\n"
 RIGHT = "from kvbm.testing.nvfp4 import ref_kernel as mine\n"
 WRONG = "def mine(data):\n    c = data[-1]\n    c.zero_()\n    return c\n"
 NAMES = ["tiny_single", "small_batch", *(f"{src} → {dst}" for src, dst in smoke.PAIRS)]
@@ -96,7 +98,7 @@ def test_a_kernel_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
 @pytest.mark.parametrize(
     ("body", "code", "said"),
     [
-        ("from kvbm.testing.nvfp4 import ref_kernel as mine", 0, ""),
+        (f"{SMALL}from kvbm.testing.nvfp4 import ref_kernel as mine", 0, ""),
         ("def mine(data):\n    import os; os._exit(0)", 1, "the process ended with exit code 0 before the last test"),
         (
             "def mine(data):\n    import os; os.kill(os.getpid(), 9)",

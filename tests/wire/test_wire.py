@@ -1183,6 +1183,8 @@ def test_a_peer_that_is_lost_holds_no_connection() -> None:
 # ---- many ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sanitize
+@pytest.mark.slow  # 0.8 s
 def test_threads_of_one_process() -> None:
     """64 ends, each with a thread, write to one, which drops half of them: no write arrives after its drop."""
     hub = wire.Hub()

@@ -37,11 +37,10 @@ def mistaken(
                 for layout in meaning:
                     for other in others if layout.fingerprint in taken_for else ():
                         taken_for[layout.fingerprint].setdefault(other, []).append(shape_name)
-        for one, blocks, other_layout, other_blocks in identity.confusable(layouts, shape):
-            if one.fingerprint in taken_for:
-                less = math.gcd(blocks, other_blocks)
-                text = f"{other_layout.name} (as {other_blocks // less} blocks in place of {blocks // less})"
-                taken_for[one.fingerprint].setdefault(text, []).append(shape_name)
+        for one, blocks, other_layout, other_blocks in identity.confusable(layouts, shape, of=mine):
+            less = math.gcd(blocks, other_blocks)
+            text = f"{other_layout.name} (as {other_blocks // less} blocks in place of {blocks // less})"
+            taken_for[one.fingerprint].setdefault(text, []).append(shape_name)
     notes: dict[str, list[str]] = {}
     for fingerprint, others_of in taken_for.items():
         where: dict[tuple[str, ...], list[str]] = {}

@@ -110,7 +110,9 @@ def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: in
     return found
 
 
-def confusable(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[tuple[Layout, int, Layout, int]]:
+def confusable(
+    layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024, *, of: Iterable[Layout] | None = None
+) -> list[tuple[Layout, int, Layout, int]]:
     """Pairs of layouts that accept the same arrays at this shape as other numbers of blocks.
 
     `ambiguous` compares layouts at one number of blocks.  A pool takes the number from the arrays, so arrays of 128 padded blocks
@@ -122,6 +124,8 @@ def confusable(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: i
         As for `ambiguous`.
     num_blocks : int
         Number of blocks of the first layout; the least multiple of it at which the bytes are a whole number of the other's blocks.
+    of : iterable of Layout, optional
+        Only pairs whose first layout is one of these.
 
     Returns
     -------
@@ -152,7 +156,10 @@ def confusable(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: i
         if one is not None:
             groups.setdefault(look(one), []).append(layout)
     found = []
+    wanted = None if of is None else {layout.fingerprint for layout in of}
     for one_layout, other in (pair for group in groups.values() for pair in itertools.permutations(group, 2)):
+        if wanted is not None and one_layout.fingerprint not in wanted:
+            continue
         sizes = [[at(layout, blocks) for blocks in (2, 3)] for layout in (one_layout, other)]
         if any(resolved is None for pair in sizes for resolved in pair):
             continue
