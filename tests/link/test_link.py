@@ -1265,7 +1265,8 @@ def test_the_example_with_mapped_memory(torch: Any, tmp_path: Path, devices: str
     words += two_gpus() if devices == "GPUs" else ["--devices", "cuda:0", "cuda:0"] if devices == "one GPU" else []
     done = forked(6, tmp_path, EXAMPLES / "run.py", *words)
     assert done.returncode == 0 and done.stdout.count("digest 0x") == 2, done.stdout + done.stderr
-    assert done.stdout.count("3 of 3 chunks packed there") == 4, done.stdout
+    count = 3 if devices == "hosts" else 1  # on a GPU so small a message is not cut
+    assert done.stdout.count(f"{count} of {count} chunks packed there") == 4, done.stdout
 
 
 @pytest.mark.slow
