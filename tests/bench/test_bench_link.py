@@ -145,7 +145,7 @@ def test_ways_stand_beside_ways_that_are_opened_before() -> None:
         names = list(known)
         assert all(not one.beside or one.beside in names[: names.index(name)] for name, one in known.items())
     mapped = ways.ways_of("cuda:1")["link, mapped"]
-    assert [mapped.asked_of(nbytes) for nbytes in (1, 8 << 20, 320 << 20)] == [0.75, 0.75, 0.9]
+    assert [mapped.asked_of(nbytes) for nbytes in (1, 8 << 20, 64 << 20, 320 << 20, 2560 << 20)] == [None, None, 0.3, 0.6, 0.8]
     assert ways.ways_of("cpu")["gloo"].asked_of(1 << 30) is None
 
 
