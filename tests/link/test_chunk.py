@@ -375,7 +375,7 @@ def test_a_cut_is_what_the_page_says(units: int, tokens: int, u: int, v: int, mo
     (
         (1, 0), 4095,
         "rank 0: a unit takes 4096 bytes, and a chunk at most 4095: expected most=4096 "
-        "(chunk_bytes= of an Endpoint) or more, and slots of 4160",
+        "(chunk_bytes= of an Endpoint) or more; or send fewer layers",
     ),
     ((0, 1), 1023, "rank 0 → rank 0: a single token takes 1024 bytes, and a chunk at most 1023: expected most=1024"),
     ((1, 1), 1024, "a unit takes 4096 bytes"),

@@ -323,7 +323,7 @@ def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int, least: 
         if count and size > limit:
             raise BindError(
                 f"rank {message.src} → rank {message.dst}: a {what} takes {size} bytes, and a chunk at most {limit}: expected "
-                f"most={size} (chunk_bytes= of an Endpoint) or more, and slots of {size + TRAILER}; or send fewer layers at a time"
+                f"most={size} (chunk_bytes= of an Endpoint) or more; or send fewer layers at a time"
             )
     total = sum(count * size for count, size in zip(counts, sizes, strict=True))
     wanted = min(limit, max(least, total // _PARTS))
