@@ -270,10 +270,15 @@ class Calls:
 @pytest.mark.parametrize("ahead", [False, True], ids=["as they come", "ahead"])
 def test_chunks_share_calls(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """Every byte; of the four chunks of a call only the wrong one is sent again.  Calls that are prepared have one chunk."""
-    calls = Calls(monkeypatch)
+    calls, made, prepare = Calls(monkeypatch), Counter[bool](), flows.Inflow._prepare
+
+    def asked(flow: flows.Inflow) -> bool:
+        made[found := ahead and prepare(flow)] += 1
+        return found
+
+    monkeypatch.setattr(flows.Inflow, "_prepare", asked)
     if not ahead:
-        for flow in (flows.Inflow, flows.Outflow):
-            monkeypatch.setattr(flow, "_prepare", lambda _: False)
+        monkeypatch.setattr(flows.Outflow, "_prepare", lambda _: False)
     assert sum(1 for _ in right_cases(range(600, 610))) >= 3
     for what, verify in (("bit", "after"), ("chunk", "before"), ("chunk", "after")):
         together = 0
@@ -288,6 +293,7 @@ def test_chunks_share_calls(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> Non
                 found.require_slots()
             together += max(calls.sizes["unpack"]) > 1
         assert (together or ahead) and max(calls.sizes["pack"]) > 1
+    assert bool(made[True]) == ahead
 
 
 def test_what_cannot_be_cut_is_refused_also_after_whole_units_were_sent() -> None:
