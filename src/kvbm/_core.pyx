@@ -72,7 +72,6 @@ __all__ = [
     "num_images",
     "memory_range",
     "pointer_device",
-    "require_watched",
     "spread",
     "stream_handle",
     "synchronize",
@@ -84,11 +83,11 @@ __all__ = [
 
 include "core/abi.pxi"
 include "core/ids.pxi"
-include "core/kernels.pxi"
 include "core/tensors.pxi"
+include "core/watch.pxi"
+include "core/kernels.pxi"
 include "core/pairs.pxi"
 include "core/streams.pxi"
-include "core/watch.pxi"
 include "core/routes.pxi"
 include "core/memory.pxi"
 include "core/foreseen.pxi"

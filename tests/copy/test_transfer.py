@@ -963,6 +963,9 @@ class TestRest:
         """The ring is not freed during a copy that is being enqueued, which succeeds; later copies are refused."""
         fake_gpu("transfers.closed_beside_a_copy", direction, MALLOC_PERTURB_="85")
 
+    def test_closed_pools_beside_copies(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("transfers.closed_pools_beside_copies")
+
     @pytest.mark.slow
     def test_explain_and_auto(self, fake_gpu: FakeDriver) -> None:
         """The strategy in the text is the one that runs."""

@@ -828,6 +828,51 @@ def closed_beside_a_copy(direction: str) -> None:
     kvbm.Transfer(s.pool, d.pool, "staged", chunk_bytes=2 * SMALL.nbytes)  # frees it
 
 
+def closed_pools_beside_copies() -> None:
+    """A pool's own memory stays until the calls that use it have ended, and no later one begins."""
+    shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=64, dtype="uint16")
+    ids = np.arange(1000)
+    for which in (0, 1, 0, 1, 0, 1):
+        pools = [kvbm.Pool.allocate(name, shape, ids.size, device="pinned") for name in ("nhd", "universal")]
+        for array in pools[0].arrays:
+            array[...] = 7
+        move, seen = kvbm.Transfer(*pools), pools[1 - which].arrays
+        del array
+
+        def copy(move: kvbm.Transfer = move) -> int:
+            for done in range(100):
+                try:
+                    move.copy(ids, ids)
+                except kvbm.BindError as error:
+                    assert "closed" in str(error)
+                    return done
+            raise AssertionError("not closed")
+
+        with ThreadPoolExecutor(1) as threads:
+            copied = threads.submit(copy)
+            while not pools[1].arrays[0].any():
+                pass
+            pools[which].close()  # nothing else refers to its memory
+            assert copied.result() >= 1 and all((each == 7).all() for each in seen)
+
+    class Closes(On):
+        pool: kvbm.Pool
+
+        def __cuda_stream__(self) -> tuple[int, int]:
+            self.pool.close()
+            return super().__cuda_stream__()
+
+    for where, which in itertools.product(("cuda:0", "pinned"), range(2)):
+        digests = kvbm.Pool.allocate("nhd", SMALL, 1, device="pinned").arrays[0].ravel()[:4].view(np.uint64)
+        for more in ({}, {"digests": digests}):
+            pools = [kvbm.Pool.allocate("nhd", SMALL, 4, device=each) for each in ("cuda:0", where)]
+            move, wait = kvbm.Transfer(*pools), Closes(6)
+            wait.pool = pools[which]
+            with refused(kvbm.BindError, "closed"):
+                move.copy([1], [1], stream=5, wait=wait, **more)
+            assert move.stats()["copies"] == 0
+
+
 def calls_of(call: Callable[[], object]) -> tuple[int, int]:
     """Calls of functions in Python, and of functions and plain methods in C, that one call makes."""
     seen: list[str] = []

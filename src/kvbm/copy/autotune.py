@@ -296,7 +296,7 @@ def _copying(src: Pool, dst: Pool, strategy: str) -> Iterator[Copying]:
     executor.begin()
     route = executor.found(None)
     try:
-        yield lambda src_ids, dst_ids, stream: route.copy(src_ids, dst_ids, stream, None, src.watch, dst.watch)
+        yield lambda src_ids, dst_ids, stream: route.copy(src_ids, dst_ids, stream)
     finally:
         executor.close()
 

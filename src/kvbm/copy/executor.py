@@ -74,13 +74,14 @@ class _End:
     framework: str
     whole: Section
     choices: tuple[Choice, ...]
+    watch: _core.Watch
 
     @classmethod
     def of(cls, part: PoolSection) -> _End:
         pool = part.pool
         return cls(
             part.of, pool.device, pool.alignment, pool.addresses, pool.steps, framework_of(pool.arrays[0]),
-            pool.resolved.section, part.choices,
+            pool.resolved.section, part.choices, pool.watch,
         )  # fmt: skip
 
     @property
@@ -165,7 +166,9 @@ class Executor:
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Both tables are on the device that runs the kernels.
         ends = (self.src, self.dst)
-        self.tables: Sequence[_core.Table] = like.tables if like else [_core.Table(end.table, self.device) for end in ends]
+        self.tables: Sequence[_core.Table] = like.tables if like else [
+            _core.Table(end.table, self.device, watch=end.watch) for end in ends
+        ]
         self.src_table, self.dst_table = self.tables
 
     def begin(self) -> None:

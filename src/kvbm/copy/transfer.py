@@ -91,7 +91,6 @@ class Transfer:
         self._verifies = verify if type(verify) is bool else flag("verify", verify)  # type: ignore[redundant-expr]
         if self._verifies and scale is not None:
             raise BindError("verify: it compares the bits of both sides, and cast changes them; take digests= of the copy instead")
-        self._src, self._dst = src.pool.watch, dst.pool.watch
         whole = self._executor.routes.get(None)
         self._whole = None if whole is None else whole.route
 
@@ -160,11 +159,8 @@ class Transfer:
                 route = executor.found(layers)
             if stream is None or executor.on_host:
                 stream = executor.stream(stream, wait)
-            return route.copy(src_ids, dst_ids, stream, wait, self._src, self._dst)
-        _core.require_watched(self._src, self._dst)
-        done = self._executor.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
-        self._dst.written()
-        return done
+            return route.copy(src_ids, dst_ids, stream, wait)
+        return self._executor.copy_digested(src_ids, dst_ids, layers, stream, wait, digests, tokens, self._verifies)
 
     def explain(self, num_blocks: int | None = None, *, layers: Layers = None) -> str:
         """Say which kernels and strategy run for a copy of `num_blocks` blocks, and why.  Default: for several numbers of blocks.
@@ -285,4 +281,4 @@ def convert(
     if not (isinstance(src, Pool) and isinstance(dst, Pool)):
         require_usable(src, dst)  # says which one it is
     executor = _bind(src_pool, dst_pool, as_cast(cast))
-    executor.found(None).copy(src_ids, dst_ids, executor.stream(stream, None), None, src.watch, dst.watch)
+    executor.found(None).copy(src_ids, dst_ids, executor.stream(stream, None))

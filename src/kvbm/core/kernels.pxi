@@ -131,6 +131,8 @@ cdef class Table:
         CUDA device of the allocations, or -1 for the host.
     upload : bool
         True: upload the table to the device now.  False: every launch uploads it.
+    watch : Watch, optional
+        Of the pool whose memory it is.  A `Route` checks it before each copy, and closing the pool waits for the call.
 
     Notes
     -----
@@ -143,6 +145,7 @@ cdef class Table:
     cdef uint64_t device_address
     cdef uint32_t count
     cdef readonly int device
+    cdef Watch watch
 
     def __cinit__(self):
         self.addresses = NULL
@@ -150,10 +153,11 @@ cdef class Table:
         self.count = 0
         self.device = -1
 
-    def __init__(self, const uint64_t[::1] addresses not None, int device=-1, bint upload=True):
+    def __init__(self, const uint64_t[::1] addresses not None, int device=-1, bint upload=True, Watch watch=None):
         cdef int status
         if self.addresses != NULL:
             raise TypeError("a Table is initialised once")
+        self.watch = watch
         cdef Py_ssize_t count = addresses.shape[0]
         if count > INDEX_LIMIT // 8:
             raise BindError(f"{count} allocations in a table: expected at most {INDEX_LIMIT // 8}")

@@ -393,7 +393,7 @@ cdef class Route:
         return Pairs(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
 
     @cython.binding(False)  # as a plain method its call takes 0.1 us less
-    def copy(self, src_ids, dst_ids, stream=None, wait=None, Watch src=None, Watch dst=None):
+    def copy(self, src_ids, dst_ids, stream=None, wait=None):
         """Copy blocks, in the order of the stream.
 
         Parameters
@@ -404,8 +404,6 @@ cdef class Route:
             See `stream_handle`; None on the host.
         wait : optional
             An event, a stream, a `Done`, or a list of them.
-        src, dst : Watch, optional
-            The pools' arrays: checked before the copy; after it the versions of written tensors are increased.
 
         Returns
         -------
@@ -422,28 +420,19 @@ cdef class Route:
         cdef kvbm_batch batch
         cdef int strategy
         cdef uint64_t handle = 0 if self.route.device < 0 else _handle_of(stream)
-        cdef Done done
         pairs.take(src_ids, dst_ids, self.src_blocks, self.dst_blocks, self.same_pool, self.route.device)
         _fill_batch(&batch, self.src, self.dst, pairs, self.route.device)
         batch.max_ctas = self.max_ctas
         strategy = self._choose(pairs.kept)
         if pairs.on_device():
             strategy = self._choose_for_device_ids(strategy, pairs.src.ids_device != 0, pairs.dst.ids_device != 0)
-        if src is not None:  # after reading the ids, which may run Python code that changes the memory
-            src.require(False)
-        if dst is not None:
-            dst.require(True)
         if self.ring is None:
-            done = self._copy(pairs, &batch, strategy, handle, stream, wait)
-        else:
-            self.ring.enter()
-            try:
-                done = self._copy(pairs, &batch, strategy, handle, stream, wait)
-            finally:
-                self.ring.leave()
-        if dst is not None:
-            dst._written()
-        return done
+            return self._copy(pairs, &batch, strategy, handle, stream, wait)
+        self.ring.enter()
+        try:
+            return self._copy(pairs, &batch, strategy, handle, stream, wait)
+        finally:
+            self.ring.leave()
 
     cdef Done _copy(self, Pairs pairs, kvbm_batch *batch, int strategy, uint64_t stream, given_stream, wait):
         cdef kvbm_outcome outcome
@@ -452,6 +441,7 @@ cdef class Route:
         cdef int status = KVBM_OK, home = self.route.device
         cdef list taken = None
         cdef Done done = Done.__new__(Done)
+        cdef Watch src = self.src.watch, dst = self.dst.watch
         memset(&outcome, 0, sizeof(kvbm_outcome))
         if self.route.crosses:
             with nogil:
@@ -473,6 +463,8 @@ cdef class Route:
                         raise BindError("wait: expected at most 16 events and streams")
                     waits[num_waits] = _event_of(event, taken, home)
                     num_waits += waits[num_waits] != 0
+            # After the code of ids, streams and events, which may change the memory.
+            use_memory(src, dst, strategy != KVBM_NO_COPY)
             with nogil:
                 if home >= 0:
                     status = kvbm_event_take(home, &done.event)
@@ -482,6 +474,7 @@ cdef class Route:
                         batch.fault = <uint64_t> &done.fault.pair
                 if status == KVBM_OK:
                     status = kvbm_transfer(&self.route, batch, strategy, stream, waits, num_waits, done.event, &outcome)
+            leave_memory(src, dst)
             done.captured = outcome.captured != 0
         finally:
             if taken:
@@ -500,6 +493,8 @@ cdef class Route:
         self.blocks[strategy] += pairs.kept
         self.submissions += outcome.submissions
         done.strategy = STRATEGIES[strategy]
+        if dst is not None:
+            dst._written()
         if home >= 0:
             done.keep = (self, pairs) if pairs.on_device() else self
         return done

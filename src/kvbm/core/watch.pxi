@@ -1,4 +1,9 @@
-# watch.pxi: Checks before each copy that the arrays of a pool still have the memory that they were bound with.
+# watch.pxi: Checks before each copy that the arrays of a pool still have the memory that they were bound with, and keeps it
+# until the call has ended.
+
+cdef extern from "<unistd.h>" nogil:
+    int usleep(unsigned int microseconds)
+
 
 cdef enum WatchedKind:
     BY_NOTHING = 0  # not checked here: there is no cheap way (`Pool.check` checks it)
@@ -100,6 +105,7 @@ cdef class Watch:
     cdef bint readonly
     cdef readonly bint closed
     cdef bint has_numpy
+    cdef int users        # calls without Python's lock that read or write the memory, or enqueue copies that do
     cdef uint32_t lock    # held by a thread that begins a copy without a lock of Python's, and by `close`
 
     def __cinit__(self):
@@ -206,11 +212,17 @@ cdef class Watch:
         return 0
 
     def close(self):
-        """Release the arrays.  Later checks raise the error of a closed pool, and no copy begins (see `Foreseen`)."""
+        """Release the arrays, after the calls that use their memory: on the CPU these last as long as their copies.
+
+        Later checks raise the error of a closed pool, and no copy begins (see `Foreseen`).
+        """
         lock_in_python(&self.lock)
         self.closed = True
         self.count = self.num_versions = 0
         kvbm_unlock(&self.lock)
+        while self.users:
+            with nogil:
+                usleep(50)
         self.arrays, self.versioned = [], []
 
     cdef int require(self, bint writes) except -1:
@@ -221,7 +233,28 @@ cdef class Watch:
         return 0
 
 
-def require_watched(Watch src not None, Watch dst not None):
-    """Raise `BindError` if the memory of an array of either pool has changed, or one of `dst` is read-only."""
-    src.require(False)
-    dst.require(True)
+cdef int use_memory(Watch src, Watch dst, bint writes) except -1:
+    """Check the memory of both sides, and keep it until `leave_memory`; no Python code may run in between.
+
+    Raises `BindError` if a pool is closed, or the memory of an array has changed, or one of `dst` is read-only.
+    """
+    while True:
+        if src is not None:
+            src.require(False)
+        if dst is not None:
+            dst.require(writes)
+        # Checking an array in Python lets other threads run: they may have closed the pool that was checked first.
+        if not (src is not None and src.closed or dst is not None and dst.closed):
+            break
+    if src is not None:
+        src.users += 1
+    if dst is not None:
+        dst.users += 1
+    return 0
+
+
+cdef inline void leave_memory(Watch src, Watch dst) noexcept:
+    if src is not None:
+        src.users -= 1
+    if dst is not None:
+        dst.users -= 1

@@ -235,8 +235,6 @@ class Cut:
     ) -> _Steps:
         for one in (_Work(self, jobs, copies=False), work) if before else (work,):
             yield one.begin(stream, wait)
-            if one is work:
-                self._packer.pool.written()
             for job, digest, found in zip(jobs, sent, one.digests(), strict=True):
                 require_digest(digest, found, job.chunk, written=one is work)
         return _by_chunk(jobs, sent)

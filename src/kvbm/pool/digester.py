@@ -45,7 +45,7 @@ class Digester:
         self.framework = framework_of(pool.arrays[0])
         self.num_ids, self.units = part.num_ids, part.of.units
         self.unit_tokens = pool.shape.nt // self.units
-        table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
+        table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device, watch=pool.watch)
         launches = alone(part.of, keys, pool.alignment, self.title, turns=self.device >= 0)
         copies = digest_copies(launches, keys.lanes, pool.steps)
         for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():

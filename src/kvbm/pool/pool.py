@@ -489,6 +489,7 @@ class Pool(FromEngines, Shown):
     def close(self) -> None:
         """Release what the pool owns.  After this, copies from or to the pool raise an error.
 
+        Calls of other threads that use the memory end first: a copy on the CPU is done then, a copy on a GPU is enqueued.
         GPU memory of `allocate` is freed; the driver waits for running work, and views of the memory become invalid.  Memory of
         ``allocate(device="pinned")`` is unpinned, and unmapped with the last array on it.  Memory that `pin` registered is
         unpinned.  Your own arrays keep their memory.

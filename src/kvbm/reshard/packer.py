@@ -162,7 +162,7 @@ class Packer:
         require_pool(place, rank, pool)
         self.pool, self.max_sms = pool, 0 if pool.device == "cpu" else max_sms or 0
         self.device = device_of(pool.device)
-        self.table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
+        self.table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device, watch=pool.watch)
         self.made, self.rank, self.side = made, rank, 0 if self.sends else 1
         self.casts = self._require_cast(made)
         mine = self._messages(made)
@@ -240,7 +240,6 @@ class Packer:
             positions = _core.Positions(places, ids.size, self.device)
             route = self.route(lane, base, copies=True)
             route.copy_digested(pairs, positions, digests, on_gpu, (0, 0), stream, None, (self, memory)).synchronize()
-        self.pool.written()
         if on_gpu:
             pinned.give(memory)
 
