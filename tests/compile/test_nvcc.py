@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvbm.compile import nvcc
 from kvbm.errors import BuildError
 from kvbm.system.cache import replacing
 
+CUDA = Path(fatbins.__file__).parents[1] / "cuda"
 BANNER = "Cuda compilation tools, release {0}, V{0}.88"
 
 
@@ -104,6 +106,30 @@ def test_a_launcher_in_front(tmp_path: Path) -> None:
 )
 def test_targets(archs: str, ptx: str, expected: str) -> None:
     assert str(fatbins.targets({"CUDA_ARCHS": archs, "CUDA_PTX_ARCHS": ptx})) == expected
+
+
+@pytest.mark.parametrize(
+    ("archs", "expected"),
+    [
+        ("", ["80 sm_80", "90 sm_90", "90 sm_100", "90 sm_120", "80 compute_80"]),
+        ("75 86 89 100a 103", ["75 sm_75", "80 sm_86", "89 sm_89", "100a sm_100a", "90 sm_103", "75 compute_75"]),
+    ],
+)
+def test_targets_of_the_same_text_share_its_ptx(archs: str, expected: list[str]) -> None:
+    flags = fatbins.targets({"CUDA_ARCHS": archs}).flags
+    assert flags == ["-gencode=arch=compute_{},code={}".format(*each.split()) for each in expected]
+
+
+def test_where_the_text_of_device_code_changes() -> None:
+    """PTX is shared between architectures only if no line of the text tells them from each other."""
+    compared = {
+        (operator, int(value) // 10)
+        for path in CUDA.iterdir()
+        for operator, value in re.findall(r"__CUDA_ARCH__\s*([<>=!]+)\s*(\d+)", path.read_text(encoding="utf-8"))
+    }
+    assert compared == {(">=", text) for text in fatbins.TEXTS}
+    for path in CUDA.iterdir():  # nothing else is asked: families, features, and what CUDA's headers define of them
+        assert not re.search(r"__CUDA_ARCH_\w+__|__CUDA_(ARCH_)?FEAT", path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.parametrize(
