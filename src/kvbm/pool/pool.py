@@ -494,9 +494,9 @@ class Pool(FromEngines, Shown):
         ``allocate(device="pinned")`` is unpinned, and unmapped with the last array on it.  Memory that `pin` registered is
         unpinned.  Your own arrays keep their memory.
 
-        Host memory must stay registered while a copy runs.  Neither the driver nor this call waits for that: wait for your copies
-        first (``done.synchronize()``).  A `Transfer` keeps its pools alive, but you can still close them.  A second call does
-        nothing.
+        Host memory must stay registered while a GPU copies it, so wait for your copies first (``done.synchronize()``).  Drivers
+        wait before they unregister it (seen with 580 on an H200), but CUDA does not promise that.  A `Transfer` keeps its pools
+        alive, but you can still close them.  A second call does nothing.
         """
         if self._closed:
             return
