@@ -39,12 +39,11 @@ library() {
   echo "$path"
 }
 
-check() {
-  local sanitizers=$1 folder=$PWD/build/${1%%,*} preload found
-  shift
-  printf '\n==> %s\n' "$sanitizers"
+# What stands before the program, for sanitizers that are joined by commas.
+preloaded() {
+  local preload found
   preload=$(library libstdc++.so.6) # beside them: what throws finds it before the sanitizer looks for it
-  for found in ${sanitizers//,/ }; do
+  for found in ${1//,/ }; do
     case $found in
       address) preload="$(library libasan.so) $preload" ;;
       undefined) preload="$preload $(library libubsan.so)" ;;
@@ -52,11 +51,27 @@ check() {
       *) echo "tools/sanitize.sh: expected address, undefined or thread, got $found" >&2; return 1 ;;
     esac
   done
-  export KVBM_SANITIZE=$sanitizers
+  echo "$preload"
+}
+
+folder_of() { echo "$PWD/build/${1%%,*}"; }
+
+build() {
+  local folder
+  folder=$(folder_of "$1")
   mkdir -p "$folder"
+  KVBM_SANITIZE=$1 CC=gcc CXX=g++ "$PYTHON" setup.py --quiet build --build-base "$folder" --build-lib "$folder/lib" \
+    > "$folder/build.log" 2>&1 || { cat "$folder/build.log"; return 1; }
+}
+
+check() {
+  local sanitizers=$1 folder preload found
+  shift
+  printf '\n==> %s\n' "$sanitizers"
+  folder=$(folder_of "$sanitizers")
+  preload=$(preloaded "$sanitizers")
+  export KVBM_SANITIZE=$sanitizers
   rm -f "$folder"/report.*
-  CC=gcc CXX=g++ "$PYTHON" setup.py --quiet build --build-base "$folder" --build-lib "$folder/lib" > "$folder/build.log" 2>&1 ||
-    { cat "$folder/build.log"; return 1; }
   local common=log_path=$folder/report:print_stacktrace=1 status=0
   env PYTHONPATH="$folder/lib" LD_PRELOAD="$preload" OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
     ASAN_OPTIONS="$common:detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32" UBSAN_OPTIONS="$common" \
@@ -72,6 +87,13 @@ check() {
 
 read -ra args <<< "${PYTEST_ARGS:--n auto --dist worksteal}"
 [[ $# -gt 0 ]] || set -- address,undefined thread
+for sanitizers in "$@"; do preloaded "$sanitizers" > /dev/null; done # a name that is none is an error before anything is compiled
+building=()
+for sanitizers in "$@"; do # both at a time: one file takes most of it
+  build "$sanitizers" &
+  building+=($!)
+done
+for each in "${building[@]}"; do wait "$each"; done
 for sanitizers in "$@"; do
   if [[ $sanitizers == thread ]]; then
     check "$sanitizers" -k thread -m "not gpu" "${args[@]}"

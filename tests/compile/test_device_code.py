@@ -22,19 +22,23 @@ from kvbm import _core
 
 pytestmark = pytest.mark.slow
 
+SANITIZED = "KVBM_SANITIZE" in os.environ
+KERNELS = [name for name in _core.kernel_names() if name != "kvbm_copy_pairs"]
+if SANITIZED:  # each takes a second to compile, and kernels that differ in their numbers of loops run the same lines
+    KERNELS = emulation.shallowest_and_deepest(KERNELS)
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "torture.py"
 
 
 @pytest.fixture(scope="module")
 def emulated(fake_gpu: processes.FakeDriver, tmp_path_factory: pytest.TempPathFactory) -> partial[str]:
     """Runs programs on the fake driver, with the kernels' own code."""
-    names = [name for name in _core.kernel_names() if name != "kvbm_copy_pairs"]
-    folder = processes.made_once(tmp_path_factory, "kernels", partial(emulation.compile_kernels, names=names))
+    folder = processes.made_once(tmp_path_factory, "kernels", partial(emulation.compile_kernels, names=KERNELS))
     return partial(fake_gpu, FAKE_KERNELS=":".join(map(str, sorted(folder.glob("*.so")))))
 
 
 PROGRAMS: list[tuple[str, tuple[object, ...]]] = [
-    ("nests.each", ((), (True,)) if "KVBM_SANITIZE" in os.environ else ()),  # long ones take minutes there
+    ("nests.each", (tuple(KERNELS), (True,)) if SANITIZED else ()),  # long nests take minutes there
     ("nests.each_of_planes_is_launched", ()),
     ("launches.launches_move_what_the_host_moves", ("hnd", "vllm/paged_attn_v0")),
     ("launches.lists_of_tensors", ()),
@@ -96,14 +100,14 @@ def first_or_full(number: int) -> list[pytest.MarkDecorator]:
     """Each program runs once under sanitizers, which are part of .ci/run; without them, short ones; in all forms in `make full`."""
     program = PROGRAMS[number][0]
     is_first = program not in [one for one, _ in PROGRAMS[:number]]
-    return [] if is_first and (program not in LONG or "KVBM_SANITIZE" in os.environ) else [pytest.mark.full]
+    return [] if is_first and (program not in LONG or SANITIZED) else [pytest.mark.full]
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
-        pytest.param(program, arguments, id="-".join(map(str, (program, *arguments))), marks=first_or_full(number))
+        pytest.param(program, arguments, id="-".join(map(str, (program, *arguments)))[:60], marks=first_or_full(number))
         for number, (program, arguments) in enumerate(PROGRAMS)
     ],
 )

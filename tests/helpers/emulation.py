@@ -101,7 +101,7 @@ def _compile(folder: Path, name: str, text: str) -> Path:
     source.write_text(text, encoding="utf-8")
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-w"]
     if sanitizers := os.environ.get("KVBM_SANITIZE"):
-        command += ["-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+        command += ["-g1", f"-fsanitize={sanitizers}", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=all"]
     compiler = subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
     headers = sorted(path for end in ("cuh", "cu", "h") for path in folder.rglob(f"*.{end}"))
     included = [source, processes.HERE / "data" / "emulated_gpu.h", *headers]
@@ -113,6 +113,14 @@ def _compile(folder: Path, name: str, text: str) -> Path:
             subprocess.run([*command, *includes, "-o", part, source], check=True)
     shutil.copyfile(kept, made)
     return made
+
+
+def shallowest_and_deepest(names: Sequence[str]) -> list[str]:
+    """Of kernels that differ in their numbers of loops alone, the first and the last."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(names):
+        alike.setdefault(re.sub(r"_[oir]\d+", "", name), []).append(name)
+    return sorted({name for some in alike.values() for name in (some[0], some[-1])})
 
 
 def compile_kernels(folder: Path, names: Sequence[str]) -> None:
