@@ -553,35 +553,19 @@ class Executor:
 
 @dataclass
 class _Route:
-    """A executor's launches for all layers, or for a range of them.
-
-    Attributes
-    ----------
-    copies : sequence of Copy
-        The launches of a direct copy.
-    why : str
-        Why the strategies were chosen.
-    launches : sequence of Launch
-        The kernels of direct copies and of a staged copy's step on the GPU, as they were planned.
-    steps : tuple of Plan
-        The two steps of a staged copy; on the host, the plan twice.
-    make : callable
-        Makes a `_core.Route` of the same launches, with those of digests in addition.
-    moves : sequence of Copy
-        What moves the slots of a staged copy: loop nests for the copy engine, or kernels.
-    digests : CopyDigests, optional
-        The launches of digests.
-    """
+    """A executor's launches for all layers, or for a range of them."""
 
     plan: Plan
     route: _core.Route
-    copies: Sequence[_core.Copy]
-    why: str
+    copies: Sequence[_core.Copy]  # the launches of a direct copy
+    why: str  # why the strategies were chosen
+    #: The kernels of direct copies and of a staged copy's step on the GPU, as they were planned.
     launches: Sequence[Launch]
-    steps: tuple[Plan, Plan]
-    make: Callable[..., _core.Route]
+    steps: tuple[Plan, Plan]  # the two steps of a staged copy; on the host, the plan twice
+    make: Callable[..., _core.Route]  # makes a `_core.Route` of the same launches, with those of digests in addition
+    #: What moves the slots of a staged copy: loop nests for the copy engine, or kernels.
     moves: Sequence[_core.Copy] = ()
-    digests: CopyDigests | None = None
+    digests: CopyDigests | None = None  # the launches of digests
 
 
 def _max_sms(executor: Executor, asked: object) -> int:

@@ -22,21 +22,12 @@ _log = escaping(logging.getLogger(__name__))
 
 @dataclass
 class Known:
-    """What is known of a GPU.
+    """What is known of a GPU."""
 
-    Attributes
-    ----------
-    table : Table or None
-        Its table, if there is one.
-    failed : dict of str to str
-        Directions that could not be measured, and why.  They are not measured again.
-    waiting : dict of str to str
-        Directions that were not measured yet, and why.
-    """
-
-    table: Table | None
+    table: Table | None  # its table, if there is one
+    #: Directions that could not be measured, and why.  They are not measured again.
     failed: dict[str, str] = field(default_factory=dict)
-    waiting: dict[str, str] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)  # directions that were not measured yet, and why
 
     def has(self, direction: str) -> bool:
         """True if the direction need not be measured: copies on one GPU never are."""

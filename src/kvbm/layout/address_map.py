@@ -21,27 +21,18 @@ Index: TypeAlias = Any
 
 
 class Step(NamedTuple):
-    """A digit ``(coordinate // divisor) % extent``, and the bytes and table entries that it steps.
+    """A digit ``(coordinate // divisor) % extent``, and the bytes and table entries that it steps."""
 
-    Attributes
-    ----------
-    axes : tuple of str
-        One axis.  Several axes are fused row-major, the first slowest, and the coordinate is their common index.  This is so only
-        if a split of that index does not coincide with its axes, or if `opaque`.
-    divisor, extent : int
-        The digit of the coordinate.
-    nbytes, entries : int
-        Steps of the digit: bytes inside an allocation, entries of the table of allocations.
-    opaque : bool
-        True if the order inside these axes is unspecified.
-    """
-
+    #: One axis.  Several axes are fused row-major, the first slowest, and the coordinate is their common index.  This
+    #: is so only if a split of that index does not coincide with its axes, or if `opaque`.
     axes: tuple[str, ...]
+    #: The digit of the coordinate.
     divisor: int
     extent: int
+    #: Steps of the digit: bytes inside an allocation, entries of the table of allocations.
     nbytes: int
     entries: int
-    opaque: bool = False
+    opaque: bool = False  # True if the order inside these axes is unspecified
 
     def __str__(self) -> str:
         names = " ".join(self.axes)
@@ -50,43 +41,22 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The addresses of elements of a block: of all elements, of one plane, or of only K or only V.
+    """The addresses of elements of a block: of all elements, of one plane, or of only K or only V."""
 
-    Attributes
-    ----------
-    plane : str
-        Name of the plane; empty if there is only one.
-    half : int, optional
-        0 or 1 if the map is valid only for K or only for V.
-    dtype : str
-        Dtype of the elements.
-    itemsize, pack : int
-        `pack` elements have `itemsize` bytes together.
-    sizes : tuple of (str, int)
-        Axes with more than one element, and their extents; without ``b``.
-    packed : tuple of str
-        The axis along which elements share a byte, if `pack` is more than one.
-    at : tuple of int
-        Start: bytes, and table entries.
-    block : tuple of int
-        Steps of a block id: bytes, and table entries.
-    steps : tuple of Step
-        Sorted by axes and divisor.  Contiguous digits are merged, and no digit has an extent of one.
-    units : tuple of (int, int)
-        If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.  Empty if ids
-        count blocks.
-    """
-
-    plane: str
-    half: int | None
+    plane: str  # name of the plane; empty if there is only one
+    half: int | None  # 0 or 1 if the map is valid only for K or only for V
     dtype: str
+    #: `pack` elements have `itemsize` bytes together.
     itemsize: int
     pack: int
-    sizes: tuple[tuple[str, int], ...]
-    packed: tuple[str, ...]
-    at: tuple[int, int]
-    block: tuple[int, int]
+    sizes: tuple[tuple[str, int], ...]  # axes with more than one element, and their extents; without ``b``
+    packed: tuple[str, ...]  # the axis along which elements share a byte, if `pack` is more than one
+    at: tuple[int, int]  # start: bytes, and table entries
+    block: tuple[int, int]  # steps of a block id: bytes, and table entries
+    #: Sorted by axes and divisor.  Contiguous digits are merged, and no digit has an extent of one.
     steps: tuple[Step, ...]
+    #: If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
+    #: Empty if ids count blocks.
     units: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -26,32 +26,15 @@ Coordinates = range | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """The part of a pool that is copied: whole blocks, some coordinates of an axis, units of a block, or packed slots.
-
-    Attributes
-    ----------
-    layout : Layout
-        Layout of the pool.
-    shape : BlockShape
-        Shape of the whole pool's blocks.
-    num_blocks : int
-        Number of blocks.
-    accesses : tuple of Access
-        Address maps, as in `Resolved`.
-    record : bool
-        True if planes share records.
-    units : int
-        Number of units per block; ids count units.
-    chosen : tuple of (str, coordinates)
-        Axes with selected coordinates that are not one loop.  The `accesses` include all coordinates of these axes.
-    """
+    """The part of a pool that is copied: whole blocks, some coordinates of an axis, units of a block, or packed slots."""
 
     layout: Layout
-    shape: BlockShape
+    shape: BlockShape  # shape of the whole pool's blocks
     num_blocks: int
-    accesses: tuple[Access, ...]
-    record: bool = False
-    units: int = 1
+    accesses: tuple[Access, ...]  # address maps, as in `Resolved`
+    record: bool = False  # True if planes share records
+    units: int = 1  # number of units per block; ids count units
+    #: Axes with selected coordinates that are not one loop.  The `accesses` include all coordinates of these axes.
     chosen: tuple[tuple[str, Coordinates], ...] = ()
 
     @property

@@ -373,11 +373,6 @@ class Piece(NamedTuple):
     """A declared term with sizes: ``(index // divisor) % extent`` steps `stride` bytes and `table` table entries.
 
     Pieces follow the declaration; they give shapes of arrays and pictures.  Addresses of elements come from `Access`.
-
-    Attributes
-    ----------
-    packs : bool
-        True if elements that share a byte are neighbours along this piece.
     """
 
     term: Term
@@ -385,34 +380,23 @@ class Piece(NamedTuple):
     extent: int
     stride: int
     table: int
-    packs: bool = False
+    packs: bool = False  # True if elements that share a byte are neighbours along this piece
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One array of a pool.
+    """One array of a pool."""
 
-    Attributes
-    ----------
-    label : str
-        Its coordinates, e.g. ``"l=3 o=1"``; empty if there is only one array.
-    axes : tuple of str
-        Terms, slowest first.  The last is ``"elements"`` if one array holds K and V in different orders, and ``"bytes"`` if it
-        holds several planes.
-    shape, strides : tuple of int
-        Items along each axis; bytes between neighbours.
-    nbytes : int
-        Extent in bytes, padding included.
-    dtype : str
-        Dtype of an item; ``"uint8"`` if planes share the array.
-    """
-
+    #: Its coordinates, e.g. ``"l=3 o=1"``; empty if there is only one array.
     label: str
+    #: Terms, slowest first.  The last is ``"elements"`` if one array holds K and V in different orders, and ``"bytes"``
+    #: if it holds several planes.
     axes: tuple[str, ...]
+    #: Items along each axis; bytes between neighbours.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    nbytes: int
-    dtype: str
+    nbytes: int  # extent in bytes, padding included
+    dtype: str  # dtype of an item; ``"uint8"`` if planes share the array
 
     @property
     def itemsize(self) -> int:

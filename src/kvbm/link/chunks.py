@@ -377,25 +377,15 @@ class _Part(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """Units or single tokens of chunks, in the order of chunks, that one launch copies or only digests.
-
-    Attributes
-    ----------
-    base : int
-        The address at which `cells` begin to count.
-    jobs : list of (int, int)
-        A chunk, and how many of its units or tokens.
-    ids : list
-        The rank's ids of those that are copied.
-    """
+    """Units or single tokens of chunks, in the order of chunks, that one launch copies or only digests."""
 
     lane: Lane
-    base: int
+    base: int  # the address at which `cells` begin to count
     copies: bool
-    jobs: list[tuple[int, int]]
+    jobs: list[tuple[int, int]]  # a chunk, and how many of its units or tokens
     positions: list[Ids]
     cells: list[Ids]
-    ids: list[Ids]
+    ids: list[Ids]  # the rank's ids of those that are copied
 
     @property
     def cell_count(self) -> int:

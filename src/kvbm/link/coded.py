@@ -36,23 +36,12 @@ Words = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Side:
-    """The configuration of one side.
-
-    Attributes
-    ----------
-    engine : str
-    device : str
-        ``"cpu"`` or ``"cuda:N"``.
-    layout : str
-        A name, or the path of a file.
-    nt : int
-        Tokens per block.
-    """
+    """The configuration of one side."""
 
     engine: str
-    device: str
-    layout: str
-    nt: int
+    device: str  # ``"cpu"`` or ``"cuda:N"``
+    layout: str  # a name, or the path of a file
+    nt: int  # tokens per block
 
     def __str__(self) -> str:
         return f"{self.device}, {self.layout}, {self.nt} tokens per block"

@@ -63,27 +63,15 @@ _PIECE_BYTES = 4 << 20
 
 
 class Shared(NamedTuple):
-    """How a peer opens a pool.
-
-    Attributes
-    ----------
-    layout : str
-        The text of the layout.
-    num_blocks : int
-        Blocks of the pool.
-    pieces : tuple of (str, int, int)
-        Memory: the number of its memory file, or the digits of its CUDA IPC handle; its bytes; its address in the owner.
-    places : tuple of (int, int)
-        For each allocation of the layout's table: its piece, and its first byte there.
-    gpu : str
-        PCI address of the GPU that has the memory; empty for host memory, or if it is not known.
-    """
+    """How a peer opens a pool."""
 
     layout: str
     num_blocks: int
+    #: Memory: the number of its memory file, or the digits of its CUDA IPC handle; its bytes; its address in the owner.
     pieces: tuple[tuple[str, int, int], ...]
+    #: For each allocation of the layout's table: its piece, and its first byte there.
     places: tuple[tuple[int, int], ...]
-    gpu: str = ""
+    gpu: str = ""  # PCI address of the GPU that has the memory; empty for host memory, or if it is not known
 
 
 def shared(pool: Pool, *, scales: bool = False) -> Shared:
@@ -211,22 +199,12 @@ _MOST_TOKENS = 32
 
 
 class _Units(NamedTuple):
-    """Units or single tokens of a message.
+    """Units or single tokens of a message."""
 
-    Attributes
-    ----------
-    number : int
-        Which of the messages that `Packer.listed` returns.
-    message : Message
-        The message, with the layers that are exchanged.
-    at : array of int64
-        Positions.
-    """
-
-    number: int
+    number: int  # which of the messages that `Packer.listed` returns
     single: bool
-    message: Message
-    at: Ids
+    message: Message  # the message, with the layers that are exchanged
+    at: Ids  # positions
 
 
 def _units(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Units]:
@@ -366,21 +344,11 @@ class Lender:
 
 
 class _Launches(NamedTuple):
-    """Launches between a section of the peer's pool and one of this rank's.
+    """Launches between a section of the peer's pool and one of this rank's."""
 
-    Attributes
-    ----------
-    copies : Route
-        Copies with digests; of a cast, only copies.
-    digests : Route
-        Digests of the peer's pool.
-    written : Route, optional
-        Digests of this rank's pool, if copies quantise.
-    """
-
-    copies: _core.Route
-    digests: _core.Route
-    written: _core.Route | None
+    copies: _core.Route  # copies with digests; of a cast, only copies
+    digests: _core.Route  # digests of the peer's pool
+    written: _core.Route | None  # digests of this rank's pool, if copies quantise
     far_ids: int
     own_ids: int
     nbytes: int
@@ -388,27 +356,16 @@ class _Launches(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one launch copies of a sequence, or only digests in the peer's pool, before the peer's table is known.
-
-    Attributes
-    ----------
-    own : array of int64
-        Ids in this rank's pool.
-    at : array of int64
-        Positions of the sequence.
-    entries, rests : array of int64
-        Of each pair: the entry of the peer's table, and the number in the entry's block.
-    each : int
-        Ids per block of the peer's pool.
-    """
+    """What one launch copies of a sequence, or only digests in the peer's pool, before the peer's table is known."""
 
     launches: _Launches
     is_copied: bool
-    own: Ids
-    at: Ids
+    own: Ids  # ids in this rank's pool
+    at: Ids  # positions of the sequence
+    #: Of each pair: the entry of the peer's table, and the number in the entry's block.
     entries: Ids
     rests: Ids
-    each: int
+    each: int  # ids per block of the peer's pool
 
     @property
     def nbytes(self) -> int:

@@ -70,22 +70,12 @@ class _Packed:
 
 
 class Start(NamedTuple):
-    """What begins the sending to one peer.
-
-    Attributes
-    ----------
-    peer : str
-    rank : int
-        The peer's rank.
-    offer : Offer
-    table : array of int64, optional
-        The block table of what the offer lends.
-    """
+    """What begins the sending to one peer."""
 
     peer: str
-    rank: int
+    rank: int  # the peer's rank
     offer: Offer
-    table: Ids | None = None
+    table: Ids | None = None  # the block table of what the offer lends
 
 
 class Outflow:

@@ -54,28 +54,14 @@ _MOST = 4096
 
 
 class _Course(NamedTuple):
-    """What transfers of some layers of a group, in one direction, have in common.
-
-    Attributes
-    ----------
-    packer : Packer
-    group : int
-        Index of the group.
-    layers : range
-    peers : dict of int to str
-        The ranks with which the packer's rank exchanges messages → their names on the wire.
-    sends_to : tuple of int
-        The ranks to which it sends these layers.
-    period : int
-        Tokens after which units, and the ranks that hold tokens, are the same again.
-    """
+    """What transfers of some layers of a group, in one direction, have in common."""
 
     packer: Packer
-    group: int
+    group: int  # index of the group
     layers: range
-    peers: dict[int, str]
-    sends_to: tuple[int, ...]
-    period: int
+    peers: dict[int, str]  # the ranks with which the packer's rank exchanges messages → their names on the wire
+    sends_to: tuple[int, ...]  # the ranks to which it sends these layers
+    period: int  # tokens after which units, and the ranks that hold tokens, are the same again
 
     def start(self, span: Span) -> tuple[int, range, int, int, int]:
         """What chunks of a span have in common with those of other sequences: they begin, and end, alike."""

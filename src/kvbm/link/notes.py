@@ -58,59 +58,32 @@ def offered(note: bytes) -> tuple[int, bytes]:
 
 
 class Grant(NamedTuple):
-    """Permission to send one chunk.
-
-    Attributes
-    ----------
-    chunk : int
-    slot : int
-        Slot of the receiver.  The sender puts the chunk there, or the receiver pulls it into this slot.
-    serial : int
-        Number of the grant among those for this offer, from 1 on.  It is never reused.
-    """
+    """Permission to send one chunk."""
 
     chunk: int
+    #: Slot of the receiver.  The sender puts the chunk there, or the receiver pulls it into this slot.
     slot: int
+    #: Number of the grant among those for this offer, from 1 on.  It is never reused.
     serial: int
 
 
 class Offer(NamedTuple):
-    """From the sender: these tokens and layers of a sequence are available.
-
-    Attributes
-    ----------
-    sending : int
-    plan : int
-        The plan's fingerprint.
-    key : bytes
-        16 bytes that identify the sequence's name.
-    group : int
-        Index of the group; groups are sorted by name.
-    layers, tokens : range
-    origin : int
-        Origin of the sender's span.
-    pulls : bool
-        True if the receiver pulls the chunks.
-    age : float
-        Seconds since the sending began.  A sending that began before a receive failed belongs to the failed receive.
-    is_lent : bool
-        True if the receiver may copy these tokens from the sender's pool without an `Ask`: a `Table` and a `Ready` for arrival 0
-        follow.
-    table : Table, optional
-        The table, if it is small: then only the `Ready` follows.
-    """
+    """From the sender: these tokens and layers of a sequence are available."""
 
     sending: int
-    plan: int
-    key: bytes
-    group: int
+    plan: int  # the plan's fingerprint
+    key: bytes  # 16 bytes that identify the sequence's name
+    group: int  # index of the group; groups are sorted by name
     layers: range
     tokens: range
-    origin: int
-    pulls: bool
+    origin: int  # origin of the sender's span
+    pulls: bool  # True if the receiver pulls the chunks
+    #: Seconds since the sending began.  A sending that began before a receive failed belongs to the failed receive.
     age: float = 0.0
+    #: True if the receiver may copy these tokens from the sender's pool without an `Ask`: a `Table` and a `Ready` for
+    #: arrival 0 follow.
     is_lent: bool = False
-    table: Table | None = None
+    table: Table | None = None  # the table, if it is small: then only the `Ready` follows
 
     def fields(self) -> tuple[Any, ...]:
         layers, tokens = self.layers, self.tokens
@@ -172,23 +145,14 @@ class Want(NamedTuple):
     """From the receiver: it wants these tokens of an offer, and grants these chunks.
 
     A chunk that an earlier note listed and this one does not has arrived.
-
-    Attributes
-    ----------
-    sending, arrival, plan : int
-    tokens : range
-    origin : int
-        Origin of the receiver's span.
-    turn : int
-        Number of the receiver's notes about this sending.  A note that arrives late has a lower number than a newer one.
-    grants : tuple of Grant
     """
 
     sending: int
     arrival: int
     plan: int
     tokens: range
-    origin: int
+    origin: int  # origin of the receiver's span
+    #: Number of the receiver's notes about this sending.  A note that arrives late has a lower number than a newer one.
     turn: int
     grants: tuple[Grant, ...]
 
@@ -255,19 +219,11 @@ class Stop(NamedTuple):
     """From either side: the transfer has failed.
 
     The receiver sends it when it accepts no more chunks, and the sender when none of its puts is running.
-
-    Attributes
-    ----------
-    sending, arrival : int
-    is_digest : bool
-        True if chunks were wrong on every attempt.
-    by_sender : bool
-    why : str
     """
 
     sending: int
     arrival: int
-    is_digest: bool
+    is_digest: bool  # True if chunks were wrong on every attempt
     by_sender: bool
     why: str
 
@@ -324,27 +280,15 @@ MOST_ENTRIES = 1 << 22
 
 
 class Table(NamedTuple):
-    """From the sender, to who asks: a part of its block table.
-
-    Attributes
-    ----------
-    sending : int
-    arrival : int
-        The number of the `Ask`; 0 without one.
-    first, entries : int
-        The entry of the table with which the part begins, and the number of entries of the table.
-    is_complete : bool
-        True if the blocks are complete: the receiver may copy them before the sender has digested them.
-    blocks : bytes
-        Block ids, as little-endian 32-bit integers.
-    """
+    """From the sender, to who asks: a part of its block table."""
 
     sending: int
-    arrival: int
+    arrival: int  # the number of the `Ask`; 0 without one
+    #: The entry of the table with which the part begins, and the number of entries of the table.
     first: int
     entries: int
-    is_complete: bool
-    blocks: bytes
+    is_complete: bool  # True if the blocks are complete: the receiver may copy them before the sender has digested them
+    blocks: bytes  # block ids, as little-endian 32-bit integers
 
     def fields(self) -> tuple[Any, ...]:
         return self.arrival, self.first, self.entries, self.is_complete

@@ -318,25 +318,17 @@ class Memory:
 
 @dataclass
 class Served:
-    """The record of one trial on the receiving side.
+    """The record of one trial on the receiving side."""
 
-    Attributes
-    ----------
-    peer, wire, device, shape : str
-        Address, wire, device and block shape of the sender.
-    sequences, nbytes : int
-        Number of sequences, and bytes received.
-    stats : dict of str to float
-        As from `Link.stats`.
-    """
-
+    #: Address, wire, device and block shape of the sender.
     peer: str
     wire: str = ""
     device: str = ""
     shape: str = ""
+    #: Number of sequences, and bytes received.
     sequences: int = 0
     nbytes: int = 0
-    stats: dict[str, float] | None = None
+    stats: dict[str, float] | None = None  # as from `Link.stats`
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -467,42 +459,31 @@ def _side(message: Any, peer: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements for sequences of one size.  Times are medians.
+    """The measurements for sequences of one size.  Times are medians."""
 
-    Attributes
-    ----------
-    tokens, nbytes, chunks : int
-        Tokens, bytes and chunks per sequence.  The bytes do not include padding and trailers.
-    median_ms, min_ms, max_ms : float
-        Time from `Link.send` until the receiver has confirmed that all data are complete and correct.
-    bandwidth_gbps : float
-        `nbytes` divided by `median_ms`; 1 GB is 10^9 bytes.
-    send_host_us, receive_host_us : float
-        Processor time of the endpoint's thread per chunk.  On the CPU this includes packing and unpacking.
-    raw_ms, raw_gbps, raw_ratio : float
-        The wire alone: a put of one contiguous slice of as many bytes and a note back.  The ratio is its time divided by
-        `median_ms`.
-    memcpy_ms, memcpy_gbps, memcpy_ratio : float
-        A memcpy of as many bytes on the sender.  The ratio is its time divided by `median_ms`.
-    chunks_wrong, notes_again, stalls : int
-        Totals of all sequences on both sides: chunks that were requested again, notes that were repeated, and waits for slots.
-    """
-
+    #: Tokens, bytes and chunks per sequence.  The bytes do not include padding and trailers.
     tokens: int
     nbytes: int
     chunks: int
+    #: Time from `Link.send` until the receiver has confirmed that all data are complete and correct.
     median_ms: float
     min_ms: float
     max_ms: float
-    bandwidth_gbps: float
+    bandwidth_gbps: float  # `nbytes` divided by `median_ms`; 1 GB is 10^9 bytes
+    #: Processor time of the endpoint's thread per chunk.  On the CPU this includes packing and unpacking.
     send_host_us: float
     receive_host_us: float
+    #: The wire alone: a put of one contiguous slice of as many bytes and a note back.  The ratio is its time divided by
+    #: `median_ms`.
     raw_ms: float
     raw_gbps: float
     raw_ratio: float
+    #: A memcpy of as many bytes on the sender.  The ratio is its time divided by `median_ms`.
     memcpy_ms: float
     memcpy_gbps: float
     memcpy_ratio: float
+    #: Totals of all sequences on both sides: chunks that were requested again, notes that were repeated, and waits for
+    #: slots.
     chunks_wrong: int
     notes_again: int
     stalls: int

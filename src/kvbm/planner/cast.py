@@ -324,26 +324,15 @@ class CastPart(Part):
     """The loop nest of a cast, of its elements or of its scales.  Both have the same modes.
 
     Modes count elements; of elements that share a byte, they count pairs.  ``inner[:3]`` go through a group.
-
-    Attributes
-    ----------
-    formats : tuple of str
-        Dtypes of the source and of the destination, and of the scales; empty if none are stored.
-    element : int
-        Elements that a step of ``inner[0]`` moves: 2 if two share a byte.
-    element_step : int
-        Bytes between two elements on the side where they do not share a byte.
-    given : tuple of float
-        The scales of the caller.  The ``key`` of a mode is the step of their number.
-    scales : CastPart, optional
-        The loop nest of the scales.
     """
 
+    #: Dtypes of the source and of the destination, and of the scales; empty if none are stored.
     formats: tuple[str, str, str] = ("", "", "")
-    element: int = 1
-    element_step: int = 0
+    element: int = 1  # elements that a step of ``inner[0]`` moves: 2 if two share a byte
+    element_step: int = 0  # bytes between two elements on the side where they do not share a byte
+    #: The scales of the caller.  The ``key`` of a mode is the step of their number.
     given: tuple[float, ...] = (1.0,)
-    scales: CastPart | None = None
+    scales: CastPart | None = None  # the loop nest of the scales
 
     @property
     def kind(self) -> str:

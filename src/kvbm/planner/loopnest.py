@@ -49,18 +49,12 @@ STILL = Mode(1, 0, 0)
 
 
 class Id(NamedTuple):
-    """The strides of an id on one side.
+    """The strides of an id on one side."""
 
-    Attributes
-    ----------
-    entries, nbytes : int
-        Strides of a block: table entries and bytes.
-    units : tuple of (int, int)
-        If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
-    """
-
+    #: Strides of a block: table entries and bytes.
     entries: int
     nbytes: int
+    #: If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
     units: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -92,37 +86,27 @@ _nesting = operator.itemgetter(4, 2, 3, 1)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Form:
-    """The compiled part of a kernel: its class, numbers of modes and word.  Sizes and strides are arguments.
+    """The compiled part of a kernel: its class, numbers of modes and word.  Sizes and strides are arguments."""
 
-    Attributes
-    ----------
-    kind : {"copy", "rows", "tile", "record", "page_in", "page_out", "digest", "cast"}
-        ``copy``: a chunk is one run.  ``rows``: runs are copied whole, in another order.  ``tile``: source and destination are
-        contiguous along different axes, so elements are transposed in a tile.  ``record``: rows of several parts, the planes of a
-        block.  ``page_in``, ``page_out``: as ``record``, with the source or the destination in shared memory.  ``digest``: cells
-        are read and summed up.  ``cast``: elements change their format, and their scales are made or used.
-    outer, inner : int
-        Number of modes that select a chunk, and of modes inside it (for tiles: without the two that span the tile).
-    element : int
-        For tiles, and for digests of transposed cells: bytes that stay together.  For casts: elements that a thread
-        moves at a time.
-    word : int
-        Bytes of a load and store; 0 for records and pages, as each part has its own word.  For casts: see `CastPart.form`.
-    sm_limited : bool
-        True if the kernel accepts a limit of multiprocessors.
-    sums : bool
-        True if the kernel also digests what it copies.  Each word is then a cell; of a cast, see `kvbm.digest.cells`.
-    values : str
-        For casts: formats of the source and of the destination, and of stored scales, such as ``bf16_e4m3_f32``.
-    """
-
+    #: ``copy``: a chunk is one run.  ``rows``: runs are copied whole, in another order.  ``tile``: source and
+    #: destination are contiguous along different axes, so elements are transposed in a tile.  ``record``: rows of
+    #: several parts, the planes of a block.  ``page_in``, ``page_out``: as ``record``, with the source or the
+    #: destination in shared memory.  ``digest``: cells are read and summed up.  ``cast``: elements change their format,
+    #: and their scales are made or used.
     kind: str
+    #: Number of modes that select a chunk, and of modes inside it (for tiles: without the two that span the tile).
     outer: int
     inner: int
+    #: For tiles, and for digests of transposed cells: bytes that stay together.  For casts: elements that a thread
+    #: moves at a time.
     element: int
+    #: Bytes of a load and store; 0 for records and pages, as each part has its own word.  For casts: see
+    #: `CastPart.form`.
     word: int
-    sm_limited: bool = False
+    sm_limited: bool = False  # True if the kernel accepts a limit of multiprocessors
+    #: True if the kernel also digests what it copies.  Each word is then a cell; of a cast, see `kvbm.digest.cells`.
     sums: bool = False
+    #: For casts: formats of the source and of the destination, and of stored scales, such as ``bf16_e4m3_f32``.
     values: str = ""
 
     @property
@@ -206,38 +190,25 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """One loop nest in bytes: the whole copy, its K or V half, or a plane.
+    """One loop nest in bytes: the whole copy, its K or V half, or a plane."""
 
-    Attributes
-    ----------
-    src_offset, dst_offset, src_table_offset, dst_table_offset : int
-        Start of the part: bytes and table entries.
-    outer : tuple of Mode
-        Modes that select a chunk, fastest first: modes that step through a table of allocations, or with very large strides.
-    inner : tuple of Mode
-        Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, and in keys if the part has them;
-        its extent is in bytes.
-    src_id, dst_id : Id
-        Strides of the ids.
-    label : str
-        Name of the part: ``K``, ``V``, a plane; empty for a whole block.
-    half : int, optional
-        0 for K and 1 for V, if both are separate.
-    key : int
-        For digests: the start in keys, 16 per cell, as for the strides of its modes.
-    """
-
+    #: Start of the part: bytes and table entries.
     src_offset: int
     dst_offset: int
     src_table_offset: int
     dst_table_offset: int
+    #: Modes that select a chunk, fastest first: modes that step through a table of allocations, or with very large
+    #: strides.
     outer: tuple[Mode, ...]
+    #: Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, and in keys if the part
+    #: has them; its extent is in bytes.
     inner: tuple[Mode, ...]
+    #: Strides of the ids.
     src_id: Id
     dst_id: Id
-    label: str = ""
-    half: int | None = None
-    key: int = 0
+    label: str = ""  # name of the part: ``K``, ``V``, a plane; empty for a whole block
+    half: int | None = None  # 0 for K and 1 for V, if both are separate
+    key: int = 0  # for digests: the start in keys, 16 per cell, as for the strides of its modes
 
     @classmethod
     def of(

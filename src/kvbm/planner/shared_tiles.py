@@ -30,32 +30,19 @@ _MOST_RUNS = 4096
 
 
 class Staged(NamedTuple):
-    """How one part of a page is copied through shared memory.
+    """How one part of a page is copied through shared memory."""
 
-    Attributes
-    ----------
-    part : Part
-        Its loops inside a piece of a page; ``inner[0]`` is a run on the side that is not staged.
-    pieces : Mode
-        The step from piece to piece.
-    word, item : int
-        Bytes per access to shared memory, and to global memory.
-    distance : int
-        Distance in bytes between the words of an item in shared memory.
-    place, held : int
-        Its start in shared memory, and the bytes of the dense segment that starts with it (0: it lies in another part's segment).
-    gathers : bool
-        True if the source is the staged side.
-    """
-
-    part: Part
-    pieces: Mode
+    part: Part  # its loops inside a piece of a page; ``inner[0]`` is a run on the side that is not staged
+    pieces: Mode  # the step from piece to piece
+    #: Bytes per access to shared memory, and to global memory.
     word: int
     item: int
-    distance: int
+    distance: int  # distance in bytes between the words of an item in shared memory
+    #: Its start in shared memory, and the bytes of the dense segment that starts with it (0: it lies in another part's
+    #: segment).
     place: int
     held: int
-    gathers: bool
+    gathers: bool  # True if the source is the staged side
 
 
 def stage(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> list[Staged] | None:

@@ -20,25 +20,15 @@ Layouts = tuple[Layout, Layout]
 
 
 class PlaneCast(NamedTuple):
-    """How the values of one plane change on their way.
+    """How the values of one plane change on their way."""
 
-    Attributes
-    ----------
-    planes, formats : (str, str)
-        Plane and dtype on each side.
-    scaled : int, optional
-        The side that has the scales: 0 the source, 1 the destination.  None: no scales are stored.
-    scale : str
-        The plane of scales on that side; empty if there is none.
-    spans : tuple of str
-        Axes among l, h and t along which all of a block's coordinates share a scale.
-    """
-
+    #: Plane and dtype on each side.
     planes: tuple[str, str]
     formats: tuple[str, str]
+    #: The side that has the scales: 0 the source, 1 the destination.  None: no scales are stored.
     scaled: int | None
-    scale: str
-    spans: tuple[str, ...]
+    scale: str  # the plane of scales on that side; empty if there is none
+    spans: tuple[str, ...]  # axes among l, h and t along which all of a block's coordinates share a scale
 
 
 def as_layouts(given: Any) -> Layouts | None:

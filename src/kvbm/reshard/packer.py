@@ -49,30 +49,14 @@ _MOST_TOKENS = 32
 
 
 class Lane(NamedTuple):
-    """Launches of one message's units, or single tokens, with digests.
+    """Launches of one message's units, or single tokens, with digests."""
 
-    Attributes
-    ----------
-    copies : tuple of Copy
-        Copies between the pool and slots at any address: see `Packer.cells`.
-    is_fused : bool
-        True if the copies also compute digests.
-    digests : tuple of Copy
-        Launches that only digest slots.
-    num_ids : int
-        Number of ids of the rank's pool.
-    nbytes : int
-        Bytes of a unit or token in the slot.
-    first : int
-        Position in a unit of the first token that is sent.
-    """
-
-    copies: tuple[_core.Copy, ...]
-    is_fused: bool
-    digests: tuple[_core.Copy, ...]
-    num_ids: int
-    nbytes: int
-    first: int
+    copies: tuple[_core.Copy, ...]  # copies between the pool and slots at any address: see `Packer.cells`
+    is_fused: bool  # True if the copies also compute digests
+    digests: tuple[_core.Copy, ...]  # launches that only digest slots
+    num_ids: int  # number of ids of the rank's pool
+    nbytes: int  # bytes of a unit or token in the slot
+    first: int  # position in a unit of the first token that is sent
 
 
 class Listed(NamedTuple):
@@ -87,19 +71,12 @@ class Listed(NamedTuple):
 
 
 class _Ids(NamedTuple):
-    """Where a rank's ids of units, or of single tokens, are in the table of any sequence of some tokens.
+    """Where a rank's ids of units, or of single tokens, are in the table of any sequence of some tokens."""
 
-    Attributes
-    ----------
-    entries, rests : array of int64
-        Of each id: its entry of the table, and which of the ids of that block it is.
-    each : int
-        Ids of a block.
-    """
-
+    #: Of each id: its entry of the table, and which of the ids of that block it is.
     entries: Ids
     rests: Ids
-    each: int
+    each: int  # ids of a block
 
     def of(self, table: Ids) -> tuple[Ids, bool]:
         """The ids, -1 if there is no block; and whether all have one."""

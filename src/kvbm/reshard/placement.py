@@ -55,20 +55,11 @@ class Digit(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How one axis of the cache is shared by ranks.
+    """How one axis of the cache is shared by ranks."""
 
-    Attributes
-    ----------
-    digit : Digit
-        The number of the share that a rank holds.
-    every : int
-        For tokens: how many consecutive tokens a rank holds per turn.
-    bounds : tuple of int
-        For layers: the first layer of each share, then the number of layers.  Empty: equal shares.
-    """
-
-    digit: Digit
-    every: int = 0
+    digit: Digit  # the number of the share that a rank holds
+    every: int = 0  # for tokens: how many consecutive tokens a rank holds per turn
+    #: For layers: the first layer of each share, then the number of layers.  Empty: equal shares.
     bounds: tuple[int, ...] = ()
 
     def __str__(self) -> str:

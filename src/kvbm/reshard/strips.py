@@ -103,21 +103,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class Turns:
-    """The tokens of a sequence that a rank holds: `every` consecutive ones, then those of `over - 1` other ranks, and so on.
+    """The tokens of a sequence that a rank holds: `every` consecutive ones, then those of `over - 1` other ranks, and so on."""
 
-    Attributes
-    ----------
-    every : int
-        Consecutive tokens per turn.
-    over : int
-        Number of ranks that share the tokens.
-    index : int
-        Index of this rank among them.
-    """
-
-    every: int = 1
-    over: int = 1
-    index: int = 0
+    every: int = 1  # consecutive tokens per turn
+    over: int = 1  # number of ranks that share the tokens
+    index: int = 0  # index of this rank among them
 
     @functools.cached_property
     def period(self) -> int:
@@ -153,20 +143,13 @@ class Family(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Coordinates of one axis that two ranks have in common.
+    """Coordinates of one axis that two ranks have in common."""
 
-    Attributes
-    ----------
-    first, src, dst : int
-        The first one, in coordinates of the model, the source and the destination.
-    loops : tuple of Family
-        The loops, fastest first.
-    """
-
+    #: The first one, in coordinates of the model, the source and the destination.
     first: int
     src: int
     dst: int
-    loops: tuple[Family, ...]
+    loops: tuple[Family, ...]  # the loops, fastest first
 
     @property
     def size(self) -> int:
@@ -211,20 +194,12 @@ class Meeting(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The largest group of tokens that is inside one block on both sides.  Blocks of different sizes are copied in units.
+    """The largest group of tokens that is inside one block on both sides.  Blocks of different sizes are copied in units."""
 
-    Attributes
-    ----------
-    tokens : int
-        Positions per unit; units begin at multiples of this.
-    meeting : Meeting or None
-        The tokens of a unit that both sides hold, as slots inside the unit; None if there are none.
-    src_slots, dst_slots : int
-        Slots of a unit on each side: fewer than `tokens` if several ranks share a unit.
-    """
-
-    tokens: int
+    tokens: int  # positions per unit; units begin at multiples of this
+    #: The tokens of a unit that both sides hold, as slots inside the unit; None if there are none.
     meeting: Meeting | None
+    #: Slots of a unit on each side: fewer than `tokens` if several ranks share a unit.
     src_slots: int
     dst_slots: int
 

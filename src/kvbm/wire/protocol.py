@@ -207,21 +207,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Card:
-    """The contents of a card.
+    """The contents of a card."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the endpoint, including its incarnation.
-    slab : Slab
-        Memory of the other process.
-    data : bytes
-        Data of the transport.
-    """
-
-    name: str
-    slab: Slab
-    data: bytes = b""
+    name: str  # name of the endpoint, including its incarnation
+    slab: Slab  # memory of the other process
+    data: bytes = b""  # data of the transport
 
     def write(self, transport: str) -> bytes:
         """The card as JSON."""
@@ -282,18 +272,10 @@ def _refuse(expected: str, got: str) -> NoReturn:
 
 @dataclass
 class Peer:
-    """A wire's record of a peer.
-
-    Attributes
-    ----------
-    card : Card
-        The peer's card.
-    lost : str
-        Why the peer is lost; empty while it is connected.
-    """
+    """A wire's record of a peer."""
 
     card: Card
-    lost: str = ""
+    lost: str = ""  # why the peer is lost; empty while it is connected
 
 
 def require_wire(what: str, given: Any) -> None:
