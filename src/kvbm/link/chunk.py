@@ -299,23 +299,8 @@ def limit_of(given: Any, name: str = "most") -> int:
 def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int, least: int = LEAST) -> tuple[Chunk, ...]:
     """Cut a message into chunks with equal numbers of whole units.  Single tokens are in the last chunk, or in one after it.
 
-    Parameters
-    ----------
-    message : Message
-        The message.
-    parts : Parts
-        Units and single tokens of the message.
-    sizes : (int, int)
-        Bytes of a unit and of a single token.
-    most : int
-        Bytes of the largest chunk, without its trailer.
-    least : int
-        A message of at most so many bytes is one chunk, unless `most` is smaller.
-
-    Raises
-    ------
-    BindError
-        `most` is not a number of bytes below 2**32, or a unit is larger.
+    `sizes` are the bytes of a unit and of a single token; `most` and `least` as for `chunks`.  Raises `BindError` if a
+    unit is larger than `most`.
     """
     limit = limit_of(most)
     counts = parts.units.size, parts.tokens.size

@@ -329,13 +329,7 @@ class ChunksDone:
 class Bare:
     """Chunks without trailers, whose copy is prepared.  The caller sends their digests itself.
 
-    Parameters
-    ----------
-    cut : Cut
-    slots : mapping
-        (peer, number of the chunk) → its slot, of `Chunk.nbytes` bytes.  It is not checked.
-    verify, stream, wait : optional
-        As for `Cut.pack` and `Cut.unpack`.
+    `slots`: (peer, number of the chunk) → its slot, of `Chunk.nbytes` bytes, which is not checked.
     """
 
     def __init__(

@@ -53,15 +53,7 @@ class Side:
 class Coded:
     """A pool whose words encode their place in the sequence.  Words have 8 bytes, or fewer if 8 does not divide a row's bytes.
 
-    Parameters
-    ----------
-    side : Side
-    shape : BlockShape
-        Shape of the rank's blocks.
-    tokens : int
-        Length of the longest sequence.
-    busy : callable
-        Called from time to time during long work.
+    `tokens` is the length of the longest sequence.  `busy` is called from time to time during long work.
     """
 
     def __init__(self, side: Side, shape: BlockShape, tokens: int, busy: Callable[[], None]) -> None:

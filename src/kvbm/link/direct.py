@@ -75,19 +75,7 @@ class Shared(NamedTuple):
 
 
 def shared(pool: Pool, *, scales: bool = False) -> Shared:
-    """How peers on this host open a pool.
-
-    Parameters
-    ----------
-    pool : Pool
-    scales : bool
-        Tell them which planes hold scales, for casts.
-
-    Raises
-    ------
-    BindError
-        They cannot: the message says why.
-    """
+    """How peers on this host open a pool; `BindError` says why they cannot.  `scales`: tell which planes hold them."""
     if pool.addresses.size > _MOST_ARRAYS:
         raise BindError(f"it has {pool.addresses.size} arrays, and at most {_MOST_ARRAYS} are lent")
     if any(step.opaque for access in pool.resolved.accesses for step in access.steps):
@@ -167,18 +155,7 @@ def read_shared(given: Any) -> Shared:
 
 
 def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[str, int, int], Slab]) -> Pool:
-    """A peer's pool in this process.  It is read-only.
-
-    Parameters
-    ----------
-    shared_pool : Shared
-    shape : BlockShape
-        The block shape that the peer's placement says.
-    name : str
-        Name of the layout in messages.
-    lend : callable
-        Opens a piece by handle, bytes and address.
-    """
+    """A peer's pool in this process.  It is read-only.  `lend` opens a piece by handle, bytes and address."""
     layout = parse(shared_pool.layout, "a peer's card", name)
     resolved = layout.resolve(shape, shared_pool.num_blocks)
     if len(shared_pool.places) != resolved.table_size:
@@ -218,19 +195,11 @@ def _units(packer: Packer, peer: int, span: Span, origin: int, layers: range) ->
 
 
 class Pass:
-    """Launches under way, and the sums of their digests.
-
-    Attributes
-    ----------
-    total : int
-        The digest of what was read.
-    cast : int
-        The digest of what was written, if it was quantised.
-    """
+    """Launches under way, and the sums of their digests."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[_core.Done | None, Sums | None, bool]] = []
-        self.total = self.cast = 0
+        self.total = self.cast = 0  # the digests of what was read; of what was written, if it was quantised
 
     def add(self, done: _core.Done | None, digests: Sums | None, *, is_cast: bool = False) -> None:
         """Launches of which `done` is the end; None on the CPU, where they have ended.  All are enqueued."""
@@ -386,21 +355,11 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """Copies of what a rank receives from one peer's pool.
+    """Copies of what a rank receives from one peer's pool: `far`, opened.  `gpu` is the PCI address of its GPU.
 
-    A cast takes place in these copies, in one pass over the bytes of the peer's format.  If the peer cast before, it would take a
-    pass more, and memory.  The peer's digest is that of its blocks: this rank digests them, too, after it has read them.
-
-    Parameters
-    ----------
-    packer : Packer
-        The packer of this rank, which receives.
-    peer : int
-        Rank of the peer.
-    far : Pool
-        The peer's pool, opened.
-    gpu : str
-        PCI address of the peer's GPU (`Shared`).
+    A cast takes place in these copies, in one pass over the bytes of the peer's format.  If the peer cast before, it
+    would take a pass more, and memory.  The peer's digest is that of its blocks: this rank digests them, too, after the
+    copy.
     """
 
     def __init__(self, packer: Packer, peer: int, far: Pool, gpu: str = "") -> None:
@@ -418,19 +377,8 @@ class Reader:
     def parts(self, span: Span, origin: int, layers: range) -> list[Part]:
         """What is copied of a sequence, and what is only digested because this rank has no block for it.
 
-        Parameters
-        ----------
-        span : Span
-            Tokens and blocks of this rank.
-        origin : int
-            The position at which the peer's block table begins.
-        layers : range
-            Layers of the model.
-
-        Raises
-        ------
-        BindError
-            The span does not fit, or no turn of the peer begins at the origin.
+        `origin` is the position at which the peer's block table begins.  Raises `BindError` if the span does not fit,
+        or no turn of the peer begins there.
         """
         packer, found, listed = self._packer, list[Part](), self._packer.listed(span, origin)
         for number, single, part in self._shape(span, origin, layers)[0]:
@@ -469,23 +417,13 @@ class Reader:
     def pieces(self, parts: list[Part], table: Ids) -> list[Piece]:
         """The pairs of some parts, with the peer's block table of the sequence.
 
-        Raises
-        ------
-        BindError
-            The table is too short, has no block for some of the tokens, or names blocks that the peer's pool does not have.
+        Raises `BindError` if the table lacks a block for some of the tokens, or names one that the peer's pool does not
+        have.
         """
         return [Piece(part, self._blocks(part, table) * part.each + part.rests) for part in parts]
 
     def prepared(self, parts: list[Part], span: Span, layers: range) -> Prepared | None:
-        """Copies of some parts, complete but for the peer's table; None if more than copies with digests is to do.
-
-        Parameters
-        ----------
-        parts : list of Part
-            What `parts` returned for the span and the layers, of a peer's table with the same origin.
-        span : Span
-        layers : range
-        """
+        """Copies of what `parts` returned for the span's own origin; None if more than copies with digests is to do."""
         packer = self._packer
         if packer.made.casts or not parts or not all(part.is_copied for part in parts):
             return None
@@ -576,17 +514,7 @@ class Reader:
 
 
 class Prepared:
-    """Copies out of a peer's pool that begin as soon as its table has come.
-
-    Parameters
-    ----------
-    packer : Packer
-    reader : Reader
-    parts : list of Part
-        What they copy.
-    entries : int
-        Entries of the table.
-    """
+    """Copies out of a peer's pool that begin as soon as its table, of so many entries, has come."""
 
     def __init__(self, packer: Packer, reader: Reader, parts: list[Part], entries: int) -> None:
         self._packer, self._reader, self.parts, self.entries = packer, reader, parts, entries

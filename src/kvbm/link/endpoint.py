@@ -506,18 +506,8 @@ class Endpoint:
     ) -> Any:
         """Make the endpoint's thread call a function; return its result, or raise its error.
 
-        Parameters
-        ----------
-        call : callable
-        seconds : float
-            How long to wait.  A call that has not begun then is not made.
-        late : callable, optional
-            The thread calls it with the result if the caller has given up while the function ran.
-
-        Raises
-        ------
-        TransferTimeoutError
-            The thread did not answer in time.
+        Raises `TransferTimeoutError` if it does not answer within `seconds`.  A call that has not begun then is not
+        made; if it runs, the thread calls `late` with its result.
         """
         found: dict[str, Any] = {}
         ended, lock = threading.Event(), threading.Lock()

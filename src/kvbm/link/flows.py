@@ -79,31 +79,13 @@ class Start(NamedTuple):
 
 
 class Outflow:
-    """The part of a `send` for one peer.
-
-    Parameters
-    ----------
-    link : Link
-    sending : Sending
-    start : Start
-    is_said : bool
-        True if the offer was sent: the peer may read what it lends.
-
-    Attributes
-    ----------
-    sending : Sending
-        The handle of the transfer.
-    number : int
-        The sender's number of this flow.
-    is_over : bool
-        True if nothing is in transit, and no more notes are sent except answers.
-    """
+    """The part of a `send` for one peer.  `is_said`: the offer was sent, so the peer may read what it lends."""
 
     def __init__(self, link: Link, sending: Sending, start: Start, *, is_said: bool) -> None:
         self.link, self.sending, self.peer, self.rank = link, sending, start.peer, start.rank
         self.offer, self.number = start.offer if is_said else start.offer.short, start.offer.sending
         self.arrival = 0
-        self.is_over = False
+        self.is_over = False  # nothing is in transit, and no more notes are sent except answers
         self._stop: Stop | None = None  # sent when nothing is in transit
         self._owes_answer = False  # the receiver stopped, and waits for an answer
         self._is_stop_sent = self._is_lost = False
@@ -475,22 +457,14 @@ class _Expected:
 
 
 class Incoming(abc.ABC):
-    """The part of a `receive` from one peer, for one offer.
-
-    Attributes
-    ----------
-    began : float
-        Latest possible start of the sending, as the delay of the note is unknown.
-    digests : dict of int to int
-        What has arrived → its digest.
-    is_over : bool
-        True if nothing is in transit, and no slot or loan is held.
-    """
+    """The part of a `receive` from one peer, for one offer."""
 
     def __init__(self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float) -> None:
-        self.link, self.arrival, self.peer, self.rank, self.offer, self.began = link, arrival, peer, rank, offer, began
-        self.is_over = self.is_done = False
-        self.digests: dict[int, int] = {}
+        self.link, self.arrival, self.peer, self.rank, self.offer = link, arrival, peer, rank, offer
+        self.began = began  # at the latest, as the delay of the note is unknown
+        self.is_done = False
+        self.is_over = False  # nothing is in transit, and no slot or loan is held
+        self.digests: dict[int, int] = {}  # of what has arrived
         self._is_ending = False
         self._stopping: Stop | None = None
         self._repeat = Repeat()

@@ -770,13 +770,9 @@ class Link:
             self._lose(peer, PeerLostError(f"{self.title}: {peer}: {why}", peer=peer))
 
     def open(self, peer: str, shared: Mapping[str, Shared | str]) -> None:
-        """Open a peer's pools, if that is possible, so that its blocks are copied directly.
+        """Open a peer's pools, if possible, so that its blocks are copied directly.
 
-        Parameters
-        ----------
-        peer : str
-        shared : mapping
-            Group → what its card says of its pool, or why it cannot be opened.
+        `shared`: group → what the peer's card says of its pool, or why it cannot be opened.
         """
         rank = self.peers[peer]
         lend = getattr(self.endpoint.wire, "open", None)

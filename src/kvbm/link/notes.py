@@ -114,19 +114,10 @@ class Offer(NamedTuple):
 
 
 def foreseen(offer: Offer, entries: int) -> tuple[bytes, bytes, tuple[int, int]]:
-    """How an offer of complete blocks with their table is recognised before it is read.
+    """How an offer of complete blocks is recognised before it is read, whatever its number, its age and its table.
 
-    Parameters
-    ----------
-    offer : Offer
-        The expected offer; its number and its age may be any.
-    entries : int
-        Entries of the table.
-
-    Returns
-    -------
-    tuple
-        The note up to the blocks of the table; the bits of it that must be so; and the two places of its number.
+    Returns the note up to the blocks of the table (of so many entries), the bits of it that must be so, and the two
+    places of its number.
     """
     note, mask = _foreseen(offer._replace(key=bytes(16), is_lent=True), entries)
     return note[: _KEY.start] + offer.key + note[_KEY.stop :], mask, (_NUMBER.start, _TABLE_NUMBER.start)
@@ -348,13 +339,7 @@ def write(note: Note) -> bytes:
 
 
 def read(data: bytes) -> Note:
-    """Parse a note.
-
-    Raises
-    ------
-    BindError
-        The bytes are not a note, or have another version.
-    """
+    """Parse a note.  Raises `BindError` if the bytes are not a note, or have another version."""
     if not _HEAD.size <= len(data) <= MAIL_NOTE:
         _refuse("a note")
     magic, version, number, sending = _HEAD.unpack_from(data)

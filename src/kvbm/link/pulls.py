@@ -26,24 +26,6 @@ class Ahead:
     """Copies of a peer's blocks that begin with the expected offer, before anything else is done with it.
 
     They are prepared when this side calls `receive`: mostly a peer offers all of that at once.
-
-    Parameters
-    ----------
-    arrival : Arrival
-    peer : str
-    rank : int
-        The peer's rank.
-    offer : Offer
-        The expected offer.
-    prepared : Prepared
-    loans : Loans
-        The loans of the peer's memory.
-
-    Attributes
-    ----------
-    what : bytes
-        As `offered` returns it of the expected offer.
-    copies : Foreseen
     """
 
     def __init__(
@@ -52,7 +34,7 @@ class Ahead:
         self.arrival, self.peer, self.rank, self.prepared = arrival, peer, rank, prepared
         self._group, self._origin = offer.group, offer.origin
         note = foreseen(offer, prepared.entries)
-        self.what = offered(note[0])[1]
+        self.what = offered(note[0])[1]  # by which the offer is recognised
         self.copies = prepared.foreseen(note, loans, arrival.order)
         self._is_taken = False
         self._left: Pass | None = None  # copies of which nobody waits for the end but `has_ended`
@@ -112,16 +94,7 @@ class Ahead:
 
 
 class Pull(Incoming):
-    """Copies from a peer's pool.  The peer's memory is on loan from the beginning to the end of the flow.
-
-    Parameters
-    ----------
-    link, arrival, peer, rank, offer, began
-        As for `Incoming`.
-    reader : Reader
-    ahead : Ahead, optional
-        What was begun when the offer came.
-    """
+    """Copies from a peer's pool, which is on loan from the beginning to the end of the flow.  `ahead` has begun already."""
 
     def __init__(
         self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, reader: Reader,

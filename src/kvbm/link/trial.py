@@ -125,16 +125,7 @@ class Terms:
 class End:
     """One side of a trial: the coded pool, its endpoint, and a bare wire beside it.
 
-    Parameters
-    ----------
-    side : Side
-    terms : Terms
-    store : torch.distributed.Store or None
-        The store by which wires of torch connect.
-    busy : callable
-        Called from time to time during long work.
-    secret : Secret, optional
-        The secret of both endpoints.
+    `store` connects wires of torch.  `busy` is called from time to time during long work.
     """
 
     def __init__(self, side: Side, terms: Terms, store: Any, busy: Callable[[], None], secret: Secret | None = None) -> None:
@@ -344,22 +335,10 @@ class Served:
 def serve(
     talk: Talk, side: Side, host: str, *, only: str | None, memory: Memory, served: Served, timeout: float = 60.0
 ) -> None:
-    """Receive sequences from one sender until it ends the trial.
+    """Receive sequences from one sender until it ends the trial, and fill in what was `served`.
 
-    Parameters
-    ----------
-    talk : Talk
-    side : Side
-    host : str
-        The address to listen on.
-    only : str, optional
-        The only allowed wire.  Default: all are allowed.
-    memory : Memory
-        What senders may make this side allocate.
-    timeout : float
-        Most seconds that the sender may be waited for at a time.
-    served : Served
-        The record, which this function fills in.
+    `host` is the address to listen on, `only` the only allowed wire, `memory` what senders may make this side allocate,
+    and `timeout` the most seconds that the sender may be waited for at a time.
     """
     served.peer = talk.peer
     message = talk.hear("kvbm-link-trial")
@@ -490,20 +469,7 @@ class Row:
 
 
 class Sender:
-    """The side that sends and measures.
-
-    Parameters
-    ----------
-    talk : Talk
-        The connection to the receiving side.
-    side : Side
-    terms : Terms
-
-    Attributes
-    ----------
-    far : dict
-        Configuration of the other side: host, device, layout, tokens_per_block.
-    """
+    """The side that sends and measures."""
 
     def __init__(self, talk: Talk, side: Side, terms: Terms) -> None:
         self.talk, self.terms = talk, terms
@@ -512,7 +478,7 @@ class Sender:
         _require_version(message, talk.peer)
         if type(message["port"]) is not int or not 0 <= message["port"] < 1 << 16:
             raise BindError(f"{talk.peer}: port: expected a port, got {quoted(message['port'], 60)}")
-        self.far = _side(message["side"], talk.peer)
+        self.far = _side(message["side"], talk.peer)  # host, device, layout and tokens_per_block of the other side
         store = _store(talk.host, message["port"], terms.timeout) if terms.wire == "torch" else None
         self.end = End(side, terms, store, talk.busy, talk.secret)
         try:
