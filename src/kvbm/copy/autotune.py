@@ -135,12 +135,13 @@ def measure(
     directions: Sequence[str] = DIRECTIONS,
     peers: Iterable[int] | None = None,
 ) -> Table:
-    """Measure the strategies on this machine.
+    """Measure the strategies on this machine.  The table is not written to a file: see `cost_model.save`.
+
+    It takes about 2 s, and half a second for all other GPUs together.  It uses its own thread and streams, so it does
+    not change your current device and does not disturb a running stream capture.
 
     Parameters
     ----------
-    device : int
-        CUDA device ordinal.
     progress : callable, optional
         Called as ``progress(done, total)`` after every step, on another thread.
     directions : sequence of str
@@ -148,20 +149,10 @@ def measure(
     peers : iterable of int, optional
         GPUs to measure ``p2p`` with; the medians over all of them are kept.  Default: all other GPUs.
 
-    Returns
-    -------
-    Table
-        The measured table.  It is not written to a file: see `tuning.save`.
-
     Raises
     ------
     CudaError, CudaUnavailableError
         There is no GPU, or not enough memory: up to 256 MiB of the GPU and 64 MiB of pinned memory are needed for a short time.
-
-    Notes
-    -----
-    It takes about 2 s, and half a second for all other GPUs together.  It uses its own thread and streams, so it does not change
-    your current device and does not disturb a running stream capture.
     """
     from .. import _core
     from .._version import __version__

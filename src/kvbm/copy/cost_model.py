@@ -370,10 +370,7 @@ def _parsed_row(index: int, given: Any) -> Row:
 def save(table: Table) -> Path:
     """Write a table atomically to the file that `load` reads.  If two processes write it, the last one wins.
 
-    Raises
-    ------
-    OSError, RuntimeError
-        The folder cannot be created or written, or there is no home folder.
+    Raises `OSError` or `RuntimeError` if the folder cannot be created or written, or there is no home folder.
     """
     where = path(table.gpu, table.driver)
     head = {

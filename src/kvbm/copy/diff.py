@@ -269,19 +269,7 @@ def where_different(
     layers: range | tuple[range, range] | None,
     wrong: Sequence[int],
 ) -> str:
-    """A text on where pairs of a finished copy differ, for an error.
-
-    Parameters
-    ----------
-    src, dst : PoolSection
-        Both sides of the copy.
-    pairs : Pairs
-        The pairs of the copy.
-    layers : range or (range, range), optional
-        The layers of the copy.
-    wrong : sequence of int
-        Pairs with different digests.
-    """
+    """A text on where pairs of a finished copy differ, for an error.  `wrong`: the pairs with different digests."""
     src_ids, dst_ids = pairs.ids()
     if src_ids is None or dst_ids is None:
         return (

@@ -680,10 +680,7 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
 def current_stream(pool: Pool) -> int:
     """The current stream of the pool's framework (torch or CuPy) on the pool's device.
 
-    Raises
-    ------
-    BindError
-        The arrays belong to neither framework, so there is no default stream.
+    Raises `BindError` if the arrays belong to neither framework, so there is no default stream.
     """
     framework = framework_of(pool.arrays[0])
     return _core.stream_handle(framework_stream(framework, device_of(pool.device)))

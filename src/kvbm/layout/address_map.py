@@ -67,10 +67,7 @@ class Access:
     def digits(self, axis: str) -> tuple[Step, ...]:
         """The steps of one axis, fastest digit first.
 
-        Raises
-        ------
-        LayoutError
-            The axis is fused with others, or belongs to an opaque group.
+        Raises `LayoutError` if the axis is fused with others, or belongs to an opaque group.
         """
         own = tuple(step for step in self.steps if axis in step.axes)
         for step in own:
@@ -82,12 +79,8 @@ class Access:
     def address(self, block: Index, coordinates: Mapping[str, Index]) -> tuple[Index, Index]:
         """Table entry and byte of an element, or of many, for arrays of coordinates that broadcast.
 
-        Parameters
-        ----------
-        block
-            Id of the block or unit.
-        coordinates
-            Axis → coordinate.  Default: 0.  They are not checked.  Inside an opaque group the declared order is used.
+        `block` is the id of the block or unit.  Coordinates that are not given are 0; they are not checked.  Inside an
+        opaque group the declared order is used.
         """
         sizes = dict(self.sizes)
         nbytes = self.at[0]
@@ -110,10 +103,8 @@ class Access:
     def fix(self, axis: str, index: int) -> Access:
         """The part of the map with one fixed coordinate: only K, one head, one layer.
 
-        Raises
-        ------
-        LayoutError
-            The axis has no separate steps, the index is out of range, or elements along the axis share a byte.
+        Raises `LayoutError` if the axis has no separate steps, the index is out of range, or elements along the axis
+        share a byte.
         """
         own = [step for step in self.steps if axis in step.axes]
         if len(own) == 1 and own[0].axes == (axis,) and not own[0].opaque and axis not in self.packed:
@@ -133,16 +124,8 @@ class Access:
     def window(self, axis: str, first: int, count: int, step: int = 1) -> tuple[Access, ...]:
         """Maps of the `count` coordinates ``first, first + step, …`` of an axis, numbered from 0.
 
-        Returns
-        -------
-        tuple of Access
-            One map.  If the axis is split and the window cuts its digits: one map per box of whole digits, in the order of the
-            coordinates.
-
-        Raises
-        ------
-        LayoutError
-            As for `fix`.
+        It is one map; or, if the axis is split and the window cuts its digits, one per box of whole digits, in the
+        order of the coordinates.  Raises the errors of `fix`.
         """
         return self._restrict(axis, first, count, step)
 
@@ -189,12 +172,9 @@ class Access:
     def cut(self, axis: str, count: int) -> Access:
         """The map of units of a block.  A unit has `count` neighbours along an axis, and ids count units.
 
-        Unit ``k`` of a block of ``n`` units has the id ``block * n + k``.  Inside a unit the axis has `count` coordinates.
-
-        Raises
-        ------
-        LayoutError
-            `count` does not divide the axis, a unit would not be whole digits, or would pick an allocation; or as for `fix`.
+        Unit ``k`` of a block of ``n`` units has the id ``block * n + k``.  Inside a unit the axis has `count`
+        coordinates.  Raises `LayoutError` if `count` does not divide the axis, a unit would not be whole digits, or
+        would pick an allocation; or as `fix`.
         """
         size = dict(self.sizes).get(axis, 1)
         if count == size:
@@ -267,10 +247,8 @@ class Access:
     def fuse(self, axes: tuple[str, ...]) -> Access:
         """The map with several axes fused row-major, the first slowest.  Each must have separate steps.
 
-        Raises
-        ------
-        LayoutError
-            An axis is already fused with others, or elements share a byte along an axis that is not the fastest.
+        Raises `LayoutError` if an axis is already fused with others, or elements share a byte along an axis that is not
+        the fastest.
         """
         sizes, divisor, own = dict(self.sizes), 1, []
         if self.packed and self.packed != axes[-1:] and set(self.packed) & set(axes):

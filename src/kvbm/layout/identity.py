@@ -37,20 +37,9 @@ def same_addresses(layouts: Iterable[Layout], shape: BlockShape | str, num_block
     """Groups of layouts whose fingerprints differ, though every element has the same address at this shape.
 
     For example, an axis of size one can stand anywhere or be left out, or a pitch can equal the size without padding.
+    Layouts that are not legal at the shape are left out.  Strides of axes slower than ``b`` depend on `num_blocks`.
 
-    Parameters
-    ----------
-    layouts : iterable of Layout
-        Layouts that are not legal at the shape are left out.
-    shape : BlockShape or str
-        Sizes of a block, or a text that `kvbm.load_shape` reads.
-    num_blocks : int
-        Number of blocks in the pool: strides of axes slower than ``b`` depend on it.
-
-    Returns
-    -------
-    list of list of list of Layout
-        Groups.  Each group has two or more lists; each list has the layouts of one fingerprint.
+    Each group has two or more lists; each list has the layouts of one fingerprint.
     """
     groups: dict[_Places, list[Layout]] = {}
     for layout, resolved in _legal(layouts, shape, num_blocks):
@@ -62,23 +51,13 @@ def same_addresses(layouts: Iterable[Layout], shape: BlockShape | str, num_block
 def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[list[list[Layout]]]:
     """Groups of layouts that accept the same arrays at this shape, but place elements differently in them.
 
-    The number, shapes and strides of their arrays are equal.  A `Pool` accepts such arrays for either layout, so only the
-    given name distinguishes the two.  Arrays that several planes share are bytes of any shape, so there only the number of
-    bytes is compared.
+    The number, shapes and strides of their arrays are equal.  A `Pool` accepts such arrays for either layout, so only
+    the given name distinguishes the two.  Arrays that several planes share are bytes of any shape, so there only the
+    number of bytes is compared.  A small pool can be ambiguous where a large one is not: with two blocks, ``o b`` and
+    ``b o`` have one shape.
 
-    Parameters
-    ----------
-    layouts, shape, num_blocks
-        As for `same_addresses`.  A small pool can be ambiguous where a large one is not: with two blocks, ``o b`` and
-        ``b o`` have one shape.
+    Each group has two or more lists; each list has layouts that place all elements alike.
 
-    Returns
-    -------
-    list of list of list of Layout
-        Groups.  Each group has two or more lists; each list has layouts that place all elements alike.
-
-    Examples
-    --------
     >>> from kvbm import load, load_shape
     >>> both = load("nhd"), load("hnd")
     >>> ambiguous(both, load_shape("llama-3.1-8b"))
@@ -113,24 +92,13 @@ def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: in
 def confusable(
     layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024, *, of: Iterable[Layout] | None = None
 ) -> list[tuple[Layout, int, Layout, int]]:
-    """Pairs of layouts that accept the same arrays at this shape as other numbers of blocks.
+    """Pairs of layouts, each with its number of blocks, that accept the same arrays at this shape.
 
-    `ambiguous` compares layouts at one number of blocks.  A pool takes the number from the arrays, so arrays of 128 padded blocks
-    may be 129 blocks of another layout.
+    `ambiguous` compares layouts at one number of blocks.  A pool takes the number from the arrays, so arrays of 128
+    padded blocks may be 129 blocks of another layout.
 
-    Parameters
-    ----------
-    layouts, shape
-        As for `ambiguous`.
-    num_blocks : int
-        Number of blocks of the first layout; the least multiple of it at which the bytes are a whole number of the other's blocks.
-    of : iterable of Layout, optional
-        Only pairs whose first layout is one of these.
-
-    Returns
-    -------
-    list of (Layout, int, Layout, int)
-        A layout and its number of blocks, and the other layout with its number.  One layout of each fingerprint.
+    The first layout has `num_blocks` blocks, or the least multiple of it at which the bytes are a whole number of the
+    other's blocks.  It is one of `of`, if that is given.  Layouts of one fingerprint count once.
     """
     shape = as_shape(shape)
     known: dict[tuple[str, int], Resolved | None] = {}

@@ -38,10 +38,8 @@ class Group:
 def group_of(data: str, data_sizes: Mapping[str, int], scale: str, scale_sizes: Mapping[str, int]) -> Group:
     """The group of elements of one scale, from the sizes of the axes of both planes.
 
-    Raises
-    ------
-    LayoutError
-        The axes of the scales are not part of those of the data, or a group is not a whole number of elements.
+    Raises `LayoutError` if the axes of the scales are not part of those of the data, or a group is not a whole number
+    of elements.
     """
     ours = {axis: size for axis, size in data_sizes.items() if size > 1}
     theirs = {axis: size for axis, size in scale_sizes.items() if size > 1}

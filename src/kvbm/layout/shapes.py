@@ -280,13 +280,7 @@ def _shape_of(text: str) -> BlockShape:
 
 
 def as_shape(given: Any, what: str = "shape") -> BlockShape:
-    """The block shape for a BlockShape or a text for `load_shape`.
-
-    Raises
-    ------
-    SpecError
-        The argument is neither, or the text is not a shape.
-    """
+    """The block shape for a BlockShape or a text for `load_shape`.  Raises `SpecError` for anything else."""
     if isinstance(given, BlockShape):
         return given
     if isinstance(given, str):

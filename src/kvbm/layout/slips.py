@@ -87,15 +87,7 @@ def meant_array(text: str) -> str:
 
 
 def yaml_advice(text: str, error: yaml.MarkedYAMLError) -> str:
-    """What to do about a text that is not YAML: the end of a message, or an empty text.
-
-    Parameters
-    ----------
-    text : str
-        The text of the file.
-    error : yaml.MarkedYAMLError
-        What PyYAML raised.
-    """
+    """What to do about a text that is not YAML, by what PyYAML raised: the end of a message, or an empty text."""
     lines, problem = text.splitlines(), str(error.problem)
     marks = [mark.line for mark in (error.problem_mark, error.context_mark) if mark is not None]
     if "quoted scalar" in str(error.context):

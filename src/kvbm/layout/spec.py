@@ -137,13 +137,7 @@ def _meant(text: str) -> str:
 
 
 def as_layout(given: Layout | str | Path, what: str = "layout") -> Layout:
-    """The layout for a Layout, a name, or the path of a file (`load`).
-
-    Raises
-    ------
-    SpecError
-        The argument is none of these, or there is no such layout.
-    """
+    """The layout for a Layout, a name, or the path of a file (`load`); `SpecError` for anything else."""
     if isinstance(given, Layout):
         return given
     if isinstance(given, str | Path):

@@ -163,10 +163,7 @@ class Term:
     def cut(self, sizes: Mapping[str, int], itemsize: int, pack: int = 1) -> tuple[int, int]:
         """The term as ``(index // divisor) % extent``, in elements; `pack` elements have `itemsize` bytes.
 
-        Raises
-        ------
-        LayoutError
-            A split does not divide its axis.
+        Raises `LayoutError` if a split does not divide its axis.
         """
         divisor, extent = 1, self.extent(sizes)
         for op, size, in_bytes in self.steps:

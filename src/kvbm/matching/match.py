@@ -350,16 +350,10 @@ def names_of_strides(arrays: Sequence[Array], shape: BlockShape, asked: str, mos
 
 
 def parse(texts: Sequence[str], shape: BlockShape, dtype: str | None = None) -> list[Array]:
-    """Arrays from texts ``[COUNTx]SHAPE[:STRIDES]`` of the command line.  They do not overlap.  Default dtype: that of the shape.
+    """Arrays from texts ``[COUNTx]SHAPE[:STRIDES]`` of the command line, with the dtype of the shape.  They do not overlap.
 
-    SHAPE and STRIDES may be in brackets, as torch prints them: ``32x(2, 1024, 16, 8, 128)``.
-
-    Raises
-    ------
-    SpecError
-        A text has another form.
-    DTypeError
-        `dtype` is not the name of a dtype.
+    SHAPE and STRIDES may be in brackets, as torch prints them: ``32x(2, 1024, 16, 8, 128)``.  Raises `SpecError` if a
+    text has another form, and `DTypeError` if `dtype` is not the name of a dtype.
     """
     dtype = shape.dtype if dtype is None else dtype_name(dtype)
     size, made = ITEMSIZE[dtype], list[Array]()

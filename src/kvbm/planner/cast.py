@@ -237,13 +237,7 @@ Cast = Literal["amax"] | Scale | None
 
 
 def as_cast(given: object) -> Scale | None:
-    """The scale of a cast as users give it; None for a copy that changes no value.
-
-    Raises
-    ------
-    PlanError
-        It is neither None, ``"amax"`` nor a `Scale`.
-    """
+    """The scale of a cast as users give it; None for a copy that changes no value; `PlanError` for anything else."""
     kind = type(given)  # an object may say anything of its class
     if given is None or issubclass(kind, Scale):
         return given  # type: ignore[return-value]
@@ -279,12 +273,7 @@ def of_json(given: Any) -> Scale:
 def paired(planes: Sequence[Iterable[str]], scales: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
     """The planes of values of both sides that belong together: by name, or the only ones.
 
-    Parameters
-    ----------
-    planes : two iterables of str
-        The planes of the source and of the destination.
-    scales : two mappings of str to str
-        Plane of values → plane of its scales.
+    `scales`: of each side, plane of values → plane of its scales.
     """
     values = [[plane for plane in some if plane not in of.values()] for some, of in zip(planes, scales, strict=True)]
     pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
@@ -298,10 +287,7 @@ def scaled_side(
 ) -> int | None:
     """Which side has the scales of a cast: 0 the source, 1 the destination; None: neither.
 
-    Raises
-    ------
-    PlanError
-        There is no cast between these formats, or it needs scales that neither side has.
+    Raises `PlanError` if there is no cast between these formats, or it needs scales that neither side has.
     """
     where = f"{title}: {f'plane {plane!r}: ' if plane else ''}{formats[0]} to {formats[1]}"
     for side, dtype in enumerate(formats):
@@ -434,14 +420,10 @@ def cast_part(
 
     Parameters
     ----------
-    title : str
-        Start of messages.
     src, dst : Access
         Address maps of the elements.  Exactly one is quantised, or none.
-    scale : Access, optional
-        Address map of the scales, on the quantised side.
-    group : Group, optional
-        The elements that share one of these scales.
+    scale, group
+        Address map of the scales, on the quantised side, and the elements that share one of them.
     given : tuple of (tuple of float, mapping)
         The scales of the caller, and the distance between those of neighbours along each axis that has some (`table_of`).
     half : int, optional

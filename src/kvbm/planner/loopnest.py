@@ -158,13 +158,7 @@ def kernel_name(kernel: Kernel) -> str:
 
 
 def parse_kernel(name: str) -> Kernel:
-    """The kernel of a name.
-
-    Raises
-    ------
-    PlanError
-        The text is not the name of a kernel.
-    """
+    """The kernel of a name.  Raises `PlanError` if the text is not the name of a kernel."""
     forms = []
     for part in name.split("__"):
         if match := _CAST.fullmatch(part):

@@ -82,19 +82,10 @@ class Steps(NamedTuple):
 def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool, pages: bool) -> list[Launch]:
     """The launches of a plan if every possible kernel is built.
 
-    K and V share a joined kernel.  Planes share a kernel of records, in which transposed elements are rows of one, or are staged in
-    shared memory.  A part with more modes than a kernel supports is cut into pieces, with one launch each.
-
-    Parameters
-    ----------
-    parts : sequence of Part
-        Parts of the plan.
-    alignments : tuple of int
-        Alignment of the base addresses of the source and of the destination (bytes).
-    planes : bool
-        True if the parts are planes of one page.
-    pages : bool
-        True if planes may be staged in shared memory, as on a GPU.
+    K and V share a joined kernel.  Planes of one page (`planes`) share a kernel of records, in which transposed
+    elements are rows of one, or, with `pages`, are staged in shared memory.  A part with more modes than a kernel
+    supports is cut into pieces, with one launch each.  `alignments` are those of the base addresses of both sides, in
+    bytes.
     """
     casts = [part for part in parts if isinstance(part, CastPart)]
     if casts:
@@ -203,19 +194,8 @@ class Kernels:
 def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False) -> list[Launch]:
     """The launches with existing kernels: those that fit exactly, or others that can do the same work.
 
-    Parameters
-    ----------
-    asked : sequence of Launch
-        The ideal launches of a plan (`launches`).
-    kernels : Kernels
-        The existing kernels.
-    sm_limited : bool
-        Use kernels that accept a limit of multiprocessors; each copies one part.
-
-    Raises
-    ------
-    MissingKernelError
-        No kernel is built, or a part would need thousands of launches.
+    With `sm_limited` they accept a limit of multiprocessors, and each copies one part.  Raises `MissingKernelError` if
+    no kernel is built, or a part would need thousands of launches.
     """
     made = []
     for launch in asked:

@@ -110,15 +110,8 @@ class Plan(Shown):
     def staged(self, *, gathers: bool) -> tuple[Plan, Plan]:
         """The same copy in two steps, through memory that holds packed blocks in the order of the far side.
 
-        Parameters
-        ----------
-        gathers : bool
-            True if the destination is the far side: blocks are packed, then moved.  False: blocks are moved, then unpacked.
-
-        Returns
-        -------
-        tuple of Plan
-            The first and the second step.  The step on the far side copies runs as long as those of that side.
+        The far side is the destination if it `gathers`: blocks are packed, then moved; else they are moved, then
+        unpacked.  The step on the far side copies runs as long as those of that side.
         """
         slot = (self.dst if gathers else self.src).packed()
         casts = (self.cast, None) if gathers else (None, self.cast)

@@ -46,19 +46,9 @@ class Staged(NamedTuple):
 
 
 def stage(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> list[Staged] | None:
-    """Plan the parts of one page through shared memory, if that is possible and faster.
+    """Plan the parts of one page, planes with the same outer loops, through shared memory, where that is faster.
 
-    Parameters
-    ----------
-    parts : sequence of Part
-        Planes with the same outer loops.
-    src_alignment, dst_alignment : int
-        Alignment of the base addresses.
-
-    Returns
-    -------
-    list of Staged or None
-        None if the rows are whole words and sectors anyway, or if neither side is dense in pieces of whole words.
+    None if the rows are whole words and sectors anyway, or if neither side is dense in pieces of whole words.
     """
     if not _is_slow(parts, src_alignment, dst_alignment):
         return None

@@ -124,17 +124,9 @@ class PoolSection:
         return names
 
     def keys(self, model: Model | None = None) -> Keys:
-        """The keys of this section's cells, for digests.
+        """The keys of this section's cells, for digests, if the pool holds this part of a model; default: all of it.
 
-        Parameters
-        ----------
-        model : Model, optional
-            Which layers, K and V, and heads of a model the pool holds.  Default: the pool holds the whole model.
-
-        Raises
-        ------
-        PlanError
-            The layout has no digests, or `model` does not fit the pool.
+        Raises `PlanError` if the layout has no digests, or `model` does not fit the pool.
         """
         found = self._keys.get(model)
         if found is None:

@@ -34,12 +34,7 @@ class PlaneCast(NamedTuple):
 def as_layouts(given: Any) -> Layouts | None:
     """Two layouts as users give them, or None.
 
-    Raises
-    ------
-    PlanError
-        It is something else.
-    SpecError
-        There is no layout of that name.
+    Raises `PlanError` if it is something else, and `SpecError` if there is no layout of that name.
     """
     if given is None:
         return None
@@ -76,10 +71,8 @@ def require_scales(title: str, model: BlockShape, cast: Scale | None) -> None:
 def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, cast: Scale) -> tuple[PlaneCast, ...]:
     """The planes whose values change between two engines.
 
-    Raises
-    ------
-    PlanError
-        There is no cast between two formats, it needs scales that neither side has, or a plane has no counterpart.
+    Raises `PlanError` if there is no cast between two formats, it needs scales that neither side has, or a plane has no
+    counterpart.
     """
     formats = [formats_of(layout, place.model.dtype) for layout, place in zip(layouts, places, strict=True)]
     scales: list[Mapping[str, str]] = [{data: scale for scale, data in layout.scales.items()} for layout in layouts]
@@ -108,10 +101,7 @@ def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, 
 def require_same_elements(title: str, places: tuple[Placement, Placement], layouts: Layouts) -> None:
     """Check that planes of equal names and formats hold as much of each token: their scales may be those of other groups.
 
-    Raises
-    ------
-    BindError
-        A plane has more elements on one side, or one for all tokens, heads or layers there.
+    Raises `BindError` if a plane has more elements on one side, or one for all tokens, heads or layers there.
     """
     here, there = (_elements(place, layout) for place, layout in zip(places, layouts, strict=True))
     for plane in sorted(here.keys() & there.keys()):

@@ -71,12 +71,7 @@ class Message(NamedTuple):
     def part(self, side: int, *, single: bool = False) -> tuple[int, dict[str, list[int]]]:
         """What is selected of a rank's blocks: tokens of their units, and coordinates on each axis.
 
-        Parameters
-        ----------
-        side : int
-            0: of the source; 1: of the destination.
-        single : bool
-            Of a single token, not of a unit.
+        `side`: 0 of the source, 1 of the destination.  `single`: of a single token, not of a unit.
         """
         unit, name = ONE_TOKEN if single else self.t, ("src", "dst")[side]
         assert unit.meeting is not None

@@ -177,23 +177,8 @@ class Packer:
     def zero(self, span: Span, *, origin: int = 0, layers: range, stream: Any = None) -> None:
         """Write zeros where messages with these tokens and layers would be unpacked, and wait until they are there.
 
-        Parameters
-        ----------
-        span : Span
-            Tokens and blocks of the rank.  Tokens without a block are skipped.
-        origin : int
-            The origin of the peers' spans.
-        layers : range
-            Layers of the model.
-        stream : optional
-            On a GPU: the stream to use.
-
-        Raises
-        ------
-        BindError
-            The span does not fit, or the pool is closed.
-        CudaError
-            A call of the driver failed.
+        Tokens without a block are skipped.  `origin` is that of the peers' spans.  Raises `BindError` if the span does
+        not fit, or the pool is closed, and `CudaError` if a call of the driver failed.
         """
         self.require_usable()
         work = []

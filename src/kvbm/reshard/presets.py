@@ -71,12 +71,10 @@ def vllm(
 def of_vllm(
     group: Group, *, model: BlockShape | str | None = None, layers: Iterable[int] | None = None
 ) -> tuple[Placement, int]:
-    """The placement of a group of layers of a running vLLM, and the rank of this process.
+    """The placement of a group of layers of a running vLLM (`kvbm.vllm_groups.groups`), and the rank of this process.
 
     Parameters
     ----------
-    group : Group
-        A group of `kvbm.vllm_groups.groups`.
     model : BlockShape or str, optional
         Shape of the whole model, if not all of its layers have the heads of vLLM's model config.
     layers : iterable of int, optional
@@ -289,24 +287,9 @@ def load(text: str, model: BlockShape | str, **overrides: Any) -> Placement:
 def options(text: str, numbers: Sequence[str], texts: Sequence[str], where: str) -> dict[str, Any]:
     """Read ``tp8,pp2,order=pp cp tp``: a number stands behind its name, a text behind ``=``.
 
-    ``tp=8`` is ``tp8``, and ``block-size`` is ``nt``.
+    ``tp=8`` is ``tp8``, and ``block-size`` is ``nt``.  `numbers` and `texts` are the names that may be there.  Raises
+    `SpecError`, with `where` in front, if an item is no such name with a value, or a name is there twice.
 
-    Parameters
-    ----------
-    text : str
-        Items with commas between them.
-    numbers, texts : sequence of str
-        The names that may be there.
-    where : str
-        The start of messages.
-
-    Raises
-    ------
-    SpecError
-        An item is no such name with a value, or a name is there twice.
-
-    Examples
-    --------
     >>> options("tp8,block-size=32,layout=LBHNC", ("tp", "nt"), ("layout",), "--to")
     {'tp': 8, 'nt': 32, 'layout': 'LBHNC'}
     """

@@ -27,12 +27,7 @@ _MOST_ROWS, _SHOWN = 40, 32
 def table(made: Resharding, tokens: int | None = None) -> str:
     """The table of messages.  Equal messages share a row.  Of very many rows only the first are shown.
 
-    Parameters
-    ----------
-    made : Resharding
-        The resharding.
-    tokens : int, optional
-        Length of the sequence for which bytes are counted.  Default: one unit.
+    Bytes are those of a sequence of so many tokens; default: of one unit.
     """
     groups = list(_groups(made, tokens))
     several = any(len(group) > 1 for group, _ in groups)
@@ -285,15 +280,7 @@ def _senders(made: Resharding) -> Iterator[str]:
 
 
 def as_json(made: Resharding, tokens: int | None = None) -> dict[str, Any]:
-    """A resharding as an object for JSON: placements, messages with their loops, units.
-
-    Parameters
-    ----------
-    made : Resharding
-        The resharding.
-    tokens : int, optional
-        Length of the sequence for which bytes are counted.  Default: one unit.
-    """
+    """A resharding as an object for JSON: placements, messages with their loops, units.  `tokens` as for `table`."""
     return {
         "source": _placement(made.src),
         "destination": _placement(made.dst),

@@ -42,15 +42,7 @@ class Runs:
 
     @classmethod
     def of(cls, coordinates: Iterable[int], places: Iterable[int] | None = None) -> Runs:
-        """The strip of these coordinates of the model, ascending.
-
-        Parameters
-        ----------
-        coordinates : iterable of int
-            Coordinates of the model.
-        places : iterable of int, optional
-            The rank's coordinate of each.  Default: 0, 1, …
-        """
+        """The strip of these ascending coordinates of the model.  `places`: the rank's of each; default: from 0 on."""
         given = list(coordinates)
         local = list(range(len(given)) if places is None else places)
         runs: list[Run] = []
@@ -265,22 +257,10 @@ def meet_in_unit(
 ) -> Unit:
     """The largest unit of two ranks, and its tokens that both hold.
 
-    Parameters
-    ----------
-    src, dst : Turns
-        Turns of the two ranks.
-    sizes : (int, int)
-        Slots of a block on each side.
-    cuts : two sequences of int
-        The tokens at which each side's layout splits a block.
-    shift : int
-        Distance of the positions of both sides' first slots.
-
-    Returns
-    -------
-    Unit
-        A unit divides a block on both sides.  On each side, every rank holds the same slots of each unit, or one rank holds all of
-        a unit.  Layouts split tokens only at borders of units and of their pieces.  A single token is always a valid unit.
+    A unit divides a block on both sides.  On each side, every rank holds the same slots of each unit, or one rank holds
+    all of a unit.  Layouts split tokens only at borders of units and of their pieces (`cuts`).  A single token is
+    always a valid unit.  `sizes` are the slots of a block on each side, and `shift` is the distance of the positions of
+    both sides' first slots.
     """
     whole = math.gcd(sizes[0] * src.over, sizes[1] * dst.over, shift)
     borders: list[int] | None = None

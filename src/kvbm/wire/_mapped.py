@@ -194,10 +194,7 @@ class Mapped:
     def borrow(self, peer: str, remote: Slice) -> Slab | None:
         """Borrow a slice of the peer's slab as memory of this process until `give_back`.  None: use `put` instead.
 
-        Raises
-        ------
-        PeerLostError
-            The peer has ended the connection.
+        Raises `PeerLostError` if the peer has ended the connection.
         """
         known = self._peers.get(peer)
         if known is None:
@@ -210,10 +207,7 @@ class Mapped:
     def hold(self, peer: str) -> bool:
         """Begin a loan of a peer's memory: the peer does not reuse it until `give_back`.  False if this side cannot borrow it.
 
-        Raises
-        ------
-        PeerLostError
-            The peer has ended the connection.
+        Raises `PeerLostError` if the peer has ended the connection.
         """
         known = self._peers.get(peer)
         if known is None or self._page is None:
@@ -243,18 +237,8 @@ class Mapped:
     def open(self, peer: str, handle: str, nbytes: int, address: int) -> Slab:
         """Open memory that a mapped peer shares, to read it.  It stays open until the peer is dropped and its loans have ended.
 
-        Parameters
-        ----------
-        peer : str
-        handle : str
-            The number of a memory file of the peer's process, or the digits of a CUDA IPC handle.
-        nbytes, address : int
-            Bytes of the memory, and where it begins in the peer's process.
-
-        Raises
-        ------
-        BindError
-            The peer is not mapped, or the memory cannot be opened.
+        `handle` is the number of a memory file of the peer's process, or the digits of a CUDA IPC handle; `address` is
+        where the memory begins there.  Raises `BindError` if the peer is not mapped, or the memory cannot be opened.
         """
         self._require(peer)
         if (known := self._peers.get(peer)) is None:

@@ -93,9 +93,9 @@ class Agent:
         self.call("deregister", self.nixl.deregister_memory, memory)
 
     def post(self, what: str, local: Any, remote: Any, to: str, note: bytes = b"") -> Any:
-        """Start a transfer with one descriptor per side: the kind of memory, then ``(address, bytes, device)``.
+        """Start a transfer; return its handle, or None if it is already done.
 
-        Returns its handle, or None if it is already done.
+        Each side has one descriptor: the kind of memory, then ``(address, bytes, device)``.
         """
         descriptors = [self.nixl.get_xfer_descs([place], kind) for kind, place in (local, remote)]
         handle = self.call(what, self.nixl.initialize_xfer, what, *descriptors, to, note)
