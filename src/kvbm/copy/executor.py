@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .. import _core
 from .._arguments import number, quoted
-from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare
+from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare, warm
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, fused_copies
 from ..errors import BindError, DigestError, DTypeError, LayoutError, MissingKernelError, PlanError
@@ -230,7 +230,7 @@ class Executor:
         def make() -> _Route:
             plain = self.route(layers)
             more = self._digests(layers, plain)
-            self._warm(more.copies)
+            warm(more.copies, self.device)
             return replace(plain, route=plain.make(**more.options(self._digests_dst(plain.plan))), digests=more)
 
         return self._kept(("digests", layers), make)
@@ -253,11 +253,6 @@ class Executor:
             return any(part.quantises for part in plan.casts)
         return not (self.on_host or self.gathers)
 
-    def _warm(self, copies: Sequence[_core.Copy]) -> None:
-        """Load kernels now, not while a model runs."""
-        if not self.on_host:
-            for kernel in dict.fromkeys(copy.kernel for copy in copies):
-                _core.warm(kernel, self.device)
 
     def _digests(self, layers: Layers, found: _Route) -> CopyDigests:
         """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
@@ -362,7 +357,7 @@ class Executor:
             launches += staged
             if self._moves_by_kernel(made, move):
                 move_runs = self._moving(steps[1 if self.gathers else 0])
-        self._warm([*direct, *permute, *(copy for copy in move_runs if copy.kernel)])
+        warm([*direct, *permute, *(copy for copy in move_runs if copy.kernel)], self.device)
         make = functools.partial(
             _core.Route,
             self.device,

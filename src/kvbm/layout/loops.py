@@ -42,8 +42,8 @@ def refine(sides: Sequence[Sequence[Sequence[int]]]) -> Iterator[tuple[int, ...]
 
     Each side has digits ``(index // divisor) % extent``, the fastest first: divisor, extent, and a stride for each
     address space.  They follow each other, and all sides go from the first to the last index of the first side.  A loop
-    is an extent, and the strides of all sides, one side after the other; the fastest is first.  Raises `LayoutError` if the divisors are not
-    a chain in which each divides the next, or a side lacks a digit: there is no common refinement.
+    is an extent, and the strides of all sides, one side after the other; the fastest is first.  Raises `LayoutError` if
+    the divisors are not a chain in which each divides the next, or a side lacks a digit: there is no common refinement.
     """
     first, last = sides[0][0], sides[0][-1]
     start, end = first[0], last[0] * last[1]

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import _core
 from .._arguments import quoted
-from ..compile.prepare import digest_copies, prepare
+from ..compile.prepare import digest_copies, prepare, warm
 from ..digest.cells import alone, fused
 from ..digest.run import fused_copies
 from ..errors import BindError, CudaError, KvbmError
@@ -36,7 +36,7 @@ from ..wire import Slab
 from .sums import Sums
 
 __all__ = [
-    "Lender", "Part", "Pass", "Piece", "Prepared", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told",
+    "Lender", "Part", "Pass", "Piece", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told",
 ]  # fmt: skip
 
 #: Most arrays of a pool that is lent: their places are part of a card.
@@ -232,13 +232,8 @@ def _digest_copies(section: PoolSection, packer: Packer, message: Message, singl
     pool = section.pool
     _, keys = packer.keys(message, single, side)
     cells = alone(section.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=packer.device >= 0)
-    return _warmed(digest_copies(cells, keys.lanes, pool.steps), packer)
-
-
-def _warmed(copies: list[_core.Copy], packer: Packer) -> list[_core.Copy]:
-    """Load kernels now, not while a model runs."""
-    for kernel in dict.fromkeys(copy.kernel for copy in copies) if packer.device >= 0 else ():
-        _core.warm(kernel, packer.device)
+    copies = digest_copies(cells, keys.lanes, pool.steps)
+    warm(copies, packer.device)
     return copies
 
 
@@ -366,7 +361,7 @@ class Reader:
         made = packer.made
         if made.casts and made.layouts and meaning_of(far.layout) != meaning_of(made.layouts[0]):
             raise BindError(f"{made.title}: its card tells of two layouts of its pool")
-        self._packer, self._peer, self.far = packer, peer, far
+        self.packer, self._peer, self.far = packer, peer, far
         is_across = packer.device >= 0 and gpu != pci_address(packer.device)
         self._limits = dict.fromkeys([packer.max_sms or (_SMS_ACROSS if is_across and not made.casts else 0), packer.max_sms])
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
@@ -380,7 +375,7 @@ class Reader:
         `origin` is the position at which the peer's block table begins.  Raises `BindError` if the span does not fit,
         or no turn of the peer begins there.
         """
-        packer, found, listed = self._packer, list[Part](), self._packer.listed(span, origin)
+        packer, found, listed = self.packer, list[Part](), self.packer.listed(span, origin)
         for number, single, part in self._shape(span, origin, layers)[0]:
             one = listed[number][1]
             own, launches = one.ids[single], part.launches
@@ -399,7 +394,7 @@ class Reader:
         key = span.tokens, span.origin, origin, layers
         found = self._shapes.get(key)
         if found is None:
-            packer, parts, needed = self._packer, list[tuple[int, bool, Part]](), 0
+            packer, parts, needed = self.packer, list[tuple[int, bool, Part]](), 0
             lent = span if origin == span.origin else Span(NONE, span.tokens, origin)  # its table is not read
             for number, single, message, at in _units(packer, self._peer, span, origin, layers):
                 far, launches = packer.ends(message)[1], self._launches_of(message, single)
@@ -422,17 +417,20 @@ class Reader:
         """
         return [Piece(part, self._blocks(part, table) * part.each + part.rests) for part in parts]
 
-    def prepared(self, parts: list[Part], span: Span, layers: range) -> Prepared | None:
-        """Copies of what `parts` returned for the span's own origin; None if more than copies with digests is to do."""
-        packer = self._packer
+    def foreseen(self, parts: list[Part], span: Span, layers: range) -> int | None:
+        """Entries of the peer's table, if what `parts` returned for the span's own origin is one copy with digests.
+
+        None if more is to do: nothing begins before the table is known.
+        """
+        packer = self.packer
         if packer.made.casts or not parts or not all(part.is_copied for part in parts):
             return None
         if packer.device < 0 and sum(part.nbytes for part in parts) > _PIECE_BYTES:
             return None
-        return Prepared(packer, self, parts, self._shape(span, span.origin, layers)[1])
+        return self._shape(span, span.origin, layers)[1]
 
     def _blocks(self, part: Part, table: Ids) -> Ids:
-        name = f"{self._packer.made.src.name} rank {self._peer}"
+        name = f"{self.packer.made.src.name} rank {self._peer}"
         if (needed := int(part.entries.max()) + 1) > len(table):
             raise BindError(f"{name}: its tokens need {needed} blocks, got a table of {len(table)}")
         blocks: Ids = table[part.entries]
@@ -448,20 +446,20 @@ class Reader:
     @property
     def quantises(self) -> bool:
         """True if this rank's pool has the smaller format."""
-        made = self._packer.made
-        return bool(made.casts) and made.coded == self._packer.side
+        made = self.packer.made
+        return bool(made.casts) and made.coded == self.packer.side
 
     def require_usable(self) -> None:
         """Raise `BindError` if this rank's pool was closed since `receive`: nothing may be written to it any more."""
-        self._packer.require_usable()
+        self.packer.require_usable()
 
     def written(self) -> None:
         """Copies into this rank's pool have ended."""
-        self._packer.pool.written()
+        self.packer.pool.written()
 
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
-        packer, (part, far), on_gpu = self._packer, piece, self._packer.device >= 0
+        packer, (part, far), on_gpu = self.packer, piece, self.packer.device >= 0
         launches, casts, keep = part.launches, bool(packer.made.casts), (packer, self)
         digest = functools.partial(_digest, packer=packer, at=part.at, into=into, order=order, keep=keep)
         if not (copies and part.is_copied):
@@ -485,7 +483,7 @@ class Reader:
         return found
 
     def _made(self, message: Message, single: bool) -> _Launches:
-        packer, far, casts = self._packer, self.far, bool(self._packer.made.casts)
+        packer, far, casts = self.packer, self.far, bool(self.packer.made.casts)
         own, (slots, chosen) = packer.part(message, single), message.part(0, single=single)
         peer_section = far.units(slots).section(l=chosen["l"], h=chosen["h"], t=chosen["t"])
         title = f"{far.layout.name} → {own.pool.layout.name}, direct"
@@ -503,55 +501,12 @@ class Reader:
             between(*sections, title, cast=packer.made.cast_of(message) if casts else None), *alignments,
             sm_limited=limited, device=packer.device, src_steps=steps[0], dst_steps=steps[1],
         )  # fmt: skip
+        warm(copies, packer.device)
         route = _core.Route(
-            packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=_warmed(copies, packer),
+            packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=copies,
             sum_direct=copies if isinstance(sums, list) else (), max_sms=max_sms,
             # Of what was written: the peer's memory may change between two passes.
             digests=((), [] if casts else _digest_copies(own, packer, message, single, 1)), digests_dst=True,
         )  # fmt: skip
         written = _digesting(own, packer.table, packer, message, single, 1) if self.quantises else None
         return _Launches(route, digests, written, peer_section.num_ids, own.num_ids, peer_section.of.block_bytes, first)
-
-
-class Prepared:
-    """Copies out of a peer's pool that begin as soon as its table, of so many entries, has come."""
-
-    def __init__(self, packer: Packer, reader: Reader, parts: list[Part], entries: int) -> None:
-        self._packer, self._reader, self.parts, self.entries = packer, reader, parts, entries
-        self._sums: list[Sums] = []
-
-    def foreseen(
-        self, note: tuple[bytes, bytes, tuple[int, int]], loans: _core.Loans, order: Mapping[str, Any]
-    ) -> _core.Foreseen:
-        """The copies, which begin with a note that ends with the table.  `note`: as `foreseen` of `kvbm.link.notes` returns it."""
-        packer, on_gpu = self._packer, self._packer.device >= 0
-        self._sums = [Sums(len(part.own), on_gpu) for part in self.parts]
-        try:
-            copies = [
-                _core.Expected(
-                    part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self._reader.far.num_blocks,
-                    sums.address, on_gpu, (packer, self._reader, sums),
-                )
-                for part, sums in zip(self.parts, self._sums, strict=True)
-            ]  # fmt: skip
-            return _core.Foreseen(copies, *note, self.entries, loans, packer.pool.watch, order.get("stream"))
-        except BaseException:
-            self.unused()
-            raise
-
-    def unused(self) -> None:
-        """The copies have not begun, and will not."""
-        for one in self._sums:
-            one.is_enqueued = True  # nothing writes to its memory
-
-    def begun(self, dones: list[_core.Done], *, has_failed: bool = False) -> Pass:
-        """The copies under way, of which these are the ends.  `has_failed`: not all were enqueued."""
-        found = Pass()
-        for done, sums in zip(dones, self._sums, strict=True):
-            found.add(done if self._packer.device >= 0 else None, sums)
-            sums.is_enqueued = not has_failed
-        return found
-
-    def require_usable(self) -> None:
-        """As `Reader.require_usable`."""
-        self._reader.require_usable()

@@ -294,10 +294,11 @@ class Link:
         for rank, reader in readers.items():
             peer = course.peers[rank]
             loans = self.endpoint.wire.loans(peer)  # type: ignore[attr-defined]
-            prepared = reader.prepared(arrival.parts[rank, span.origin, some], span, some)
-            if loans is not None and prepared is not None and prepared.entries <= MOST_POSTED:
+            parts = arrival.parts[rank, span.origin, some]
+            entries = reader.foreseen(parts, span, some)
+            if loans is not None and entries is not None and entries <= MOST_POSTED:
                 offer = Offer(0, course.packer.fingerprint, key, group, some, span.tokens, span.origin, False)
-                arrival.ahead.append(Ahead(arrival, peer, rank, offer, prepared, loans))
+                arrival.ahead.append(Ahead(arrival, peer, rank, offer, reader, parts, entries, loans))
 
     fetch = receive
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, get_args
 
 from .._core import MAIL_NOTE
 from ..errors import BindError, printable
@@ -181,14 +181,6 @@ class Put(NamedTuple):
     slot: int
     digest: int
 
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Put:
-        _require(not rest, "a put")
-        return cls(sending, *values)
-
 
 class Done(NamedTuple):
     """From the receiver: all chunks have arrived and are correct.  It has the sum of their digests."""
@@ -196,14 +188,6 @@ class Done(NamedTuple):
     sending: int
     arrival: int
     digest: int
-
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Done:
-        _require(not rest, "a done")
-        return cls(sending, *values)
 
 
 class Stop(NamedTuple):
@@ -237,14 +221,6 @@ class Stopped(NamedTuple):
     sending: int
     arrival: int
     by_sender: bool
-
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Stopped:
-        _require(not rest, "an answer to a stop")
-        return cls(sending, *values)
 
 
 class Ask(NamedTuple):
@@ -310,31 +286,25 @@ class Ready(NamedTuple):
     arrival: int
     digest: int
 
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Ready:
-        _require(not rest, "a ready")
-        return cls(sending, *values)
-
 
 Note = Offer | Want | Put | Done | Stop | Stopped | Ask | Table | Ready
 
 #: Number of a kind → the kind, and the layout of its fields.
 _KINDS: dict[int, tuple[Any, struct.Struct]] = {
-    _FORMS[kind.__name__][0]: (kind, _FORMS[kind.__name__][1])
-    for kind in (Offer, Want, Put, Done, Stop, Stopped, Ask, Table, Ready)
+    _FORMS[kind.__name__][0]: (kind, _FORMS[kind.__name__][1]) for kind in get_args(Note)
 }
 
-
+#: Kinds that are packed as they are, and what errors call them; those that are not, and those with more behind their fields.
+_PLAIN: Final[dict[Any, str]] = {Put: "a put", Done: "a done", Stopped: "an answer to a stop", Ready: "a ready"}
+_COMPOSED: Final = (Offer, Want, Stop, Ask, Table)
 _WITH_TAIL: Final = (Offer, Want, Stop, Table)
 
 
 def write(note: Note) -> bytes:
     """Return the note as bytes: at most `NOTE_BYTES`, but for an offer with a longer table."""
     number, layout = _WHOLE[type(note).__name__]
-    data = layout.pack(_MAGIC, _VERSION, number, note.sending, *note.fields())
+    fields = note.fields() if isinstance(note, _COMPOSED) else note[1:]
+    data = layout.pack(_MAGIC, _VERSION, number, note.sending, *fields)
     return data + note.tail() if isinstance(note, _WITH_TAIL) else data
 
 
@@ -353,7 +323,13 @@ def read(data: bytes) -> Note:
     behind = _HEAD.size + layout.size
     if len(data) < behind:
         _refuse("a note, whole")
-    found: Note = kind.of(sending, layout.unpack_from(data, _HEAD.size), data[behind:])
+    values, rest = layout.unpack_from(data, _HEAD.size), data[behind:]
+    found: Note
+    if kind in _PLAIN:
+        _require(not rest, _PLAIN[kind])
+        found = kind(sending, *values)
+    else:
+        found = kind.of(sending, values, rest)
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..compile.prepare import digest_copies
+from ..compile.prepare import digest_copies, warm
 from ..digest.cells import Keys, alone
 from ..errors import BindError
 from ..memory.allocation import find_ranges
@@ -40,8 +40,7 @@ class Digester:
         table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device)
         launches = alone(part.of, keys, pool.alignment, self.title, turns=self.device >= 0)
         copies = digest_copies(launches, keys.lanes, pool.steps)
-        for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():
-            _core.warm(kernel, self.device)
+        warm(copies, self.device)
         self.route = _core.Route(
             self.device, table, table, self.num_ids, _MOST, direct=(), limits=(), digests=(copies, ())
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _core
 from .._arguments import quoted, whole
-from ..compile.prepare import digest_copies, prepare
+from ..compile.prepare import digest_copies, prepare, warm
 from ..digest.cells import Keys, alone, fused, keys_of
 from ..digest.run import fused_copies, pinned
 from ..errors import BindError, LayoutError, PlanError
@@ -323,8 +323,7 @@ class Packer:
         is_fused = isinstance(sums, list)
         copies = sums if isinstance(sums, list) else self._prepared(self._between((part, slot), message))
         digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
-        for kernel in dict.fromkeys(copy.kernel for copy in (*copies, *digests)) if self.device >= 0 else ():
-            _core.warm(kernel, self.device)
+        warm([*copies, *digests], self.device)
         return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
 
     def keys(self, message: Message, single: bool, side: int | None = None) -> tuple[int, Keys]:
