@@ -36,24 +36,13 @@ _STEP = re.compile(r"([/%])([0-9]+)(B?)")
 
 
 def parse(text: str, file: str = "<string>", name: str | None = None, base: Base | None = None) -> Layout:
-    """Read the text of a layout file.
+    """Read the text of a layout file: YAML with the keys of `KEYS`, of which only ``order`` or ``like`` is required.
 
-    Parameters
-    ----------
-    text : str
-        YAML with the keys ``title like order pitch axes planes used_by read_from notes``; only ``order`` or ``like`` is required.
-    file : str
-        Name of the file in messages.
-    name : str, optional
-        Name of the layout.  Default: the stem of the file.
-    base : callable, optional
-        What reads the layout that ``like`` names.  Without it, ``like`` is refused: a text from elsewhere must not read files.
+    `file` is its name in messages, and `name` that of the layout (default: the stem of the file).  `base` reads the
+    layout that ``like`` names; without it, ``like`` is refused: a text from elsewhere must not read files.
 
-    Raises
-    ------
-    SpecError
-        The text is not YAML, a key is unknown or repeated, a value has a wrong type, an axis is unknown or repeated, or a split has
-        a wrong form.
+    Raises `SpecError` if the text is not YAML, a key is unknown or repeated, a value has a wrong type, an axis is
+    unknown or repeated, or a split has a wrong form.
     """
     reader = _File(file, base)
     with reader.guarded(text):

@@ -24,8 +24,6 @@ from .shapes import BlockShape, as_shape, numpy_name
 def aliases(layouts: Iterable[Layout]) -> list[list[Layout]]:
     """Groups of two or more layouts with one fingerprint.
 
-    Examples
-    --------
     >>> from kvbm import load
     >>> [[x.name for x in group] for group in aliases(map(load, ("nhd", "hnd", "dynamo/stacked_nhd")))]
     [['nhd', 'dynamo/stacked_nhd']]

@@ -36,8 +36,6 @@ _NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name.startswith(("bfloat"
 def numpy_name(dtype: str) -> str:
     """NumPy's own name for the bits of a dtype: for a dtype that NumPy lacks, unsigned integers of the same width.
 
-    Examples
-    --------
     >>> numpy_name("float16"), numpy_name("bfloat16")
     ('float16', 'uint16')
     """

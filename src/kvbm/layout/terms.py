@@ -47,18 +47,10 @@ OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxy
 class Expression:
     """Integer arithmetic over sizes, such as ``round_up(nt*584, 576)``.
 
-    Parameters
-    ----------
-    text : str
-        ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``; at most
-        1,000 characters.  Blanks and ends of lines between them have no meaning.
-    where : str
-        File and line.
-
-    Raises
-    ------
-    LayoutError
-        The text contains anything else.  `evaluate` raises it if a name has no value, or if the result is below 1 or above 2**62.
+    The text has ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``;
+    at most 1,000 characters.  Blanks and ends of lines between them have no meaning.  `where` is its file and line.
+    Raises `LayoutError` if it contains anything else; `evaluate` does if a name has no value, or the result is below 1
+    or above 2**62.
     """
 
     text: str = field(compare=False)

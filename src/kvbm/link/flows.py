@@ -318,9 +318,7 @@ class Outflow:
                 done = self._bare(arrays).pack()
             except Exception as error:
                 for packed in taken:
-                    self._give_back(packed)
-                    if packed.slot >= 0:
-                        self.link.ring.give(packed.slot)
+                    self._free(packed)
                 if not isinstance(error, KvbmError):
                     raise
                 self.fail(error)
@@ -422,7 +420,9 @@ class Outflow:
         return Put(self.number, self.arrival, serial, chunk, slot, self._digests[chunk])
 
     def _forget(self, serial: int) -> None:
-        packed = self._packed.pop(serial)
+        self._free(self._packed.pop(serial))
+
+    def _free(self, packed: _Packed) -> None:
         self._give_back(packed)
         if packed.slot >= 0:
             self.link.ring.give(packed.slot)
@@ -584,7 +584,6 @@ class Inflow(Incoming):
     # ---- notes -----------------------------------------------------------------------------------------------------
 
     def offered(self) -> None:
-        """The offer was repeated: the answer was lost."""
         if self.is_done:
             self._say_done()
         elif self._stopping is None and self._turn:
@@ -609,16 +608,13 @@ class Inflow(Incoming):
 
     @property
     def is_untouched(self) -> bool:
-        """True if no chunk was unpacked or is being unpacked."""
         return not self.digests and not self.is_done and all(expected.done is None for expected in self._expected.values())
 
     @property
     def uses_no_pool(self) -> bool:
-        """True if no kernel of this flow writes the pool."""
         return all(expected.done is None or _is_done(expected.done) for expected in self._expected.values())
 
     def tick(self, now: float) -> bool:
-        """Advance the flow.  True if something was done."""
         if self._is_ending:
             self._end()
             return False
@@ -642,7 +638,6 @@ class Inflow(Incoming):
         return busy or self._prepare()
 
     def release(self) -> None:
-        """At the end: wait for running kernels."""
         for expected in self._expected.values():
             if expected.done is not None:
                 with contextlib.suppress(Exception):
@@ -773,7 +768,6 @@ class Inflow(Incoming):
         self.link.ring.give(expected.slot)
 
     def _end(self) -> None:
-        """Nothing of the sender is under way: free all slots, at once or when what this side does with them has ended."""
         self._is_ending = True  # nothing more is granted, or unpacked
         for serial, expected in list(self._expected.items()):
             if expected.op is not None and not _is_done(expected.op):

@@ -155,7 +155,6 @@ class Pull(Incoming):
     # ---- notes -----------------------------------------------------------------------------------------------------
 
     def offered(self) -> None:
-        """The offer was repeated: a note was lost."""
         if self.is_done:
             self._say_done()
         elif self._stopping is None and self._pass is None:
@@ -202,19 +201,16 @@ class Pull(Incoming):
 
     @property
     def is_untouched(self) -> bool:
-        """True if nothing was copied, or is being copied."""
         return not self._is_begun
 
     @property
     def uses_no_pool(self) -> bool:
-        """True if no kernel of this flow reads the peer's pool or writes this side's."""
         try:
             return self._pass is None or self._pass.query()
         except KvbmError:
             return True
 
     def tick(self, now: float) -> bool:
-        """Advance the flow.  True if something was done."""
         if self._is_ending:
             self._end()
             return False
@@ -239,7 +235,6 @@ class Pull(Incoming):
         return False
 
     def release(self) -> None:
-        """At the end: wait for running kernels."""
         if self._pass is not None:
             with contextlib.suppress(Exception):
                 self._pass.synchronize()

@@ -21,7 +21,7 @@ import os
 import secrets
 import stat
 import struct
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from .._arguments import quoted
 from ..errors import AuthenticationError, BindError
@@ -185,13 +185,11 @@ class Notes(Channel):
         raise AuthenticationError("note: expected the next one of this peer, with its code")
 
 
-class Session:
+class Session(NamedTuple):
     """The two channels of a conversation after its handshake."""
 
-    __slots__ = ("incoming", "outgoing")
-
-    def __init__(self, outgoing: Channel, incoming: Channel) -> None:
-        self.outgoing, self.incoming = outgoing, incoming
+    outgoing: Channel
+    incoming: Channel
 
 
 class Handshake:

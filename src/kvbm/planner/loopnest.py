@@ -336,20 +336,12 @@ class Part:
         )
 
     def fit(self, kind: str) -> tuple[Part, ...]:
-        """The same copy in parts that have no more modes than a kernel supports.
+        """The same copy in parts that have no more modes than a kernel of this kind supports.
 
-        Surplus inner modes become outer modes, the slowest first.  If there are still too many, modes are peeled off: each step of
-        such a mode becomes a separate part.  These are the shortest modes, as each part is a launch.
-
-        Parameters
-        ----------
-        kind : {"copy", "rows", "tile"}
-            Kind of the kernel.  The two sides and the element of a tile stay inside the chunk.
-
-        Raises
-        ------
-        MissingKernelError
-            More than `MAX_LAUNCHES` parts would be needed.
+        Surplus inner modes become outer modes, the slowest first; the two sides and the element of a tile stay inside.
+        If there are still too many, modes are peeled off: each step of such a mode becomes a separate part.  These are
+        the shortest modes, as each part is a launch.  Raises `MissingKernelError` if more than `MAX_LAUNCHES` parts
+        would be needed.
         """
         spans = (self.spans or ()) if kind == "tile" else ()
         most = MAX_INNER + 1 if spans else MAX_INNER  # the run of a tile is its element, not a mode

@@ -32,8 +32,6 @@ class Run(NamedTuple):
 class Runs:
     """The layers or heads that a rank holds: runs of coordinates, ascending.
 
-    Examples
-    --------
     >>> print(Runs.of([0, 1, 2, 5, 11, 17]))
     0–2, 5–17 by 6
     """
