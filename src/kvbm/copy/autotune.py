@@ -129,12 +129,9 @@ class _StoppedError(Exception):
 
 
 def measure(
-    device: int,
-    progress: Progress | None = None,
-    *,
-    directions: Sequence[str] = DIRECTIONS,
+    device: int, progress: Progress | None = None, *, directions: Sequence[str] = DIRECTIONS,
     peers: Iterable[int] | None = None,
-) -> Table:
+) -> Table:  # fmt: skip
     """Measure the strategies on this machine.  The table is not written to a file: see `cost_model.save`.
 
     It takes about 2 s, and half a second for all other GPUs together.  It uses its own thread and streams, so it does

@@ -69,14 +69,9 @@ class CastReport:
 
 
 def cast_report(
-    src_pool: Pool | PoolSection,
-    dst_pool: Pool | PoolSection,
-    src_ids: Any = None,
-    dst_ids: Any = None,
-    *,
-    cast: Cast,
+    src_pool: Pool | PoolSection, dst_pool: Pool | PoolSection, src_ids: Any = None, dst_ids: Any = None, *, cast: Cast,
     stream: Any = None,
-) -> CastReport:
+) -> CastReport:  # fmt: skip
     """Count what quantising blocks has lost: compare the source with the destination after the copy.
 
     It copies the blocks of both pools to host memory as float32, some at a time, and compares them with NumPy on one core.  It is a

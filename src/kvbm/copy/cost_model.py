@@ -290,12 +290,9 @@ class Table:
 
 
 def choose(
-    costs: Mapping[tuple[str, str], Cost],
-    direction: str,
-    ways: Mapping[str, Way],
-    block_bytes: int,
+    costs: Mapping[tuple[str, str], Cost], direction: str, ways: Mapping[str, Way], block_bytes: int,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Choice | None:
+) -> Choice | None:  # fmt: skip
     """As `Table.choose`, by costs of (direction, strategy)."""
     known = {strategy: cost for (of, strategy), cost in costs.items() if of == direction and strategy in ways}
     return Choice.of(known, ways, block_bytes, direction, chunk_bytes) if known else None

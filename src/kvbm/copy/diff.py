@@ -151,14 +151,9 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def locate(
-    src_pool: Pool | PoolSection,
-    dst_pool: Pool | PoolSection,
-    src_ids: Any = None,
-    dst_ids: Any = None,
-    *,
-    tokens: Any = None,
-    stream: Any = None,
-) -> Differences:
+    src_pool: Pool | PoolSection, dst_pool: Pool | PoolSection, src_ids: Any = None, dst_ids: Any = None, *,
+    tokens: Any = None, stream: Any = None,
+) -> Differences:  # fmt: skip
     """Find the smallest regions in which blocks differ, in any two layouts.  It compares digests, with a few reads of the blocks.
 
     It compares whole blocks first.  In those that differ it compares planes, layers, K and V, heads and tokens, each within the
@@ -213,15 +208,9 @@ def locate(
 
 
 def _located(
-    src: PoolSection,
-    dst: PoolSection,
-    src_ids: Any,
-    dst_ids: Any,
-    tokens: Any,
-    stream: Any,
-    most_pairs: int = MOST_PAIRS,
-    most_digests: int = MOST_DIGESTS,
-) -> Differences:
+    src: PoolSection, dst: PoolSection, src_ids: Any, dst_ids: Any, tokens: Any, stream: Any,
+    most_pairs: int = MOST_PAIRS, most_digests: int = MOST_DIGESTS,
+) -> Differences:  # fmt: skip
     title = f"{src.pool.layout.name} → {dst.pool.layout.name}"
     between(src.of, dst.of, title)  # raises an error for different coordinates
     for part in (src, dst):
@@ -263,12 +252,9 @@ def _located(
 
 
 def where_different(
-    src: PoolSection,
-    dst: PoolSection,
-    pairs: _core.Pairs,
-    layers: range | tuple[range, range] | None,
+    src: PoolSection, dst: PoolSection, pairs: _core.Pairs, layers: range | tuple[range, range] | None,
     wrong: Sequence[int],
-) -> str:
+) -> str:  # fmt: skip
     """A text on where pairs of a finished copy differ, for an error.  `wrong`: the pairs with different digests."""
     src_ids, dst_ids = pairs.ids()
     if src_ids is None or dst_ids is None:

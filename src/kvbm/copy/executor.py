@@ -114,18 +114,9 @@ class Executor:
     """Everything that a transfer needs except the pools, so that a cache of executors keeps no memory alive."""
 
     def __init__(
-        self,
-        src_part: PoolSection,
-        dst_part: PoolSection,
-        strategy: str,
-        max_sms: int | None,
-        chunk_bytes: int | None,
-        *,
-        keeps: bool,
-        model: Model | None = None,
-        cast: Scale | None = None,
-        like: Executor | None = None,
-    ) -> None:
+        self, src_part: PoolSection, dst_part: PoolSection, strategy: str, max_sms: int | None, chunk_bytes: int | None,
+        *, keeps: bool, model: Model | None = None, cast: Scale | None = None, like: Executor | None = None,
+    ) -> None:  # fmt: skip
         src, dst = src_part.pool, dst_part.pool
         self.whole = src_part.is_whole and dst_part.is_whole
         self.cast = cast
@@ -359,29 +350,13 @@ class Executor:
                 move_runs = self._moving(steps[1 if self.gathers else 0])
         warm([*direct, *permute, *(copy for copy in move_runs if copy.kernel)], self.device)
         make = functools.partial(
-            _core.Route,
-            self.device,
-            self.src_table,
-            self.dst_table,
-            *blocks,
-            direct=direct,
-            permute=permute,
-            moves=move_runs,
-            runs=all_runs,
-            src_bases=src.bases,
-            dst_bases=dst.bases,
-            cuts=self.cuts,
-            gathers=self.gathers,
-            slot_block_bytes=slot_block,
-            ring=ring,
-            max_sms=self.max_sms,
-            same_pool=self.same_pool,
-            crosses=self.direction == "p2p",
-            limits=[(pairs, STRATEGIES.index(name)) for pairs, name in limits],
-            may_choose=self.strategy in CHOICES,
-            keep=self.keep,
-            by_peer=self.by_peer,
-        )
+            _core.Route, self.device, self.src_table, self.dst_table, *blocks, direct=direct, permute=permute,
+            moves=move_runs, runs=all_runs, src_bases=src.bases, dst_bases=dst.bases, cuts=self.cuts,
+            gathers=self.gathers, slot_block_bytes=slot_block, ring=ring, max_sms=self.max_sms,
+            same_pool=self.same_pool, crosses=self.direction == "p2p",
+            limits=[(pairs, STRATEGIES.index(name)) for pairs, name in limits], may_choose=self.strategy in CHOICES,
+            keep=self.keep, by_peer=self.by_peer,
+        )  # fmt: skip
         return _Route(made, make(), direct, why, launches, steps, make, move_runs)
 
     def _moves_by_kernel(self, made: Plan, move: Plan) -> bool:

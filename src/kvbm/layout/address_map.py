@@ -204,11 +204,9 @@ class Access:
         rest = [step for step in self.steps if axis not in step.axes]
         sizes = [item for item in self.sizes if item[0] != axis]
         return replace(
-            self,
-            sizes=tuple(sorted([*sizes, (axis, count)]) if count > 1 else sizes),
-            steps=normal([*rest, *inside]),
+            self, sizes=tuple(sorted([*sizes, (axis, count)]) if count > 1 else sizes), steps=normal([*rest, *inside]),
             units=(*units, *self.units),
-        )
+        )  # fmt: skip
 
     # ---- other forms of a map ----
 
@@ -268,15 +266,9 @@ class Access:
 
 
 def declared(
-    plane: str,
-    half: int | None,
-    unit: tuple[str, int, int],
-    sizes: Mapping[str, int],
-    at: tuple[int, int],
-    block: tuple[int, int],
-    steps: Sequence[Step],
-    packed: tuple[str, ...],
-) -> Access:
+    plane: str, half: int | None, unit: tuple[str, int, int], sizes: Mapping[str, int], at: tuple[int, int],
+    block: tuple[int, int], steps: Sequence[Step], packed: tuple[str, ...],
+) -> Access:  # fmt: skip
     """The map of a declared order in normal form.
 
     Axes of size one are dropped, fused axes are separated if their splits allow it, and contiguous digits are merged.  `unit` is

@@ -117,14 +117,9 @@ def _table_pieces(terms: Sequence[Term], sizes: Mapping[str, int], itemsize: int
 
 
 def _inner_pieces(
-    terms: Sequence[Term],
-    pitch: Mapping[str, Pitch],
-    sizes: Mapping[str, int],
-    names: Mapping[str, int],
-    itemsize: int,
-    pack: int,
-    held: int,
-) -> tuple[list[Piece], int]:
+    terms: Sequence[Term], pitch: Mapping[str, Pitch], sizes: Mapping[str, int], names: Mapping[str, int],
+    itemsize: int, pack: int, held: int,
+) -> tuple[list[Piece], int]:  # fmt: skip
     """The axes inside an allocation, fastest first, and the bytes of all of them.  Each innermost item has `held` bytes."""
     pieces = []
     packed = pack
@@ -276,16 +271,11 @@ def _resolve_planes(
         raise LayoutError(f"{_where(error) or layout.where}: {error} (at {shape})") from None
     parts = tuple(
         Resolved(
-            layout,
-            one.shape,
-            num_blocks,
-            one.sizes,
-            orders,
-            ((one.offset, entry), (one.offset, entry)),
+            layout, one.shape, num_blocks, one.sizes, orders, ((one.offset, entry), (one.offset, entry)),
             plane=one.plane.name,
         )
         for one, (orders, entry) in zip(found, planes, strict=True)
-    )
+    )  # fmt: skip
     resolved = Resolved(
         layout, shape, num_blocks, MappingProxyType(dict(sizes)), (), parts=parts, record=0 if is_separate else end
     )

@@ -217,15 +217,9 @@ def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int, l
 
 
 def chunks(
-    made: Resharding,
-    message: Message,
-    tokens: range,
-    *,
-    origins: tuple[int, int] = (0, 0),
-    layers: range | None = None,
-    most: int = MOST,
-    least: int = LEAST,
-) -> tuple[Chunk, ...]:
+    made: Resharding, message: Message, tokens: range, *, origins: tuple[int, int] = (0, 0),
+    layers: range | None = None, most: int = MOST, least: int = LEAST,
+) -> tuple[Chunk, ...]:  # fmt: skip
     """The chunks of a message, for a cache with one plane and no cast.  For others use a `Packer`.
 
     Parameters

@@ -66,15 +66,9 @@ class Cut:
     """
 
     def __init__(
-        self,
-        packer: Packer,
-        span: Span,
-        *,
-        origin: int = 0,
-        layers: range | None = None,
-        most: int = MOST,
+        self, packer: Packer, span: Span, *, origin: int = 0, layers: range | None = None, most: int = MOST,
         least: int = LEAST,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(packer, Packer):
             raise BindError(f"packer: expected a kvbm.reshard.Packer, got {quoted(packer)}")
         model, most, least = packer.made.src.model, limit_of(most), limit_of(least, "least")
@@ -102,14 +96,9 @@ class Cut:
         return Trailer.of(chunk, plan=self._packer.fingerprint, key=key, epoch=epoch, mark=self._mark)
 
     def pack(
-        self,
-        slots: Mapping[tuple[int, int], Any],
-        *,
-        key: str | bytes,
-        epoch: int = 0,
-        stream: Any = None,
+        self, slots: Mapping[tuple[int, int], Any], *, key: str | bytes, epoch: int = 0, stream: Any = None,
         wait: Any = None,
-    ) -> ChunksDone:
+    ) -> ChunksDone:  # fmt: skip
         """Pack some of the chunks, each with its trailer.
 
         Parameters
@@ -138,15 +127,9 @@ class Cut:
         return ChunksDone(self._packing(jobs, trailers, _Work(self, jobs), stream, wait))
 
     def unpack(
-        self,
-        slots: Mapping[tuple[int, int], Any],
-        *,
-        key: str | bytes,
-        epoch: int = 0,
-        verify: str = "after",
-        stream: Any = None,
-        wait: Any = None,
-    ) -> ChunksDone:
+        self, slots: Mapping[tuple[int, int], Any], *, key: str | bytes, epoch: int = 0, verify: str = "after",
+        stream: Any = None, wait: Any = None,
+    ) -> ChunksDone:  # fmt: skip
         """Unpack some of the chunks, if their trailers are right.
 
         Parameters
@@ -333,14 +316,9 @@ class Bare:
     """
 
     def __init__(
-        self,
-        cut: Cut,
-        slots: Mapping[tuple[int, int], Array],
-        *,
-        verify: str = "after",
-        stream: Any = None,
+        self, cut: Cut, slots: Mapping[tuple[int, int], Array], *, verify: str = "after", stream: Any = None,
         wait: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._cut, self._is_checked_before, self._order = cut, verify == "before", (stream, wait)
         self._jobs = [_Job(peer, cut._chunk(peer, number), slot) for (peer, number), slot in slots.items()]
         self._work = _Work(cut, self._jobs)

@@ -149,23 +149,12 @@ class Endpoint:
     """
 
     def __init__(
-        self,
-        engine: str,
-        placement: Placement | Mapping[str, tuple[Placement, Pool]],
-        rank: int,
-        pool: Pool | None = None,
-        *,
-        wire: Wire,
-        model: str | Mapping[str, Any] = "",
-        incarnation: str = "",
-        chunk_bytes: int | None = None,
-        ring_bytes: int | None = None,
-        slots: int | None = None,
-        max_sms: int | None = None,
-        direct: bool = True,
-        cast: Cast = None,
+        self, engine: str, placement: Placement | Mapping[str, tuple[Placement, Pool]], rank: int,
+        pool: Pool | None = None, *, wire: Wire, model: str | Mapping[str, Any] = "", incarnation: str = "",
+        chunk_bytes: int | None = None, ring_bytes: int | None = None, slots: int | None = None,
+        max_sms: int | None = None, direct: bool = True, cast: Cast = None,
         secret_file: str | os.PathLike[str] | Secret | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require_wire("endpoint: wire", wire)
         if not isinstance(engine, str) or not engine:  # type: ignore[redundant-expr]
             raise BindError(f"endpoint: expected a name, got {quoted(engine)}")
@@ -441,12 +430,9 @@ class Endpoint:
         return self.call(connect, end - time.monotonic(), lambda made: self._unclaimed.update({key: made}))  # type: ignore[no-any-return]
 
     def _connect(
-        self,
-        cards: list[_Card],
-        outgoing: dict[str, Resharding | KvbmError],
-        incoming: dict[str, Resharding | KvbmError],
-        gathered: Iterable[str] = (),
-    ) -> Link:
+        self, cards: list[_Card], outgoing: dict[str, Resharding | KvbmError],
+        incoming: dict[str, Resharding | KvbmError], gathered: Iterable[str] = (),
+    ) -> Link:  # fmt: skip
         sizes = min(self._chunk_bytes, *(card.chunk_bytes for card in cards)), max(self._least, cards[0].least)
         link = Link(self, printable(cards[0].engine), outgoing, incoming, sizes, gathered)
         needed = {

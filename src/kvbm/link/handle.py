@@ -164,17 +164,9 @@ class Arrival(Handle):
     what = "receiving"
 
     def __init__(
-        self,
-        link: Link,
-        key: str,
-        span: Span,
-        timeout: float,
-        order: dict[str, Any],
-        *,
-        verify: str,
-        identity: tuple[int, bytes],
-        layers: range,
-    ) -> None:
+        self, link: Link, key: str, span: Span, timeout: float, order: dict[str, Any], *, verify: str,
+        identity: tuple[int, bytes], layers: range,
+    ) -> None:  # fmt: skip
         super().__init__(link, key, span, timeout, order)
         self.number = secrets.randbits(64) or 1
         self.verify, self.identity, self.layers = verify, identity, layers

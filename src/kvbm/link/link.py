@@ -83,14 +83,9 @@ class Link:
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        engine: str,
-        outgoing: Mapping[str, Resharding | KvbmError],
-        incoming: Mapping[str, Resharding | KvbmError],
-        sizes: tuple[int, int],
-        gathered: Iterable[str] = (),
-    ) -> None:
+        self, endpoint: Endpoint, engine: str, outgoing: Mapping[str, Resharding | KvbmError],
+        incoming: Mapping[str, Resharding | KvbmError], sizes: tuple[int, int], gathered: Iterable[str] = (),
+    ) -> None:  # fmt: skip
         self.endpoint, self.engine = endpoint, engine
         self.title = f"{endpoint.engine} rank {endpoint.rank} ↔ {engine}"
         self.ring = endpoint.ring
@@ -131,16 +126,9 @@ class Link:
     # ---- public methods --------------------------------------------------------------------------------------------
 
     def send(
-        self,
-        key: str,
-        span: Span,
-        *,
-        layers: range | None = None,
-        group: str = "",
-        wait: Any = None,
-        stream: Any = None,
-        timeout: float = 30.0,
-    ) -> Sending:
+        self, key: str, span: Span, *, layers: range | None = None, group: str = "", wait: Any = None,
+        stream: Any = None, timeout: float = 30.0,
+    ) -> Sending:  # fmt: skip
         """Push tokens of a sequence to the ranks of the other engine that hold them.
 
         Parameters
@@ -194,17 +182,9 @@ class Link:
         return sending
 
     def receive(
-        self,
-        key: str,
-        span: Span,
-        *,
-        layers: range | None = None,
-        group: str = "",
-        verify: str = "after",
-        wait: Any = None,
-        stream: Any = None,
-        timeout: float = 30.0,
-    ) -> Arrival | Gathering:
+        self, key: str, span: Span, *, layers: range | None = None, group: str = "", verify: str = "after",
+        wait: Any = None, stream: Any = None, timeout: float = 30.0,
+    ) -> Arrival | Gathering:  # fmt: skip
         """Receive tokens of a sequence from the ranks that hold them, whether they call `send` or `offer`.
 
         Parameters
@@ -250,16 +230,9 @@ class Link:
         return self.endpoint.siblings
 
     def _arriving(
-        self,
-        key: str,
-        span: Span,
-        layers: range | None,
-        group: str,
-        verify: str,
-        wait: Any,
-        stream: Any,
+        self, key: str, span: Span, layers: range | None, group: str, verify: str, wait: Any, stream: Any,
         timeout: float,
-    ) -> Arrival:
+    ) -> Arrival:  # fmt: skip
         require_call(key, span, timeout)
         course = self._course(group, layers, sends=False)
         packer, some = course.packer, course.layers

@@ -382,16 +382,9 @@ class Reception:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        welcome: Callable[[Talk], None],
-        *,
-        timeout: float,
-        name: str,
-        secret: Secret | None = None,
-        is_insecure: bool = False,
-    ) -> None:
+        self, host: str, port: int, welcome: Callable[[Talk], None], *, timeout: float, name: str,
+        secret: Secret | None = None, is_insecure: bool = False,
+    ) -> None:  # fmt: skip
         self._welcome, self._seconds, self._name, self._secret = welcome, min(timeout, HELLO), name, secret
         self._lock, self._refusals = threading.Lock(), Refusals(name)
         self._talks: dict[Talk, None] = {}  # in the order in which they came

@@ -139,15 +139,9 @@ class End:
             made = _wire(side.engine, side.device, terms, store)
             self._stack.callback(made.close)
             self.endpoint = Endpoint(
-                side.engine,
-                place,
-                0,
-                self.coded.pool,
-                wire=made,
-                chunk_bytes=terms.chunk_bytes,
-                ring_bytes=terms.ring_bytes,
-                secret_file=secret,
-            )
+                side.engine, place, 0, self.coded.pool, wire=made, chunk_bytes=terms.chunk_bytes,
+                ring_bytes=terms.ring_bytes, secret_file=secret,
+            )  # fmt: skip
             self._stack.callback(self.endpoint.close)
             self.size = Ring.slot_size(terms.tokens * terms.token_bytes)
             self.raw_ring = Ring(side.device, self.size, 1, 1)
@@ -410,11 +404,9 @@ def _receive(talk: Talk, end: End, link: Link, tokens: int, check: bool, served:
     used, after = end.endpoint.cpu_seconds - used, link.stats()
     served.nbytes += int(after["bytes_received"] - before["bytes_received"])
     talk.say(
-        digest=f"{arrival.digest:016x}",
-        wrong=end.coded.wrong(tokens) if check else "",
-        cpu=used,
+        digest=f"{arrival.digest:016x}", wrong=end.coded.wrong(tokens) if check else "", cpu=used,
         stats={name: after[name] - before[name] for name in after},
-    )
+    )  # fmt: skip
 
 
 # ---- the side that sends ---------------------------------------------------------------------------------------------

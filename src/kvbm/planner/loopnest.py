@@ -206,14 +206,9 @@ class Part:
 
     @classmethod
     def of(
-        cls,
-        modes: Iterable[Mode],
-        start: Sequence[tuple[int, int]],
-        ids: tuple[Id, Id],
-        label: str,
-        half: int | None = None,
-        key: int = 0,
-    ) -> Part:
+        cls, modes: Iterable[Mode], start: Sequence[tuple[int, int]], ids: tuple[Id, Id], label: str,
+        half: int | None = None, key: int = 0,
+    ) -> Part:  # fmt: skip
         """The part with these loops, given in any order.  They are coalesced and divided into outer and inner modes.
 
         `start` is the start of each side (bytes, table entries); `ids` are the strides of ids on each side.
@@ -325,15 +320,11 @@ class Part:
         start = folded(self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
         ids = folded(self.src_id.nbytes, self.dst_id.nbytes, self.src_id.entries, self.dst_id.entries)
         return replace(
-            self,
-            src_offset=start[0],
-            dst_offset=start[1],
-            src_table_offset=start[2],
-            dst_table_offset=start[3],
+            self, src_offset=start[0], dst_offset=start[1], src_table_offset=start[2], dst_table_offset=start[3],
             outer=tuple(Mode(m.extent, *folded(m.src, m.dst, m.src_table, m.dst_table), m.key) for m in self.outer),
             src_id=self.src_id._replace(entries=ids[2], nbytes=ids[0]),
             dst_id=self.dst_id._replace(entries=ids[3], nbytes=ids[1]),
-        )
+        )  # fmt: skip
 
     def fit(self, kind: str) -> tuple[Part, ...]:
         """The same copy in parts that have no more modes than a kernel of this kind supports.
@@ -365,18 +356,13 @@ class Part:
         parts = []
         for steps in itertools.product(*(range(mode.extent) for mode in peeled)):
             at = list(zip(steps, peeled, strict=True))
-            parts.append(
-                replace(
-                    self,
-                    src_offset=self.src_offset + sum(step * mode.src for step, mode in at),
-                    dst_offset=self.dst_offset + sum(step * mode.dst for step, mode in at),
-                    src_table_offset=self.src_table_offset + sum(step * mode.src_table for step, mode in at),
-                    dst_table_offset=self.dst_table_offset + sum(step * mode.dst_table for step, mode in at),
-                    key=self.key + sum(step * mode.key for step, mode in at),
-                    outer=tuple(outer),
-                    inner=tuple(inner),
-                )
-            )
+            ahead = Mode(1, *(sum(step * mode[k] for step, mode in at) for k in range(1, len(STILL))))
+            made = replace(
+                self, outer=tuple(outer), inner=tuple(inner), src_offset=self.src_offset + ahead.src,
+                dst_offset=self.dst_offset + ahead.dst, src_table_offset=self.src_table_offset + ahead.src_table,
+                dst_table_offset=self.dst_table_offset + ahead.dst_table, key=self.key + ahead.key,
+            )  # fmt: skip
+            parts.append(made)
         return tuple(parts)
 
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:

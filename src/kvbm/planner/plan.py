@@ -354,14 +354,10 @@ def _meant(given: object) -> Section:
 
 
 def plan(
-    src: Layout | str | Path | Meant,
-    dst: Layout | str | Path | Meant,
-    shape: BlockShape | str | tuple[BlockShape | str, BlockShape | str] | None = None,
-    *,
-    num_blocks: int | tuple[int, int] = 1024,
-    layers: range | tuple[range, range] | None = None,
-    cast: Cast = None,
-) -> Plan:
+    src: Layout | str | Path | Meant, dst: Layout | str | Path | Meant,
+    shape: BlockShape | str | tuple[BlockShape | str, BlockShape | str] | None = None, *,
+    num_blocks: int | tuple[int, int] = 1024, layers: range | tuple[range, range] | None = None, cast: Cast = None,
+) -> Plan:  # fmt: skip
     """Plan the copy of blocks from one layout to another.
 
     Parameters

@@ -44,14 +44,9 @@ class PoolSection:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        section: Section,
-        *,
-        is_whole: bool = False,
-        choices: tuple[tuple[str, Any], ...] = (),
+        self, pool: Pool, section: Section, *, is_whole: bool = False, choices: tuple[tuple[str, Any], ...] = (),
         calls: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool = pool
         self.of = section
         self.is_whole = is_whole
@@ -134,15 +129,9 @@ class PoolSection:
         return found
 
     def digest(
-        self,
-        ids: Any = None,
-        *,
-        tokens: Any = None,
-        model: Model | None = None,
-        out: Any = None,
-        stream: Any = None,
+        self, ids: Any = None, *, tokens: Any = None, model: Model | None = None, out: Any = None, stream: Any = None,
         wait: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Digests of blocks or units of this section, as for `Pool.digest`."""
         self.pool.require_open()
         require_model(model)

@@ -21,30 +21,9 @@ if TYPE_CHECKING:
     from .sequence import Pairs, Rank, Span, pair_up
 
 __all__ = [
-    "Chunk",
-    "ChunksDone",
-    "Cut",
-    "Local",
-    "LocalDone",
-    "Message",
-    "Packer",
-    "Pairs",
-    "Placement",
-    "Rank",
-    "Resharding",
-    "Span",
-    "Trailer",
-    "chunks",
-    "dynamo",
-    "gather",
-    "load",
-    "pair_up",
-    "plan",
-    "prove",
-    "sglang",
-    "trtllm",
-    "vllm",
-]
+    "Chunk", "ChunksDone", "Cut", "Local", "LocalDone", "Message", "Packer", "Pairs", "Placement", "Rank", "Resharding",
+    "Span", "Trailer", "chunks", "dynamo", "gather", "load", "pair_up", "plan", "prove", "sglang", "trtllm", "vllm",
+]  # fmt: skip
 
 _HOME = {
     "Arrival": "..link.handle",

@@ -257,15 +257,9 @@ def common_shift(made: Resharding, shift: int) -> int:
 
 
 def plan(
-    src: Placement,
-    dst: Placement,
-    *,
-    stripe: bool = False,
-    prefer: Prefer | None = None,
-    cuts: Cuts = ((), ()),
-    cast: Cast = None,
-    layouts: Any = None,
-) -> Resharding:
+    src: Placement, dst: Placement, *, stripe: bool = False, prefer: Prefer | None = None, cuts: Cuts = ((), ()),
+    cast: Cast = None, layouts: Any = None,
+) -> Resharding:  # fmt: skip
     """Plan the copy of a cache from one engine to another, and prove it.
 
     Parameters
@@ -426,14 +420,9 @@ def _whole_cuts(cuts: Any) -> Cuts:
 
 
 def _messages(
-    src: Placement,
-    dst: Placement,
-    sends: Sequence[Strips],
-    takes: Sequence[Strips],
-    stripe: bool,
-    prefer: Prefer | None,
-    cuts: Cuts,
-) -> tuple[Message, ...]:
+    src: Placement, dst: Placement, sends: Sequence[Strips], takes: Sequence[Strips], stripe: bool,
+    prefer: Prefer | None, cuts: Cuts,
+) -> tuple[Message, ...]:  # fmt: skip
     """For every destination rank: one message from each class of equal source ranks that hold something that it receives."""
     classes: dict[Strips, list[int]] = {}
     for rank, strips in enumerate(sends):

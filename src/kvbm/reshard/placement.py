@@ -123,17 +123,10 @@ class Placement:
     name: str
 
     def __init__(
-        self,
-        mesh: str | Mapping[str, int],
-        *,
-        shard: Mapping[str, Any] | None = None,
-        model: BlockShape | str,
-        nt: int | None = None,
-        layers: Iterable[int] | None = None,
-        title: str = "",
-        name: str = "placement",
+        self, mesh: str | Mapping[str, int], *, shard: Mapping[str, Any] | None = None, model: BlockShape | str,
+        nt: int | None = None, layers: Iterable[int] | None = None, title: str = "", name: str = "placement",
         **others: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         def put(**values: Any) -> None:
             for key, value in values.items():
                 object.__setattr__(self, key, value)

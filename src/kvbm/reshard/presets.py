@@ -18,16 +18,9 @@ from .placement import Placement
 
 
 def vllm(
-    model: BlockShape | str,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    dcp: int = 1,
-    interleave: int = 1,
-    nt: int | None = None,
-    layers: Iterable[int] | None = None,
-    name: str = "vllm",
-) -> Placement:
+    model: BlockShape | str, *, tp: int = 1, pp: int = 1, dcp: int = 1, interleave: int = 1, nt: int | None = None,
+    layers: Iterable[int] | None = None, name: str = "vllm",
+) -> Placement:  # fmt: skip
     """The placement of vLLM.  The mesh is ``pp tp``.  A decode context parallel (DCP) group is `dcp` ranks with the same heads.
 
     Parameters
@@ -122,16 +115,9 @@ def of_vllm(
 
 
 def trtllm(
-    model: BlockShape | str,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    order: str = "pp tp cp",
-    nt: int | None = None,
-    layers: Iterable[int] | None = None,
-    name: str = "trtllm",
-) -> Placement:
+    model: BlockShape | str, *, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "pp tp cp", nt: int | None = None,
+    layers: Iterable[int] | None = None, name: str = "trtllm",
+) -> Placement:  # fmt: skip
     """The placement of TensorRT-LLM.  Context parallel ranks hold whole blocks in turns; the first stages have one layer more.
 
     Parameters
@@ -170,14 +156,9 @@ def trtllm(
 
 
 def sglang(
-    model: BlockShape | str,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    nt: int | None = None,
-    layers: Iterable[int] | None = None,
+    model: BlockShape | str, *, tp: int = 1, pp: int = 1, nt: int | None = None, layers: Iterable[int] | None = None,
     name: str = "sglang",
-) -> Placement:
+) -> Placement:  # fmt: skip
     """The placement of SGLang.  The mesh is ``pp tp``; the last stages have one layer more.
 
     Parameters
@@ -323,14 +304,9 @@ def _left_over(model: BlockShape, pp: int, name: str) -> int:
 
 
 def _placement(
-    model: BlockShape,
-    mesh: dict[str, int],
-    extra: range,
-    tokens: dict[str, str],
-    nt: int | None,
-    layers: Iterable[int] | None,
-    name: str,
-) -> Placement:
+    model: BlockShape, mesh: dict[str, int], extra: range, tokens: dict[str, str], nt: int | None,
+    layers: Iterable[int] | None, name: str,
+) -> Placement:  # fmt: skip
     """Stages with equal numbers of layers, those in `extra` with one more; heads shared by ``tp``."""
     stages = [model.nl // mesh["pp"] + (stage in extra) for stage in range(mesh["pp"])]
     shard: dict[str, Any] = {"h": "tp", **tokens}

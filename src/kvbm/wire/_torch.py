@@ -37,13 +37,9 @@ _WINDOW: Final = 2
 
 
 def torch(
-    name: str,
-    store: Any,
-    *,
-    backend: Literal["gloo", "nccl"] = "gloo",
-    meet_seconds: float = 60.0,
+    name: str, store: Any, *, backend: Literal["gloo", "nccl"] = "gloo", meet_seconds: float = 60.0,
     drop_seconds: float = 5.0,
-) -> _Torch:
+) -> _Torch:  # fmt: skip
     """A wire on torch.distributed.
 
     Parameters
@@ -176,14 +172,9 @@ class _Torch(Ends["_Far"]):
     # ---- the peer's threads ------------------------------------------------------------------------------------------
 
     def _queue(
-        self,
-        far: _Far,
-        kind: int,
-        note: bytes,
-        at: tuple[int, int] = (0, 0),
-        data: Slice | None = None,
+        self, far: _Far, kind: int, note: bytes, at: tuple[int, int] = (0, 0), data: Slice | None = None,
         number: int = 0,
-    ) -> _Op:
+    ) -> _Op:  # fmt: skip
         """Queue a message for the thread that sends."""
         op = _Op(far, data)
         head = _HEAD.pack(kind, len(note), *at, number) + note

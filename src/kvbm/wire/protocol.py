@@ -19,20 +19,9 @@ from .._arguments import quoted, require_a, require_like, whole
 from ..errors import BindError, PeerLostError
 
 __all__ = [
-    "CARD_BYTES",
-    "NOTE_BYTES",
-    "Card",
-    "Ends",
-    "Op",
-    "Peer",
-    "Ready",
-    "Slab",
-    "Slice",
-    "Wire",
-    "deadline",
-    "inside",
+    "CARD_BYTES", "NOTE_BYTES", "Card", "Ends", "Op", "Peer", "Ready", "Slab", "Slice", "Wire", "deadline", "inside",
     "move",
-]
+]  # fmt: skip
 
 #: Most bytes of a note.
 NOTE_BYTES: Final = 4096
