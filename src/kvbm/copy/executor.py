@@ -17,7 +17,6 @@ from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, fused_copies
 from ..errors import BindError, DigestError, DTypeError, LayoutError, MissingKernelError, PlanError
 from ..layout.region import Section
-from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_formats
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, require_no_stream, torch_stream
@@ -82,11 +81,6 @@ class _End:
             part.of, pool.device, pool.alignment, pool.addresses, pool.steps, framework_of(pool.arrays[0]),
             pool.resolved.section, part.choices,
         )  # fmt: skip
-
-    @property
-    def shape(self) -> BlockShape:
-        """Shape of the whole pool's blocks."""
-        return self.section.shape
 
     @property
     def slot_bytes(self) -> int:
@@ -243,7 +237,6 @@ class Executor:
         if plan.casts:
             return any(part.quantises for part in plan.casts)
         return not (self.on_host or self.gathers)
-
 
     def _digests(self, layers: Layers, found: _Route) -> CopyDigests:
         """The launches that digest a copy: fused into its kernels, and separate ones for each side."""

@@ -210,15 +210,6 @@ class Access:
 
     # ---- other forms of a map ----
 
-    def fold(self, entry_bytes: int) -> Access:
-        """The map for a table with entries `entry_bytes` bytes apart: entries become bytes."""
-
-        def folded(nbytes: int, entries: int) -> tuple[int, int]:
-            return nbytes + entries * entry_bytes, 0
-
-        steps = [step._replace(nbytes=folded(step.nbytes, step.entries)[0], entries=0) for step in self.steps]
-        return replace(self, at=folded(*self.at), block=folded(*self.block), steps=normal(steps))
-
     def place(self, at: int, block: int, steps: Iterable[Step]) -> Access:
         """The map of the same elements in one separate allocation, with block ids and the given `steps`."""
         return replace(self, at=(at, 0), block=(block, 0), steps=normal(steps), units=())

@@ -211,10 +211,6 @@ class Section:
         accesses = tuple(access.place(at, start, steps) for access, steps, at in made)
         return replace(self, accesses=accesses, units=1, chosen=(), record=False)
 
-    def behind(self, entry: int) -> Section:
-        """The same section, `entry` entries later in the table."""
-        return replace(self, accesses=tuple(replace(a, at=(a.at[0], a.at[1] + entry)) for a in self.accesses))
-
     def _dense(self) -> Section:
         """The selected coordinates without gaps: plane after plane, each in the order of its steps."""
         chosen = {axis: len(coordinates) for axis, coordinates in self.chosen}

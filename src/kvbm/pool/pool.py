@@ -87,14 +87,6 @@ class Pool(FromEngines, Shown):
     arrays : sequence
         The arrays, in table order.  The pool keeps them alive.  Arrays of `allocate` have the dtype of their elements; each is made
         when you ask for it (``pool.arrays[3]``, slices, loops).  Empty after `close` if the pool owned the memory.
-    addresses : numpy.ndarray of uint64
-        Base addresses of the arrays, in table order.
-    pinned : bool
-        True if all of the memory is pinned host memory.
-    closed : bool
-        True after `close`.
-    nbytes : int
-        Bytes of all arrays, padding included.
 
     Raises
     ------

@@ -216,8 +216,8 @@ class Mapped:
         if known.loans is None:
             if (at := known.page.find(known.key)) is None:
                 return False  # the peer has not connected yet, or cannot read this side's loans
-            (count, own), (dropped, far) = self._page.count_at(peer), known.page.dropped_at(at)
-            known.loans = _core.Loans(count, dropped, (own, far))
+            own, far = self._page.word(self._page.line(peer), _LOANS), known.page.word(at, _DROPPED)
+            known.loans = _core.Loans(ctypes.addressof(own), ctypes.addressof(far), (own, far))
         if not known.loans.begin():
             known.lost = "it has ended the connection"
             self._require(peer)
@@ -282,7 +282,7 @@ class Mapped:
         at = known.page.find(known.key)
         if known.process.is_over():
             why = "its process has ended"
-        elif at is not None and known.page.is_dropped(at):
+        elif at is not None and known.page.word(at, _DROPPED).value:
             why = "it has ended the connection"
         else:
             return True
@@ -422,7 +422,7 @@ class _Peer:
         """Open the peer's box of notes, if it has made one.  If that fails, notes go by the other wire."""
         if self.lane is None or self.lane.mail is not None or self.is_closed or self.lost:
             return
-        number = 0 if (at := self.page.find(self.key)) is None else self.page.mail(at)
+        number = 0 if (at := self.page.find(self.key)) is None else int(self.page.word(at, _MAIL).value)
         if number:
             try:
                 self.lane.open(self.shared["pid"], number - 1)
@@ -433,7 +433,7 @@ class _Peer:
     def has_loans(self) -> bool:
         """True if the peer has borrowed slices of this end's slab."""
         at = None if self.is_closed else self.page.find(self.key)
-        return at is not None and self.page.count(at) > 0
+        return at is not None and bool(self.page.word(at, _LOANS).value)
 
     def lends_no_more(self) -> None:
         """Begin no other loan: then who counts none may call `close_memory`."""
@@ -512,7 +512,7 @@ class _Page:
         if at + _LINE > _PAGE_BYTES:
             raise BindError(f"more than {len(self._at)} peers: no room in the page of loans")
         self._at[key] = at
-        self._word(at + _MAIL).value = mail + 1
+        self.word(at, _MAIL).value = mail + 1
         _core.fence()
         self._memory[at : at + len(key)] = key
 
@@ -529,35 +529,20 @@ class _Page:
                     break
         return known
 
-    def _word(self, at: int) -> Any:
-        return ctypes.c_uint64.from_buffer(self._memory, at)
+    def line(self, peer: str) -> int:
+        """Offset of the line of a peer in this end's page."""
+        return self._at[_key(peer)]
 
-    def count(self, at: int) -> int:
-        return int(self._word(at + _LOANS).value)
-
-    def mail(self, at: int) -> int:
-        """One more than the number of the file with the box of notes; 0: there is none."""
-        return int(self._word(at + _MAIL).value)
+    def word(self, line: int, what: int) -> Any:
+        """The number at `_LOANS`, `_DROPPED` or `_MAIL` of a line, in its memory."""
+        return ctypes.c_uint64.from_buffer(self._memory, line + what)
 
     def count_of(self, peer: str) -> int:
         """Number of this end's loans from a peer."""
-        return self.count(self._at[_key(peer)])
-
-    def count_at(self, peer: str) -> tuple[int, Any]:
-        """The address of `count_of`, and what keeps it mapped."""
-        word = self._word(self._at[_key(peer)] + _LOANS)
-        return ctypes.addressof(word), word
-
-    def is_dropped(self, at: int) -> bool:
-        return bool(self._word(at + _DROPPED).value)
-
-    def dropped_at(self, at: int) -> tuple[int, Any]:
-        """The address of `is_dropped`, and what keeps it mapped."""
-        word = self._word(at + _DROPPED)
-        return ctypes.addressof(word), word
+        return int(self.word(self.line(peer), _LOANS).value)
 
     def drop(self, peer: str) -> None:
-        self._word(self._at[_key(peer)] + _DROPPED).value = 1
+        self.word(self.line(peer), _DROPPED).value = 1
 
     def close(self) -> None:
         if self.file >= 0:
