@@ -9,6 +9,7 @@ One function for each of three different relations:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -99,13 +100,10 @@ def confusable(
     other's blocks.  It is one of `of`, if that is given.  Layouts of one fingerprint count once.
     """
     shape = as_shape(shape)
-    known: dict[tuple[str, int], Resolved | None] = {}
 
+    @functools.cache
     def at(layout: Layout, blocks: int) -> Resolved | None:
-        key = (layout.fingerprint, blocks)
-        if key not in known:
-            known[key] = legal(layout, shape, blocks)
-        return known[key]
+        return legal(layout, shape, blocks)
 
     def look(resolved: Resolved) -> tuple[object, ...]:
         """What no number of blocks changes."""
@@ -175,12 +173,9 @@ def _by_fingerprint(layouts: Iterable[Layout]) -> list[list[Layout]]:
 
 def _legal(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int) -> Iterable[tuple[Layout, Resolved]]:
     shape = as_shape(shape)
-    known: dict[str, Resolved | None] = {}  # aliases are resolved once
+    at_shape = functools.cache(functools.partial(legal, shape=shape, num_blocks=num_blocks))  # aliases are equal
     for layout in layouts:
-        if layout.fingerprint not in known:
-            known[layout.fingerprint] = legal(layout, shape, num_blocks)
-        resolved = known[layout.fingerprint]
-        if resolved is not None:
+        if (resolved := at_shape(layout)) is not None:
             yield layout, resolved
 
 

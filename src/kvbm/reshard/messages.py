@@ -8,7 +8,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from .._arguments import flag, number, quoted, require_a, whole
@@ -22,7 +22,7 @@ from . import report
 from .casting import Layouts, PlaneCast, as_layouts, casts_of, meaning_of, require_scales
 from .placement import Placement, Strips
 from .proof import prove
-from .strips import ONE_TOKEN, Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
+from .strips import ONE_TOKEN, Meeting, Unit, count_common, meet, meet_in_unit, share_a_token
 
 #: Selects which of several equal source ranks sends: ``(destination rank, ranks)`` → one of the ranks.
 Prefer = Callable[[int, Sequence[int]], int]
@@ -434,23 +434,13 @@ def _messages(
         for strips, ranks in classes.items()
         if stripe and len(ranks) > 1
     }
-    units: dict[tuple[Turns, Turns], Unit] = {}
-    common: dict[tuple[Runs, Runs], tuple[Meeting, ...]] = {}
-
-    def both(src_runs: Runs, dst_runs: Runs) -> tuple[Meeting, ...]:
-        if (src_runs, dst_runs) not in common:
-            common[src_runs, dst_runs] = meet(src_runs, dst_runs)
-        return common[src_runs, dst_runs]
-
+    both, unit_of = cache(meet), cache(partial(meet_in_unit, sizes=(src.nt, dst.nt), cuts=cuts))
     for rank, wanted in enumerate(takes):
         for held in classes:
             heads = both(held.h, wanted.h)
             if not heads or not both(held.l, wanted.l) or not share_a_token(held.t, wanted.t):
                 continue
-            if (held.t, wanted.t) not in units:
-                units[held.t, wanted.t] = meet_in_unit(held.t, wanted.t, (src.nt, dst.nt), cuts)
-            unit = units[held.t, wanted.t]
-            senders = replicas[held]
+            unit, senders = unit_of(held.t, wanted.t), replicas[held]
             if held in shares:
                 parts = [(one, both(share, wanted.l)) for one, share in shares[held]]
             else:

@@ -25,13 +25,11 @@ def vllm(
 
     Parameters
     ----------
-    model : BlockShape or str
-        Shape of the whole model, or its text.
     tp, pp, dcp : int
         Number of ranks.  If `pp` does not divide the layers, stages before the last get one layer more.
     interleave : int
         Tokens per turn of one rank of a DCP group (``cp_kv_cache_interleave_size``).
-    nt, layers, name
+    model, nt, layers, name
         As for `Placement`.
 
     Raises
@@ -122,13 +120,11 @@ def trtllm(
 
     Parameters
     ----------
-    model : BlockShape or str
-        Shape of the whole model, or its text.
     tp, pp, cp : int
         Number of ranks.
     order : str
         Axes of the mesh, slowest first: ``"pp tp cp"`` in the C++ runtime and newer Python versions, ``"pp cp tp"`` in older ones.
-    nt, layers, name
+    model, nt, layers, name
         As for `Placement`.
 
     Raises
@@ -163,11 +159,9 @@ def sglang(
 
     Parameters
     ----------
-    model : BlockShape or str
-        Shape of the whole model, or its text.
     tp, pp : int
         Number of ranks.
-    nt, layers, name
+    model, nt, layers, name
         As for `Placement`.
 
     Raises
