@@ -369,8 +369,7 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
 
 def require_made(made: Any) -> None:
     """Raise `BindError` unless `made` is a resharding."""
-    if not isinstance(made, Resharding):
-        raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {quoted(made)}")
+    require_a(Resharding, "made", made, "a Resharding of kvbm.reshard.plan")
 
 
 def require_layers(layers: Any, most: int) -> range:
@@ -387,9 +386,7 @@ def _element_bits(model: BlockShape) -> int:
 
 def _require_one_model(src: Placement, dst: Placement, cast: Scale | None) -> None:
     for what, place in (("src", src), ("dst", dst)):
-        given: object = place
-        if not isinstance(given, Placement):
-            raise PlanError(f"{what}: expected a kvbm.Placement, got {quoted(given)}")
+        require_a(Placement, what, place, "a kvbm.Placement", PlanError)
     src_model, dst_model = src.model, dst.model
     for axis, what in (
         ("nl", "layers"),

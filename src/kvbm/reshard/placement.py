@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .._arguments import quoted, whole, wholes
+from .._arguments import quoted, require_a, whole, wholes
 from ..digest.cells import Model
 from ..errors import SpecError
 from ..layout.shapes import BlockShape, as_shape
@@ -132,8 +132,7 @@ class Placement:
                 object.__setattr__(self, key, value)
 
         for what, value in (("name", name), ("title", title)):
-            if not isinstance(value, str):
-                raise SpecError(f"placement: {what}: expected a text, got {quoted(value)}")
+            require_a(str, f"placement: {what}", value, "a text", SpecError)
         if others:  # dataclasses.replace passes the parsed shares
             raise SpecError(
                 f"{name}: expected mesh, shard, model, nt, layers, title and name, got {quoted(next(iter(others)))}; to change a "
@@ -171,8 +170,7 @@ class Placement:
         >>> Placement.load(file, load_shape("llama-3.1-70b,nh=2")).strips(5).t
         Turns(every=1, over=4, index=1)
         """
-        if not isinstance(path, (str, os.PathLike)):
-            raise SpecError(f"placement: expected the path of a file, got {quoted(path)}")
+        require_a((str, os.PathLike), "placement", path, "the path of a file", SpecError)
         file = Path(path)
         return cls.parse(read_text(file, str(file)), model, str(file), **{"name": file.stem, **overrides})
 
@@ -180,8 +178,7 @@ class Placement:
     def parse(cls, text: str, model: BlockShape | str, file: str = "<string>", **overrides: Any) -> Placement:
         """Read the text of a placement file, as `load` does."""
         for what, given in (("text", text), ("file", file)):
-            if not isinstance(given, str):
-                raise SpecError(f"placement: {what}: expected a text, got {quoted(given)}")
+            require_a(str, f"placement: {what}", given, "a text", SpecError)
         reader = _File(file)
         with reader.guarded(text):
             return reader.placement(text, model, overrides)

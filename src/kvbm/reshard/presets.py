@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .._arguments import number, quoted
+from .._arguments import number, quoted, require_a
 from ..engines.vllm import Group
 from ..errors import SpecError
 from ..layout.naming import suggestion
@@ -244,8 +244,7 @@ def load(text: str, model: BlockShape | str, **overrides: Any) -> Placement:
     >>> print(load("vllm:tp8,pp2,nt32", load_shape("llama-3.1-70b")))
     vllm:tp8,pp2,nt32 (pp2 tp8, 32 tokens per block)
     """
-    if not isinstance(text, str):
-        raise SpecError(f"placement: expected a file, or a preset such as 'vllm:tp8,pp2', got {quoted(text)}")
+    require_a(str, "placement", text, "a file, or a preset such as 'vllm:tp8,pp2'", SpecError)
     kind, colon, rest = text.partition(":")
     if kind not in PRESETS or is_file(Path(text)):
         if not text.endswith((".yaml", ".yml")) and not is_file(Path(text)):

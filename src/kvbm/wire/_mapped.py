@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from .. import _core
-from .._arguments import is_real, quoted, require_a
+from .._arguments import quoted, require_a, seconds
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
 from ..system.machine import device_of
 from ..system.memory_files import memory_file, open_memory_file
@@ -84,9 +84,7 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
     >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
     """
     require_wire("wire", wire)
-    if not is_real(drop_seconds) or not 0 <= drop_seconds < 1e9:
-        raise BindError(f"drop_seconds: expected seconds, got {quoted(drop_seconds)}")
-    return Mapped(wire, drop_seconds)
+    return Mapped(wire, seconds("drop_seconds", drop_seconds))
 
 
 class Mapped:

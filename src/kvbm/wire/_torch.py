@@ -16,7 +16,7 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Final, Literal
 
-from .._arguments import is_real, quoted
+from .._arguments import quoted, require_a, seconds
 from ..errors import BindError, MissingPackageError, PeerLostError, TransferTimeoutError
 from .protocol import NOTE_BYTES, Ends, Op, Peer, Slab, Slice, deadline, inside
 
@@ -84,11 +84,9 @@ class _Torch(Ends["_Far"]):
             raise MissingPackageError(f"this wire needs torch ({error}): pip install torch") from None
         if not hasattr(distributed.Store, "clone"):
             raise MissingPackageError(f"this wire needs torch 2.8 or newer, found {torch.__version__}: pip install -U torch")
-        if not isinstance(store, distributed.Store):
-            raise BindError(f"{name}: store: expected a store of torch.distributed, got {quoted(store)}")
-        for what, seconds in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):
-            if not is_real(seconds) or not 0 <= seconds < 1e9:
-                raise BindError(f"{name}: {what}: expected seconds, got {quoted(seconds)}")
+        require_a(distributed.Store, f"{name}: store", store, "a store of torch.distributed")
+        for what, given in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):
+            seconds(f"{name}: {what}", given)
         if not isinstance(backend, str) or str.__str__(backend) not in ("gloo", "nccl"):  # type: ignore[redundant-expr]
             raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {quoted(backend, 40)}")
         self.transport = f"torch/{backend}"
