@@ -409,6 +409,14 @@ class Allocation:
         return loops_of(self.shape, self.strides)
 
 
+def _around(pieces: Sequence[Piece], held: int, dtype: str, *own: tuple[str, int, int]) -> Allocation:
+    """The array of some pieces, slowest first, around `held` bytes, which may have an axis of their `own`."""
+    items = [*((str(piece.term), piece.extent, piece.stride) for piece in pieces), *own]
+    axes, shape, strides = tuple(one for one, _, _ in items), tuple(n for _, n, _ in items), tuple(n for *_, n in items)
+    nbytes = pieces[0].stride * pieces[0].extent if pieces else held
+    return Allocation("", axes, shape, strides, nbytes, dtype)
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A layout at a shape and a number of blocks.
@@ -496,13 +504,7 @@ class Resolved:
         made = []
         for pieces in self.orders:
             inner = [piece for piece in reversed(pieces) if not piece.table]
-            nbytes = inner[0].stride * inner[0].extent if inner else self.shape.itemsize
-            axes, shape, strides = (
-                tuple(str(piece.term) for piece in inner),
-                tuple(piece.extent for piece in inner),
-                tuple(piece.stride for piece in inner),
-            )
-            made.append(Allocation("", axes, shape, strides, nbytes, self.shape.dtype))
+            made.append(_around(inner, self.shape.itemsize, self.shape.dtype))
         if len(made) == 2 and self._o_of_entry is None:
             # One allocation holds K and V in different orders: no shape describes that, so it is a row of elements.
             size, itemsize = made[0].nbytes, self.shape.itemsize
@@ -514,16 +516,7 @@ class Resolved:
         """The array that planes share: the axes around a record, and its bytes."""
         around = sum(not term.planes for term in self.layout.orders[0].inner)
         outer = [piece for piece in reversed(self.parts[0].orders[0]) if not piece.table][:around]
-        held = self.record
-        nbytes = outer[0].stride * outer[0].extent if outer else held
-        return Allocation(
-            "",
-            (*(str(piece.term) for piece in outer), "bytes"),
-            (*(piece.extent for piece in outer), held),
-            (*(piece.stride for piece in outer), 1),
-            nbytes,
-            "uint8",
-        )
+        return _around(outer, self.record, "uint8", ("bytes", self.record, 1))
 
     @property
     def _o_of_entry(self) -> Piece | None:

@@ -119,7 +119,10 @@ class Outflow:
             return  # from an earlier receive, which has sent a stop; or it will be repeated
         if self._cut is None:
             try:
-                self._begin(note)
+                self._require(note)
+                self.arrival = note.arrival
+                group, layers = self.offer.group, self.offer.layers
+                self._cut = self.link.cut(self.sending, group, note.tokens, note.origin, layers, sends=True)
             except KvbmError as error:
                 self.fail(error)
                 return
@@ -169,12 +172,6 @@ class Outflow:
             loan.begin()
         except KvbmError as error:
             self.fail(error)
-
-    def _begin(self, note: Want) -> None:
-        self._require(note)
-        self.arrival = note.arrival
-        group, layers = self.offer.group, self.offer.layers
-        self._cut = self.link.cut(self.sending, group, note.tokens, note.origin, layers, sends=True)
 
     def _require(self, note: Want | Ask) -> None:
         """Raise `BindError` if the peer has another plan, or wants other tokens."""

@@ -155,14 +155,10 @@ class PoolSection:
 
 
 def _coordinates(axis: str, given: Any) -> Coordinates:
-    if (
-        isinstance(given, range)
-        and min(given.start, given.stop) >= -(1 << 31)
-        and max(given.start, given.stop) < 1 << 31
-    ):
-        return given
     if isinstance(given, range):
-        raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {quoted(given)}")
+        if min(given.start, given.stop) < -(1 << 31) or max(given.start, given.stop) >= 1 << 31:
+            raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {quoted(given)}")
+        return given
     if (one := whole(given)) is not None and abs(one) < 1 << 31:
         return range(one, one + 1)
     found = wholes(given)

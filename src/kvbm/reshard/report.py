@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..layout.shapes import ITEMSIZE
@@ -326,7 +326,7 @@ def _placement(placement: Placement) -> dict[str, Any]:
             {
                 "layers": list(strips.l),
                 "heads": list(strips.h),
-                "tokens": {"every": strips.t.every, "over": strips.t.over, "index": strips.t.index},
+                "tokens": asdict(strips.t),
             }
             for strips in ranks
         ],
@@ -334,9 +334,4 @@ def _placement(placement: Placement) -> dict[str, Any]:
 
 
 def _meeting(meeting: Meeting) -> dict[str, Any]:
-    return {
-        "first": meeting.first,
-        "src": meeting.src,
-        "dst": meeting.dst,
-        "loops": [loop._asdict() for loop in meeting.loops],
-    }
+    return {**meeting._asdict(), "loops": [loop._asdict() for loop in meeting.loops]}
