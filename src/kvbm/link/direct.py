@@ -449,14 +449,6 @@ class Reader:
         made = self.packer.made
         return bool(made.casts) and made.coded == self.packer.side
 
-    def require_usable(self) -> None:
-        """Raise `BindError` if this rank's pool was closed since `receive`: nothing may be written to it any more."""
-        self.packer.require_usable()
-
-    def written(self) -> None:
-        """Copies into this rank's pool have ended."""
-        self.packer.pool.written()
-
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
         packer, (part, far), on_gpu = self.packer, piece, self.packer.device >= 0

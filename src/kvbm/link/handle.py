@@ -45,7 +45,7 @@ class Handle:
         self._running = threading.Lock()  # held until the transfer has ended; an Event takes ten times as many calls
         self._running.acquire()
         self._latch = _core.Latch()  # the same, for who waits without a lock
-        self._error: KvbmError | None = None
+        self.error: KvbmError | None = None  # why it failed, or fails when nothing is under way
         self.whole: Gathering | None = None  # the Gathering of which this is a part
 
     def query(self) -> bool:
@@ -56,8 +56,8 @@ class Handle:
         TransferError
             The transfer failed; it may be a `PeerLostError`, `TransferTimeoutError` or `DigestError`.
         """
-        if self.has_ended and self._error is not None:
-            raise self._error.with_traceback(None)
+        if self.has_ended and self.error is not None:
+            raise self.error.with_traceback(None)
         return self.has_ended
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -85,8 +85,8 @@ class Handle:
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        if self._error is None and not self.has_ended:
-            self._error = error
+        if self.error is None and not self.has_ended:
+            self.error = error
             self.link.count("failed")
             for flow in self.flows:
                 flow.fail(error)
@@ -113,20 +113,15 @@ class Handle:
 
     @property
     def has_failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def error(self) -> KvbmError | None:
-        """Why the transfer failed, or fails when nothing is under way; None if it did not."""
-        return self._error
+        return self.error is not None
 
     @property
     def why(self) -> str:
         """Why the transfer failed."""
-        return str(self._error)
+        return str(self.error)
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self.has_ended else "under way"
+        state = "failed" if self.error else "done" if self.has_ended else "under way"
         return f"<kvbm {type(self).__name__} of {self.key!r}: {state}>"
 
 
@@ -212,10 +207,10 @@ class Arrival(Handle):
             try:
                 zero()
             except Exception as error:  # for any error: the thread goes on with other transfers
-                combined = copy(self._error)
+                combined = copy(self.error)
                 assert combined is not None
                 combined.args = (f"{self.why}; its blocks still hold a part of it, as writing zeros there failed: {error}",)
-                self._error = combined
+                self.error = combined
 
     @property
     def is_awaited(self) -> bool:
@@ -264,8 +259,8 @@ class Gathering(Handle):
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        if self._error is None and not self.has_ended:
-            self._error = error
+        if self.error is None and not self.has_ended:
+            self.error = error
             for part in self._parts:
                 part.fail(error)
 
@@ -276,11 +271,11 @@ class Gathering(Handle):
                 self._passing.settle()
             else:
                 self._begin()
-                if self._error is not None:
+                if self.error is not None:
                     for flow in self._passing.flows:
-                        flow.fail(self._error)
+                        flow.fail(self.error)
         if not self.has_ended and all(one.has_ended for one in self._parts):
-            if self._error is not None:  # also a part that had arrived: the sequence as a whole did not
+            if self.error is not None:  # also a part that had arrived: the sequence as a whole did not
                 self._share.clear()
                 self._rest.clear()
             self._end()

@@ -64,7 +64,7 @@ class Ahead:
         """Enqueue the copies with a note, unless that is done.  False if they wait for another, or cannot be enqueued."""
         try:
             if not self.copies.has_begun:
-                self._reader.require_usable()
+                self._reader.packer.require_usable()  # the pool may be closed since `receive`
             return self.copies.begin(note)
         except KvbmError:  # it is raised when the offer was read
             self.leave()
@@ -273,7 +273,7 @@ class Pull(Incoming):
         """Enqueue what is to do: on the CPU one piece, as the call copies it."""
         arrival = self.arrival
         assert self._pass is not None
-        self._reader.require_usable()
+        self._reader.packer.require_usable()
         if self._copies and arrival.zero is None:  # from now on something is written
             arrival.zero = functools.partial(self.link.zero, arrival, self.offer.group, self.offer.origin)
         while self._todo:
@@ -290,7 +290,7 @@ class Pull(Incoming):
             return False
         self._own_digest, self._cast_digest, self._pass = self._pass.total, self._pass.cast, None
         if self._copies:
-            self._reader.written()
+            self._reader.packer.pool.written()
         if self._peer_digest is not None:
             self._compare(self._own_digest, self._peer_digest)
         return True

@@ -154,7 +154,7 @@ class Transfers(Ends[R]):
         self._memory: Any = None
 
     def register(self, slab: Slab) -> None:
-        self._take_slab(slab)
+        super().register(slab)
         self._memory = self._agent.register(slab)
 
     def _start(

@@ -107,7 +107,7 @@ class _Torch(Ends["_Far"]):
                 else "hosts; use backend='nccl' for GPU memory"
             )
             raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
-        self._take_slab(slab)
+        super().register(slab)
 
     def connect(self, card: bytes) -> str:
         peer_card = self._read(card)

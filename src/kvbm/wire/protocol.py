@@ -297,7 +297,7 @@ class Ends(Generic[P]):
             raise BindError(f"{self.name}: no memory is registered; call register(slab) first, once")
         return self._slab
 
-    def _take_slab(self, slab: Slab) -> None:
+    def register(self, slab: Slab) -> None:
         if self._slab is not None:
             raise BindError(f"{self.name}: memory is registered already; expected one slab per wire")
         self._slab = slab
