@@ -41,27 +41,16 @@ _Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Region:
-    """A product of coordinates in which the two blocks of a pair differ.
+    """A product of coordinates in which the two blocks of a pair differ."""
 
-    Attributes
-    ----------
-    planes : tuple of str
-        Names of the planes; one empty name if the layout has none.
-    at : mapping of str to tuple of int
-        Axis → coordinates of the source; tokens count from the pair's position.  For the axis of a row: the elements of the cells
-        that differ in some of the rows.
-    complete : frozenset of str
-        Axes of which the region has all compared coordinates.
-    exact : bool
-        True if each row of the product differs.  False if only some differ; no row outside of all regions does.
-    unresolved : tuple of str
-        Axes along which places were not distinguished, as their order is unspecified, such as opaque groups.
-    """
-
-    planes: tuple[str, ...]
+    planes: tuple[str, ...]  # names of the planes; one empty name if the layout has none
+    #: Axis → coordinates of the source; tokens count from the pair's position.  For the axis of a row: the elements of
+    #: the cells that differ in some of the rows.
     at: Mapping[str, tuple[int, ...]]
-    complete: frozenset[str]
+    complete: frozenset[str]  # axes of which the region has all compared coordinates
+    #: True if each row of the product differs.  False if only some differ; no row outside of all regions does.
     exact: bool = True
+    #: Axes along which places were not distinguished, as their order is unspecified, such as opaque groups.
     unresolved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -81,22 +70,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A pair of blocks that differ.
+    """A pair of blocks that differ."""
 
-    Attributes
-    ----------
-    pair : int
-        Position of the pair in the batch.
-    src, dst : int
-        Ids of the block or unit in the source and in the destination.
-    regions : tuple of Region
-        Disjoint regions; empty if both were equal again when they were examined.
-    """
-
-    pair: int
+    pair: int  # position of the pair in the batch
+    #: Ids of the block or unit in the source and in the destination.
     src: int
     dst: int
-    regions: tuple[Region, ...]
+    regions: tuple[Region, ...]  # disjoint regions; empty if both were equal again when they were examined
 
 
 @dataclass(frozen=True)

@@ -141,19 +141,11 @@ class Sending(Handle):
 class Arrival(Handle):
     """The arrival of a sequence from the ranks of the other engine.
 
-    Do not read its blocks before it is done: they may be incomplete.  When it is done, all chunks of all ranks have arrived and
-    were verified.  If it failed after something was written, its tokens are zero when it has ended: nothing of it is left.
+    Do not read its blocks before it is done: they may be incomplete.  When it is done, all chunks of all ranks have
+    arrived and were verified.  If it failed after something was written, its tokens are zero when it has ended: nothing
+    of it is left.
 
-    Attributes
-    ----------
-    digest : int
-        kvbm-digest-1 of what arrived, after it is done; of a cast, of the quantised bits.
-    zero : callable or None
-        Writes zeros into the tokens of the arrival; set when the first chunk is written.
-    parts : dict
-        Rank, origin and layers of a probable offer → what is copied of it out of the peer's pool, prepared while it is on its way.
-    ahead : list of Ahead
-        Copies that begin with such offers.
+    `digest` is kvbm-digest-1 of what arrived, after it is done; of a cast, of the quantised bits.
     """
 
     what = "receiving"
@@ -168,9 +160,10 @@ class Arrival(Handle):
         self.digest = 0
         self.failed_at = 0.0
         self.missing: dict[int, frozenset[int]] = {}  # rank of the other engine → layers that have not arrived
-        self.zero: Callable[[], None] | None = None
+        self.zero: Callable[[], None] | None = None  # writes zeros into the tokens; set when something is written
+        #: Rank, origin and layers of a probable offer → what is copied of it, prepared while it is on its way.
         self.parts: dict[tuple[int, int, range], list[Part]] = {}
-        self.ahead: list[Ahead] = []
+        self.ahead: list[Ahead] = []  # copies that begin with such offers
 
     def fail(self, error: KvbmError) -> None:
         if not self.has_failed:
@@ -226,17 +219,8 @@ class Arrival(Handle):
 class Gathering(Handle):
     """The arrival of a sequence in two parts: a share from the other engine, the rest from equal ranks of this engine.
 
-    It is done when this rank has the whole sequence and has passed on its share.  If one rank fails, the ranks that wait for it
-    fail, too.
-
-    Parameters
-    ----------
-    share, rest : Arrival
-        The two parts.
-    passing : Sending
-        The sending of the share to the other ranks, not begun yet.
-    begin : callable
-        A function that begins `passing`.
+    It is done when this rank has the whole sequence and has passed on its share, by the sending that `begin` begins.
+    If one rank fails, the ranks that wait for it fail, too.
     """
 
     what = "receiving"
