@@ -913,7 +913,8 @@ def _placement(text: str, model: BlockShape, engine: str, world: int) -> Placeme
         not isinstance(held, dict)
         or not {"mesh", "nt", "shard"} <= set(held) <= {"mesh", "nt", "shard", "layers"}
         or type(held["mesh"]) is not str
-        or not (layers is None or (isinstance(layers, list) and all(_is_layer(layer) for layer in layers)))
+        or not (layers is None or (isinstance(layers, list) and all(isinstance(layer, str) for layer in layers)))
+        or not all(re.fullmatch("[0-9]{1,9}", layer, re.ASCII) for layer in layers or ())
     ):
         _refuse("a placement with mesh, nt, shard and layers", repr(held)[:200])
     name = printable(engine)
@@ -923,10 +924,6 @@ def _placement(text: str, model: BlockShape, engine: str, world: int) -> Placeme
     return Placement(
         held["mesh"], shard=held["shard"], model=model, nt=held["nt"], layers=layers and [int(layer) for layer in layers], name=name
     )
-
-
-def _is_layer(text: Any) -> bool:
-    return isinstance(text, str) and bool(re.fullmatch("[0-9]{1,9}", text, re.ASCII))
 
 
 def _refuse(expected: str, got: str) -> NoReturn:

@@ -210,7 +210,9 @@ class Link:
                 self.endpoint.wire.expect(ahead.peer, ahead.copies)  # type: ignore[attr-defined]
             self.endpoint.wake()
             return arrival
-        near, name = self._sibling_link(), f"{self.engine}: {key}"
+        if (near := self.endpoint.siblings) is None:
+            raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
+        name = f"{self.engine}: {key}"
         rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
         with _given_up(rest):
             passing, starts = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
@@ -222,12 +224,6 @@ class Link:
 
             self.endpoint.submit(begin_both)
         return gathering
-
-    def _sibling_link(self) -> Link:
-        """The link between ranks of this engine that hold the same."""
-        if self.endpoint.siblings is None:
-            raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
-        return self.endpoint.siblings
 
     def _arriving(
         self, key: str, span: Span, layers: range | None, group: str, verify: str, wait: Any, stream: Any,

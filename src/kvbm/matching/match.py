@@ -67,7 +67,7 @@ class Check(NamedTuple):
 
     #: The element to write, such as ``"head 1"``.  Every coordinate that is not named is 0.
     element: str
-    outcomes: tuple[tuple[str, tuple[str, ...]], ...]  # A place of the element, and the layouts in which it is there
+    outcomes: tuple[tuple[str, tuple[str, ...]], ...]  # a place of the element, and the layouts in which it is there
 
     def __str__(self) -> str:
         lines = [f"Write {self.element} with the engine, and look where it is:"]

@@ -378,7 +378,7 @@ class CastPart(Part):
             and run.extent * self.element % ITEM == 0
             and (run.src, run.dst) == tuple(width * self.element // 8 for width in widths)
             and (self.element == 1 or self.element_step == max(widths) // 8)
-            and not any(step % _least_alignment(width) for step, width in zip(steps, widths, strict=True))
+            and not any(step % (4 if width <= 8 else WIDEST) for step, width in zip(steps, widths, strict=True))
         ):
             narrow = any(step % 8 for step, width in zip(steps, widths, strict=True) if width == 8)
             return Form("cast", MAX_OUTER, WIDE_MODES, ITEM, int(narrow), values=self._wide)
@@ -519,11 +519,6 @@ def cast_part(
             f"{where}the cast has {made.elements} elements per block: this is a defect of kvbm; please report both layouts"
         )
     return made
-
-
-def _least_alignment(bits: int) -> int:
-    """Alignment in bytes that items of eight elements need."""
-    return 4 if bits <= 8 else WIDEST
 
 
 def bits_of(dtype: str) -> int:

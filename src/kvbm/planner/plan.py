@@ -743,15 +743,11 @@ def _in_one_form(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
     for axes in sorted({s.axes for side in sides for s in side.steps if len(s.axes) > 1 and not s.opaque}):
         for index, side in enumerate(sides):
             if not any(step.axes == axes for step in side.steps):
-                sides[index] = _fused(title, side, axes)
+                try:
+                    sides[index] = side.fuse(axes)
+                except LayoutError as error:
+                    raise PlanError(f"{title}: {error}; no common refinement") from None
     return sides[0], sides[1]
-
-
-def _fused(title: str, access: Access, axes: tuple[str, ...]) -> Access:
-    try:
-        return access.fuse(axes)
-    except LayoutError as error:
-        raise PlanError(f"{title}: {error}; no common refinement") from None
 
 
 def _modes(title: str, *sides: Access) -> Iterator[Mode]:

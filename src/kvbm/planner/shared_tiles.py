@@ -54,11 +54,7 @@ def stage(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> list
         return None
     found = [_staged(parts, side, (src_alignment, dst_alignment)) for side in (1, 0)]
     # Take the side with fewer items: the words of the other side are then wider.
-    return min((one for one in found if one is not None), key=_count_items, default=None)
-
-
-def _count_items(staged: Sequence[Staged]) -> int:
-    return sum(one.part.chunk_bytes // one.item for one in staged)
+    return min(filter(None, found), key=lambda some: sum(one.part.chunk_bytes // one.item for one in some), default=None)
 
 
 def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> bool:

@@ -15,7 +15,7 @@ from .._arguments import flag, number, quoted, require_a, whole
 from .._shown import Shown
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.region import Section
-from ..layout.shapes import ITEMSIZE, BlockShape
+from ..layout.shapes import ITEMSIZE
 from ..planner.cast import Cast, CastPart, Scale, as_cast, is_one, of_layers
 from ..planner.plan import between
 from . import report
@@ -221,7 +221,7 @@ class Resharding(Shown):
         if not 0 <= message.src < len(self.sends) or not 0 <= message.dst < len(self.takes):
             raise BindError(f"message: expected one of {self.title}, got one from rank {message.src} to {message.dst}")
         tokens = None if tokens is None else number("tokens", tokens, 0, 1 << 48)
-        model = min(self.src.model, self.dst.model, key=_element_bits)
+        model = min(self.src.model, self.dst.model, key=lambda model: ITEMSIZE[model.dtype] / model.pack)
         src_turns, dst_turns = self.sends[message.src].t, self.takes[message.dst].t
         count = message.tokens if tokens is None else count_common(src_turns, dst_turns, tokens)
         return message.layers * message.heads * model.no * model.hd * count * ITEMSIZE[model.dtype] // model.pack
@@ -378,10 +378,6 @@ def require_layers(layers: Any, most: int) -> range:
     if not (isinstance(found, range) and found.step == 1 and 0 <= found.start < found.stop <= most):
         raise BindError(f"layers: expected a range within 0 to {most} of the model, got {quoted(layers)}")
     return found
-
-
-def _element_bits(model: BlockShape) -> int:
-    return 8 * ITEMSIZE[model.dtype] // model.pack
 
 
 def _require_one_model(src: Placement, dst: Placement, cast: Scale | None) -> None:
