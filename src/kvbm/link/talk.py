@@ -193,15 +193,9 @@ class Talk:
         """Wait for the next message and return it.  It must have these names.
 
         It waits at most `within` seconds (default: `timeout`), however often the other side says that it is busy.
-
-        Raises
-        ------
-        KvbmError
-            The other side gave up.  The error has the class of its error there.
-        PeerLostError, TransferTimeoutError
-            The other side is gone, was silent for `timeout` seconds, or has sent nothing but that it is busy.
-        BindError
-            The received data are not a message with these names.
+        Raises an error of the other side's class if that gave up; `PeerLostError` or `TransferTimeoutError` if it is
+        gone, was silent for `timeout` seconds, or has sent nothing but that it is busy; `BindError` if the received
+        data are not such a message.
         """
         self.wait(within)
         found = self._messages.popleft()

@@ -416,27 +416,15 @@ def cast_part(
     title: str, src: Access, dst: Access, scale: Access | None, group: Group | None,
     given: tuple[tuple[float, ...], Mapping[str, int]], half: int | None, keys: tuple[Access | None, Access | None] = (None, None),
 ) -> CastPart:  # fmt: skip
-    """The loop nest of a cast between two planes.
+    """The loop nest of a cast between two planes, of which exactly one is quantised, or none.
 
-    Parameters
-    ----------
-    src, dst : Access
-        Address maps of the elements.  Exactly one is quantised, or none.
-    scale, group
-        Address map of the scales, on the quantised side, and the elements that share one of them.
-    given : tuple of (tuple of float, mapping)
-        The scales of the caller, and the distance between those of neighbours along each axis that has some (`table_of`).
-    half : int, optional
-        0 for K and 1 for V, if both are separate.
-    keys : tuple of (Access, optional)
-        For digests: the address maps of the keys of the quantised elements, and of their scales (`kvbm.digest.cells`).
+    `scale` is the address map of the scales, on the quantised side, and `group` the elements that share one of them.
+    `given` are the scales of the caller, and the distance between those of neighbours along each axis that has some
+    (`table_of`).  `half` is 0 for K and 1 for V, if both are separate.  For digests, `keys` are the address maps of the
+    keys of the quantised elements, and of their scales (`kvbm.digest.cells`).
 
-    Raises
-    ------
-    PlanError
-        The maps have no common refinement, or a group lies in several allocations.
-    MissingKernelError
-        The nest has more loops than kernels support.
+    Raises `PlanError` if the maps have no common refinement, or a group lies in several allocations, and
+    `MissingKernelError` if the nest has more loops than kernels support.
     """
     quantises = src.dtype in PLAIN
     label = " ".join(filter(None, (src.plane or dst.plane, "KV"[half] if half is not None else "")))

@@ -146,10 +146,8 @@ class Resharding(Shown):
     def section(self, message: Message, side: int, *, single: bool = False) -> Section:
         """A message's part of the blocks of its source (0) or destination (1), in the layout of that side.
 
-        Raises
-        ------
-        PlanError
-            The layout does not fit the blocks of the rank, or the message would cut what is one element in it.
+        Raises `PlanError` if the layout does not fit the blocks of the rank, or the message would cut what is one
+        element in it.
         """
         assert self.layouts is not None
         place, layout = (self.src, self.dst)[side], self.layouts[side]
@@ -181,16 +179,9 @@ class Resharding(Shown):
         return int(dst < src)
 
     def refit(self, cuts: Cuts, shift: int = 0, layouts: Layouts | None = None) -> Resharding:
-        """The same messages in other units.
+        """The same messages in other units, for these `cuts` and, if given, other layouts.
 
-        Parameters
-        ----------
-        cuts : two sequences of int
-            The tokens at which each side's layout splits a block.
-        shift : int
-            Distance (tokens) of the positions at which both sides' block tables begin.  The units also divide it.
-        layouts : (Layout, Layout), optional
-            Layouts of both sides, instead of those of this plan.
+        The units also divide `shift`, the distance (tokens) of the positions at which both sides' block tables begin.
         """
         cuts, layouts = _whole_cuts(cuts), layouts or self.layouts
         if cuts == self.cuts and layouts is self.layouts and all(shift % m.t.tokens == 0 for m in self.messages):

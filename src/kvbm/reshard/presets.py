@@ -64,17 +64,12 @@ def of_vllm(
 ) -> tuple[Placement, int]:
     """The placement of a group of layers of a running vLLM (`kvbm.vllm_groups.groups`), and the rank of this process.
 
-    Parameters
-    ----------
-    model : BlockShape or str, optional
-        Shape of the whole model, if not all of its layers have the heads of vLLM's model config.
-    layers : iterable of int, optional
-        The layers of the group on all ranks.  Needed for a hybrid model with several stages: a rank knows only its own layers.
+    `model` is the shape of the whole model, needed if not all of its layers have the heads of vLLM's model config.
+    `layers` are those of the group on all ranks, needed for a hybrid model with several stages: a rank knows only its
+    own.
 
-    Raises
-    ------
-    SpecError
-        The rank has other layers or heads than the preset gives it, or the config does not contain what is needed.
+    Raises `SpecError` if the rank has other layers or heads than the preset gives it, or the config lacks what is
+    needed.
     """
     if len(set(group.layers)) < len(group.layers):
         raise SpecError(
