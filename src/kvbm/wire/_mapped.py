@@ -69,15 +69,11 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
 
     Notes
     -----
-    A peer is mapped if it runs on this host, in the same PID namespace, as the same user, and if both slabs are rings of endpoints
-    on the CPU, or both are on GPUs that reach each other.  `Mapped.unmapped` lists the other peers; their chunks are put.
+    ``docs/reference/wires.md`` says which peers are mapped; `Mapped.unmapped` lists the others, whose chunks are put.
 
     *Fence.*  A slice is on loan from `borrow` to `give_back`.  Each end has a page that its peers map.  It counts its loans there,
     and marks the peers that it has dropped.  The borrower first raises its count and then reads the lender's mark.  The lender
     first sets its mark and then waits for the borrower's count.  The loans of a process end with the process.
-
-    *Notes.*  If the wrapped wire must be polled, notes to mapped peers go through shared memory: each side writes a box that the
-    other reads, and `Mapped.watch` waits for them without a lock of Python's.
 
     Examples
     --------

@@ -247,12 +247,8 @@ def nixl(name: str, *, backend: str = "UCX", drop_seconds: float = 5.0) -> _Nixl
     its puts still arrive.  So ``drop`` asks the peer's wire, which ends its transfers and answers when it polls.  If the peer runs
     but does not poll, ``drop`` raises `TransferTimeoutError`.  If NIXL reports a connection as broken, its peer counts as ended.
 
-    *Order.*  NIXL delivers the note of a put with the put, and other notes immediately.  The wire numbers and sorts them.
-
     *Progress.*  NIXL's own thread is not used, as it keeps one core busy per agent.  `Wire.poll` and `Op.query` do its work, on
     both sides.
-
-    *Time.*  Without a network adapter for the bytes, a put copies them before it returns.
     """
     return _Nixl(name, backend, drop_seconds)
 

@@ -60,10 +60,7 @@ def torch(
     -----
     Each pair of ends has a separate process group, so a lost peer does not affect others.  Each peer has a thread that sends and a
     thread that receives.  The latter receives the header of a message, then the slice into the slab, delivers the note, and sends a
-    receipt.
-
-    *Op.*  A put is done when its receipt has come.  *No hang.*  If a process ends, its connections are closed, and the peer notices
-    at once.  If a machine fails silently, the peer notices when TCP times out.
+    receipt: then the put is done.
 
     If a connection ends, gloo ends the waits for messages that have not begun, but not those for messages of which a part was sent
     or received.  No part of an empty message is sent alone.  So the threads wait for empty messages only: one follows each header
