@@ -261,7 +261,7 @@ class Handshake:
 
 
 def open_to_all(address: str) -> str:
-    """Why a server without a secret may not listen at an IP address: it is not a private one.  Empty: it may."""
+    """Why a server without a secret may not listen at an IP address: it is no loopback or private one.  Empty: it may."""
     found = ipaddress.ip_address(address.partition("%")[0])
     found = getattr(found, "ipv4_mapped", None) or found
     if found.is_unspecified:

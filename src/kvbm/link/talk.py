@@ -368,7 +368,8 @@ class Reception:
     """A port where others begin conversations.  Each has its own thread, and none waits for another.
 
     `welcome` is called with each conversation, on its thread; the conversation ends when it returns, and its errors are
-    sent to the other side.  Refusals are in the log of ``kvbm.link.talk``, one line per host and minute.
+    sent to the other side.  Refusals are in the log of ``kvbm.link.talk``, one line per host and minute.  `is_insecure`
+    lets it listen at any address, even without a secret.
 
     A client is a stranger until `welcome` sets `Talk.is_known`; with a secret, it must first prove that it knows it.  A
     stranger may be silent for `HELLO` seconds, or `timeout` if that is less.  If a host has too many strangers, the
