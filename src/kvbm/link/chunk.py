@@ -18,10 +18,6 @@ from ..reshard.messages import Message, Resharding, require_layers, require_made
 from ..reshard.sequence import Parts, Rank, Span, split
 from ..reshard.strips import ONE_TOKEN, Unit
 
-__all__ = [
-    "LEAST", "MOST", "TRAILER", "VERSION", "Chunk", "Trailer", "chunks", "cut", "key_of", "limit_of", "mark_of", "require_digest",
-]  # fmt: skip
-
 VERSION = 1
 
 #: Bytes of a trailer.

@@ -23,8 +23,6 @@ from ..system.locks import Lock
 from .chunk import LEAST, MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of, require_digest
 from .sums import Sums
 
-__all__ = ["Bare", "ChunksDone", "Cut"]
-
 
 class Cut:
     """The chunks of some tokens and layers of a sequence that a rank sends to its peers, or receives from them.

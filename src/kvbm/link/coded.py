@@ -20,8 +20,6 @@ from ..system.machine import device_of
 from ..wire import Slab
 from ..wire.protocol import move
 
-__all__ = ["SPARE", "STAGE", "Coded", "Side"]
-
 #: Blocks that are encoded or compared at a time.
 STAGE = 16
 

@@ -35,10 +35,6 @@ from ..system.machine import device_of
 from ..wire import Slab
 from .sums import Sums
 
-__all__ = [
-    "Lender", "Part", "Pass", "Piece", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told",
-]  # fmt: skip
-
 #: Most arrays of a pool that is lent: their places are part of a card.
 _MOST_ARRAYS = 1024
 

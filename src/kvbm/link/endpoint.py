@@ -53,8 +53,6 @@ from .notes import read
 from .ring import MOST_ON_GPU, Ring, sizes_of
 from .secret import SIGNATURE, Notes, Secret
 
-__all__ = ["Endpoint"]
-
 #: Version of cards, and of those of endpoints that cast: earlier versions refuse these.
 _VERSION, _CASTING = 5, 6
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .handle import Arrival, Sending
     from .link import Link
 
-__all__ = ["TRIES", "Incoming", "Inflow", "Outflow", "Repeat", "Start"]
-
 #: Seconds until a note is repeated: the first, doubled each time up to the last.
 REPEAT_SECONDS = (0.1, 1.0)
 

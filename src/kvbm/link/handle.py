@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from .link import Link
     from .pulls import Ahead
 
-__all__ = ["Arrival", "Gathering", "Handle", "Sending", "require_call"]
-
-
 #: Seconds for which `synchronize` keeps a processor busy, where that is worth it: to be woken takes 50 µs.
 _SPIN = 2e-3
 

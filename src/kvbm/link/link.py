@@ -33,8 +33,6 @@ from .pulls import Ahead, Pull
 if TYPE_CHECKING:
     from .endpoint import Endpoint
 
-__all__ = ["Link"]
-
 _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .direct import Lender, Pass
     from .flows import Outflow
 
-__all__ = ["Loan", "are_complete", "with_table"]
-
 
 def are_complete(order: Mapping[str, Any], stream: Any) -> bool:
     """True if blocks are known to be complete: the peer may copy them while this side digests them.

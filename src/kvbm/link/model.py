@@ -13,8 +13,6 @@ from typing import Any, Final
 from .._arguments import quoted
 from ..errors import BindError, printable
 
-__all__ = ["differences", "named", "read"]
-
 #: Most fields of a model, and most characters of a name and of a text, as JSON writes them.
 _MOST: Final = 192
 _MOST_TEXT: Final = 96

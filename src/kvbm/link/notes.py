@@ -14,11 +14,6 @@ from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
 from .secret import NOTE
 
-__all__ = [
-    "Ask", "Done", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "foreseen", "offered", "read",
-    "write",
-]  # fmt: skip
-
 _MAGIC, _VERSION = b"kn", 2
 
 #: Magic, version, kind, and the number of the sending, which the sender has chosen for this peer.

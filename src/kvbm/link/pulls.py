@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .handle import Arrival
     from .link import Link
 
-__all__ = ["Ahead", "Pull"]
-
 
 class Ahead:
     """Copies of a peer's blocks that begin with the expected offer, before anything else is done with it.

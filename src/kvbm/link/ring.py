@@ -21,8 +21,6 @@ from ..system.memory_files import memory_file
 from ..wire import Slab, Slice
 from .chunk import MOST
 
-__all__ = ["MOST_ON_GPU", "Ring", "sizes_of"]
-
 #: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
 #: chunks are done, which would delay the first chunk.
 TOGETHER = 4

@@ -26,8 +26,6 @@ from typing import Final, NamedTuple, NoReturn
 from .._arguments import quoted
 from ..errors import AuthenticationError, BindError
 
-__all__ = ["FRAME", "SIGNATURE", "TAG", "Channel", "Handshake", "Notes", "Secret", "Session", "open_to_all"]
-
 #: Bytes of a frame of the handshake, of a message's code, and of what a note has in addition.
 FRAME: Final = 40
 TAG: Final = 32

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from ..digest.run import pinned
 
-__all__ = ["Sums"]
-
 
 class Sums:
     """Memory for digests of kernels, all zeros.  On a GPU it is pinned, and used again when the last reference goes."""

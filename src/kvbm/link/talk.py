@@ -34,8 +34,6 @@ from ..errors import (
 )
 from .secret import MAGIC, PLAIN, TAG, Handshake, Secret, Session, open_to_all
 
-__all__ = ["Reception", "Talk", "connect", "listen"]
-
 _log = escaping(logging.getLogger(__name__))
 
 #: Most bytes and values of a message.  The largest ones have a card.  What a message of this size can make Python allocate is

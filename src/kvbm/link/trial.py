@@ -36,15 +36,14 @@ from ..reshard.presets import vllm
 from ..reshard.sequence import Span
 from ..wire import Slab, Slice
 from ..wire.protocol import move
-from .coded import SPARE, STAGE, Coded, Side
+from .coded import SPARE, STAGE, Coded
+from .coded import Side as Side
 from .endpoint import Endpoint
 from .handle import Handle
 from .link import Link
 from .ring import Ring
 from .secret import Secret
 from .talk import Talk
-
-__all__ = ["Row", "Sender", "Served", "Side", "Terms", "serve"]
 
 #: Version of the protocol between the two sides.
 VERSION = 1

@@ -16,8 +16,6 @@ from .. import _core
 from ..errors import BindError
 from ..system.memory_files import memory_file, open_memory_file
 
-__all__ = ["Lane"]
-
 #: Sent by the other wire: this side's later notes are in its box.
 MARKER: Final = b"kvbm mail 1 \x00\xc4\x8f\x1d\x93\x62\xe0\x5b"
 

@@ -26,8 +26,6 @@ from ..system.memory_files import memory_file, open_memory_file
 from ._mail import Lane
 from .protocol import CARD_BYTES, NOTE_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_bytes, require_wire
 
-__all__ = ["Mapped", "mapped"]
-
 #: A page of loans: the name of the end that owns the page, then one line per mapped peer of this end.
 _MAGIC: Final = b"kvbm loans 1\0"
 _NAME_BYTES: Final = 256

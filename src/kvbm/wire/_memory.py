@@ -10,8 +10,6 @@ from .._arguments import require_a
 from ..errors import BindError, PeerLostError
 from .protocol import Ends, Peer, Ready, Slice, move
 
-__all__ = ["Hub", "memory"]
-
 
 class Hub:
     """The registry in which endpoints of one process find each other."""

@@ -23,8 +23,6 @@ from ..errors import (
 )
 from .protocol import Card, Ends, Op, Peer, Slab, Slice, deadline
 
-__all__ = ["Reached", "Transfers", "nixl"]
-
 T = TypeVar("T")
 
 #: Header of a note: its kind, and its number among the sender's notes to this peer.

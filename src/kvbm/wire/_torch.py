@@ -20,8 +20,6 @@ from .._arguments import quoted, require_a, seconds
 from ..errors import BindError, MissingPackageError, PeerLostError, TransferTimeoutError
 from .protocol import NOTE_BYTES, Ends, Op, Peer, Slab, Slice, deadline, inside
 
-__all__ = ["torch"]
-
 #: Header of a message: kind, bytes of its note, a slice of the receiver's slab, the number of a get.  The note follows, padded so
 #: that all messages have the same size.
 _HEAD = struct.Struct("<BxHxxxxQQQ")

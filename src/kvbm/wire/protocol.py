@@ -18,11 +18,6 @@ from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 from .._arguments import quoted, require_a, require_like, whole
 from ..errors import BindError, PeerLostError
 
-__all__ = [
-    "CARD_BYTES", "NOTE_BYTES", "Card", "Ends", "Op", "Peer", "Ready", "Slab", "Slice", "Wire", "deadline", "inside",
-    "move",
-]  # fmt: skip
-
 #: Most bytes of a note.
 NOTE_BYTES: Final = 4096
 #: Most bytes of a card.
