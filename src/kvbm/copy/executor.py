@@ -260,20 +260,15 @@ class Executor:
             made = fused(*sides, keys, alignments, self.title, found.plan.cast, sm_limited=sm_limited)
             return fused_copies(made, keys.lanes, *ends, sm_limited=sm_limited)
 
-        none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
-        if self.on_host:
-            permute: list[_core.Copy] | str = []
-        elif self.gathers:
-            permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
-        else:
-            permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
+        slot = steps[0].dst if self.gathers else steps[1].src
+        ends = (ours, slot) if self.gathers else (slot, theirs)
+        permute = [] if self.on_host else joined(ends, *self._beside_slots(src if self.gathers else dst), self.bounded)
         if casts:
             both = ([], by_itself(theirs, dst)) if named is dst else (by_itself(ours, src), [])
             slots: list[_core.Copy] = []
             is_in_slots = self.direction in ("d2h", "h2d") and self.gathers == (named is dst)  # the quantised bits
             if isinstance(permute, str) and is_in_slots:
-                slot = steps[0].dst if self.gathers else steps[1].src
                 slots = digest_copies(alone(slot, keys, _SLOT_ALIGNMENT, self.title, turns=True), keys.lanes)
             return CopyDigests(direct, permute, both, slots)
         mine, its = alike(ours, theirs)
@@ -332,15 +327,17 @@ class Executor:
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
         permute: list[_core.Copy] = []
         if ring is not None:
-            step = steps[0 if self.gathers else 1]
-            alignments = (src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, dst.alignment)
-            ends = (src.steps, Steps()) if self.gathers else (Steps(), dst.steps)
+            packing, moving = steps if self.gathers else steps[::-1]
+            alignments, ends = self._beside_slots(src if self.gathers else dst)
             # Without a limit: inside device memory a kernel on the whole GPU takes very little time.
-            staged = launches_of(step, alignments, self.bounded, self.device)
-            permute = copies_of(step, staged, *ends)
+            staged = launches_of(packing, alignments, self.bounded, self.device)
+            permute = copies_of(packing, staged, *ends)
             launches += staged
-            if self._moves_by_kernel(made, move):
-                move_runs = self._moving(steps[1 if self.gathers else 0])
+            if self._moves_by_kernel(made, move):  # on few multiprocessors, between slots and the pool in host memory
+                (one, other), (first, second) = self._beside_slots(dst if self.gathers else src)
+                move_runs = prepare(
+                    moving, one, other, sm_limited=True, device=self.device, src_steps=first, dst_steps=second
+                )
         warm([*direct, *permute, *(copy for copy in move_runs if copy.kernel)], self.device)
         make = functools.partial(
             _core.Route, self.device, self.src_table, self.dst_table, *blocks, direct=direct, permute=permute,
@@ -357,15 +354,11 @@ class Executor:
         is_short = _mean_run(move) < _SHORT_RUN
         return bool(made.casts) and is_short and self.strategy != "aside" and not self.unreached
 
-    def _moving(self, step: Plan) -> list[_core.Copy]:
-        """Kernels on few multiprocessors that move blocks between slots and the pool in host memory."""
-        if self.gathers:
-            return prepare(
-                step, _SLOT_ALIGNMENT, self.dst.alignment, sm_limited=True, device=self.device, dst_steps=self.dst.steps
-            )
-        return prepare(
-            step, self.src.alignment, _SLOT_ALIGNMENT, sm_limited=True, device=self.device, src_steps=self.src.steps
-        )
+    def _beside_slots(self, end: _End) -> tuple[tuple[int, int], tuple[Steps, Steps]]:
+        """Alignments and steps of a copy between a pool and slots, of source and destination."""
+        if end is self.src:
+            return (end.alignment, _SLOT_ALIGNMENT), (end.steps, Steps())
+        return (_SLOT_ALIGNMENT, end.alignment), (Steps(), end.steps)
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> cost_model.Choice:
         """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
