@@ -309,11 +309,7 @@ class Executor:
         if takes_direct:
             launches = launches_of(made, alignments, self.max_sms > 0, self.device)
         direct = copies_of(made, launches, src.steps, dst.steps)
-        ways = {
-            "direct": Way(_mean_run(made), len(direct)),
-            "staged": Way(_mean_run(move)),
-            "engine": Way(_mean_run(runs)),
-        }
+        ways = {"direct": Way(_mean_run(made), len(direct)), "staged": Way(_mean_run(move)), "engine": Way(_mean_run(runs))}
         possible = {"direct": not self.unreached and not is_aside, "staged": bool(move_runs), "engine": bool(all_runs)}
         limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
         # Every destination is written once, so no batch has more pairs than blocks: a strategy for larger batches needs no ring.

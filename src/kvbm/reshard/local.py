@@ -121,10 +121,7 @@ class Local:
                 Rank(f"{place.name} rank {i}", strips[i].t, place.nt, 0 if pool is None else pool.num_blocks)
                 for i, pool in enumerate(pools)
             ]
-            for place, strips, pools in (
-                (made.src, made.sends, src_pools),
-                (made.dst, made.takes, dst_pools),
-            )
+            for place, strips, pools in ((made.src, made.sends, src_pools), (made.dst, made.takes, dst_pools))
         )
         for message in self.made.messages:
             self._transfer(message, None)

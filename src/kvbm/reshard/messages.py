@@ -375,13 +375,8 @@ def _require_one_model(src: Placement, dst: Placement, cast: Scale | None) -> No
     for what, place in (("src", src), ("dst", dst)):
         require_a(Placement, what, place, "a kvbm.Placement", PlanError)
     src_model, dst_model = src.model, dst.model
-    for axis, what in (
-        ("nl", "layers"),
-        ("no", "of K and V"),
-        ("nh", "KV heads"),
-        ("hd", "elements per head"),
-        *([] if cast else [("dtype", "")]),
-    ):
+    sizes = {"nl": "layers", "no": "of K and V", "nh": "KV heads", "hd": "elements per head"}
+    for axis, what in (sizes if cast else sizes | {"dtype": ""}).items():
         a, b = getattr(src_model, axis), getattr(dst_model, axis)
         # A model of records says uint8, or the dtype of its values: the planes say what is held, and the pools' are compared.
         if a != b and not (axis == "dtype" and {a, b} & {"uint8", "int8"}):

@@ -73,12 +73,7 @@ def _groups(made: Resharding, tokens: int | None) -> Iterator[tuple[list[Message
             if meetings not in names:
                 names[meetings] = _meeting_text(meetings)
         texts = names[m.h], names[m.l]
-        row: tuple[str, ...] = (
-            *texts,
-            f"{m.tokens} of {m.t.tokens}",
-            size_text(made.nbytes(m, tokens)),
-            f"{row_bytes} B",
-        )
+        row = (*texts, f"{m.tokens} of {m.t.tokens}", size_text(made.nbytes(m, tokens)), f"{row_bytes} B")
         alike.setdefault(row, []).append(m)
     found = []
     for row, messages in alike.items():

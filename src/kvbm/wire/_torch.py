@@ -418,10 +418,7 @@ def _tensor(slab: Slab) -> Any:
 
     class Memory:
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            "shape": (slab.nbytes,),
-            "typestr": "|u1",
-            "data": (slab.address, False),
-            "version": 3,
-        }
+            "shape": (slab.nbytes,), "typestr": "|u1", "data": (slab.address, False), "version": 3,
+        }  # fmt: skip
 
     return torch.as_tensor(Memory(), device=slab.device)
