@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -66,15 +67,11 @@ def _groups(made: Resharding, tokens: int | None) -> Iterator[tuple[list[Message
     """Groups of messages that differ only in one of their ranks, and the text of each group."""
     model = made.src.model
     row_bytes = model.hd * ITEMSIZE[model.dtype] // model.pack  # of one head of one token, whatever the layouts are
-    names: dict[tuple[Meeting, ...], str] = {}
+    text_of = functools.cache(_meeting_text)
     alike: dict[tuple[str, ...], list[Message]] = {}
     for m in made.messages:
-        for meetings in (m.h, m.l):
-            if meetings not in names:
-                names[meetings] = _meeting_text(meetings)
-        texts = names[m.h], names[m.l]
-        row = (*texts, f"{m.tokens} of {m.t.tokens}", size_text(made.nbytes(m, tokens)), f"{row_bytes} B")
-        alike.setdefault(row, []).append(m)
+        held, size = f"{m.tokens} of {m.t.tokens}", size_text(made.nbytes(m, tokens))
+        alike.setdefault((text_of(m.h), text_of(m.l), held, size, f"{row_bytes} B"), []).append(m)
     found = []
     for row, messages in alike.items():
         sides = [

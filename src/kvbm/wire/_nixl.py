@@ -106,8 +106,11 @@ class Agent:
             self.release(handle)
         return None if done else handle
 
+    def check(self, what: str, handle: Any) -> bool:
+        """True if a transfer is done."""
+        return self.is_done(what, self.nixl.check_xfer_state, handle)
+
     def is_done(self, what: str, function: Callable[..., str], handle: Any) -> bool:
-        """True if a transfer is done, by the function that starts it or checks it."""
         state = self.call(what, function, handle)
         if state not in ("DONE", "PROC"):
             raise TransferError(f"{self._name}: {what}: expected NIXL's state DONE or PROC, got {state}")
@@ -205,8 +208,7 @@ class _Op:
         """Check whether the transfer has ended, with or without success."""
         agent = self._wire._agent
         try:
-            check = agent.nixl.check_xfer_state
-            if not self._wire._guarded(self._far, agent.is_done, self._what, check, self._handle):
+            if not self._wire._guarded(self._far, agent.check, self._what, self._handle):
                 return
         except PeerLostError:
             self._failed = True
