@@ -177,13 +177,27 @@ def measure(
 
 def _on_a_thread(work: Callable[[], list[Row]], stop: threading.Event) -> list[Row]:
     """Run on a new thread.  It has its own current context and capture mode, so those of the caller do not change."""
-    from concurrent.futures import ThreadPoolExecutor
+    rows: list[Row] = []
+    errors: list[BaseException] = []
 
-    with ThreadPoolExecutor(1, "kvbm-tune") as threads:
+    def run() -> None:
         try:
-            return threads.submit(work).result()
-        finally:
-            stop.set()  # after Ctrl-C the thread releases the GPU's memory, and is waited for
+            rows.extend(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="kvbm-tune")
+    try:
+        thread.start()
+        thread.join()
+    except BaseException:  # Ctrl-C: release the GPU's memory first
+        stop.set()
+        if thread.is_alive():
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]
+    return rows
 
 
 @contextlib.contextmanager
