@@ -128,18 +128,6 @@ def test_boxes_are_as_few_as_digits_allow() -> None:
     assert [dict(box.sizes).get("h", 1) for box in access.window("h", 3, 3, 8)] == [3], "a step of whole rows"
 
 
-@given(strategies.one(limit=500), st.integers(0, 7))
-def test_fold(drawn: Any, scale: int) -> None:
-    """Entries become bytes: the address is unchanged if a table's entries have this distance."""
-    if (found := maps(drawn)) is None:
-        return
-    sizes, every = found
-    step = 1 << 20 | scale
-    for access, entry, nbytes in every:
-        check(access.fold(step), sizes, np.zeros_like(entry), nbytes + entry * step)
-        assert access.fold(step).block == (access.block[0] + access.block[1] * step, 0)
-
-
 @given(strategies.one(limit=500))
 def test_packed(drawn: Any) -> None:
     """Slots hold every element once, without gaps, in the order of the addresses."""

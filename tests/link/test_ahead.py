@@ -686,7 +686,7 @@ def test_memory_of_digests_is_lost_if_copies_could_not_be_enqueued(near_far: One
         one.copies = Failed(one.copies)
         for _ in range(2):
             one.leave()
-            assert not any(sums.is_enqueued for sums in one.prepared._sums)
+            assert not any(sums.is_enqueued for sums in one._sums)
     arrival.abort()
     assert isinstance(ended([arrival])[0], KvbmError)
 

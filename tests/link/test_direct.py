@@ -707,9 +707,9 @@ def test_ranks_of_one_engine_have_chunks_of_one_size() -> None:
 @pytest.mark.parametrize("fails", ["Expected", "Foreseen", "submit"])
 def test_memory_of_digests_is_used_again_after_an_error(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red: an error of `receive` kept what it had prepared for good: a page of pinned memory a time."""
-    made: list[direct.Sums] = []
+    made: list[pulls.Sums] = []
 
-    class Noted(direct.Sums):
+    class Noted(pulls.Sums):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             made.append(self)
@@ -720,14 +720,14 @@ def test_memory_of_digests_is_used_again_after_an_error(fails: str, monkeypatch:
     with OneEach("shared", "shared") as found, monkeypatch.context() as patch:
         found.meet()
         assert found.go() == [None, None]
-        patch.setattr(direct, "Sums", Noted)
+        patch.setattr(pulls, "Sums", Noted)
         if fails == "submit":
             patch.setattr(Endpoint, "submit", refuse)
             with pytest.raises(BindError, match="refused"):
                 found.links[1].receive("x", Span([2, 0], range(60)))
         else:
             names = {name: getattr(_core, name) for name in ("Expected", "Foreseen", "Loans", "Table")}
-            patch.setattr(direct, "_core", types.SimpleNamespace(**{**names, fails: refuse}))
+            patch.setattr(pulls, "_core", types.SimpleNamespace(**{**names, fails: refuse}))
             found.links[1].receive("x", Span([2, 0], range(60))).abort()
         assert made and all(one.is_enqueued for one in made)
 

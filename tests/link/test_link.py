@@ -552,7 +552,7 @@ def test_an_offer_that_was_on_its_way_when_the_receive_failed(monkeypatch: pytes
             there.endpoint.call(partial(there.heard, peer, late))
             if then == "is withdrawn":
                 there.endpoint.call(partial(there.heard, peer, notes.Stop(late.sending, 0, False, True, "it was given up")))
-        assert not any(one.has_ended for one in came), [one._error for one in came]
+        assert not any(one.has_ended for one in came), [one.error for one in came]
         sent = begun(found, 0)
         assert ended([*sent, *came]) == [None] * (len(sent) + len(came))
         found.check()

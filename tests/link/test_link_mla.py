@@ -248,7 +248,7 @@ def test_a_failed_receive_leaves_zeros_before_it_is_told(what: str) -> None:
                 until(lambda parts=parts: any(one.zero or one.has_ended for one in parts), "something was written")  # type: ignore[misc]
                 came[0].abort() if what == "abort" else found.ends[1][0].close()
             ended(handles)
-            errors = [came[rank]._error for rank in range(len(seen))]
+            errors = [came[rank].error for rank in range(len(seen))]
             failed += sum(error is not None for error in errors)
             for one, mask, error in zip(seen, masks, errors, strict=True):
                 assert (one.held[~mask] == 0x55).all()

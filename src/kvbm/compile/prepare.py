@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import _core
@@ -26,6 +26,12 @@ def _compiles(device: int, kernel: Kernel) -> bool:
         return False
     nvrtc.kernel(kernel_name(kernel), device)
     return True
+
+
+def warm(copies: Iterable[_core.Copy], device: int) -> None:
+    """Load the kernels of copies on a GPU now, not while a model runs."""
+    for kernel in dict.fromkeys(copy.kernel for copy in copies) if device >= 0 else ():
+        _core.warm(kernel, device)
 
 
 def launches_of(made: Plan, alignments: tuple[int, int], sm_limited: bool, device: int) -> list[Launch]:

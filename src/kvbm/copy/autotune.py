@@ -129,39 +129,18 @@ class _StoppedError(Exception):
 
 
 def measure(
-    device: int,
-    progress: Progress | None = None,
-    *,
-    directions: Sequence[str] = DIRECTIONS,
+    device: int, progress: Progress | None = None, *, directions: Sequence[str] = DIRECTIONS,
     peers: Iterable[int] | None = None,
-) -> Table:
-    """Measure the strategies on this machine.
+) -> Table:  # fmt: skip
+    """Measure the strategies on this machine.  The table is not written to a file: see `cost_model.save`.
 
-    Parameters
-    ----------
-    device : int
-        CUDA device ordinal.
-    progress : callable, optional
-        Called as ``progress(done, total)`` after every step, on another thread.
-    directions : sequence of str
-        Directions to measure.  Default: all of `DIRECTIONS`.
-    peers : iterable of int, optional
-        GPUs to measure ``p2p`` with; the medians over all of them are kept.  Default: all other GPUs.
+    It takes about 2 s, and half a second for all `peers` together: the GPUs to measure ``p2p`` with (default: all
+    others), of which the medians are kept.  `progress` is called as ``progress(done, total)`` after every step, on
+    another thread.  That thread has its own streams, so your current device does not change, and a running stream
+    capture is not disturbed.
 
-    Returns
-    -------
-    Table
-        The measured table.  It is not written to a file: see `tuning.save`.
-
-    Raises
-    ------
-    CudaError, CudaUnavailableError
-        There is no GPU, or not enough memory: up to 256 MiB of the GPU and 64 MiB of pinned memory are needed for a short time.
-
-    Notes
-    -----
-    It takes about 2 s, and half a second for all other GPUs together.  It uses its own thread and streams, so it does not change
-    your current device and does not disturb a running stream capture.
+    Raises `CudaError` or `CudaUnavailableError` if there is no GPU, or not enough memory: up to 256 MiB of the GPU and
+    64 MiB of pinned memory are needed for a short time.
     """
     from .. import _core
     from .._version import __version__

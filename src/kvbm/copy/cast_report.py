@@ -69,14 +69,9 @@ class CastReport:
 
 
 def cast_report(
-    src_pool: Pool | PoolSection,
-    dst_pool: Pool | PoolSection,
-    src_ids: Any = None,
-    dst_ids: Any = None,
-    *,
-    cast: Cast,
+    src_pool: Pool | PoolSection, dst_pool: Pool | PoolSection, src_ids: Any = None, dst_ids: Any = None, *, cast: Cast,
     stream: Any = None,
-) -> CastReport:
+) -> CastReport:  # fmt: skip
     """Count what quantising blocks has lost: compare the source with the destination after the copy.
 
     It copies the blocks of both pools to host memory as float32, some at a time, and compares them with NumPy on one core.  It is a
@@ -197,29 +192,20 @@ class _Plane(NamedTuple):
     """A plane that was quantised, and the copies of its values to arrays of float32 in one order.
 
     It is the order of the quantised side.  So there are no more loops than in the cast that is reported.
-
-    Attributes
-    ----------
-    dtype : str
-        The quantised format.
-    axes, digits : tuple
-        The axes of the elements, and the digits of their coordinates in the order of the arrays.
-    group : Group, optional
-        The elements that share a stored scale.
-    x, y, e : Pool
-        What the source holds; what the destination holds, dequantised; the effective scale of each element.
-    moves : tuple of (Transfer, int)
-        From the source to `x`; from the destination to `y`; from the scales of the destination to those of a pool in which all
-        codes are those of 1; from this pool to `e`.  Without stored scales not the last two: `e` does not change.
     """
 
-    dtype: str
+    dtype: str  # the quantised format
+    #: The axes of the elements, and the digits of their coordinates in the order of the arrays.
     axes: tuple[str, ...]
     digits: _Digits
-    group: Group | None
+    group: Group | None  # the elements that share a stored scale
+    #: What the source holds; what the destination holds, dequantised; the effective scale of each element.
     x: Pool
     y: Pool
     e: Pool
+    #: From the source to `x`; from the destination to `y`; from the scales of the destination to those of a pool in
+    #: which all codes are those of 1; from this pool to `e`.  Without stored scales not the last two: `e` does not
+    #: change.
     moves: _Moves
 
     @classmethod

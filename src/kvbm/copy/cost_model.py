@@ -106,27 +106,17 @@ def groups_of(pairs: int, block_bytes: int, *, gathers: bool) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a batch: ``fixed * launches + group * groups + exposed * bytes_exposed + seconds_a_byte(run) * bytes``.
-
-    Attributes
-    ----------
-    strategy : str
-    gathers : bool
-        True if staged blocks are packed first and then copied by the copy engine: all directions except ``h2d``.
-    fixed : float
-        Fixed seconds per launch.
-    group, exposed : float
-        For staged copies: seconds per group of blocks (none for a batch that is packed at once), and seconds per byte that a kernel
-        copies while the copy engine is idle.
-    slopes : tuple of (int, float)
-        Run length in bytes, and seconds per byte for it.  Runs ascend, and seconds never increase.
-    """
+    """Seconds of a batch: ``fixed * launches + group * groups + exposed * bytes_exposed + seconds_a_byte(run) * bytes``."""
 
     strategy: str
+    #: True if staged blocks are packed first and then copied by the copy engine: all directions except ``h2d``.
     gathers: bool
-    fixed: float
+    fixed: float  # seconds per launch
+    #: For staged copies: seconds per group of blocks (none for a batch that is packed at once), and seconds per byte
+    #: that a kernel copies while the copy engine is idle.
     group: float
     exposed: float
+    #: Run length in bytes, and seconds per byte for it.  Runs ascend, and seconds never increase.
     slopes: tuple[tuple[int, float], ...]
 
     @classmethod
@@ -190,18 +180,11 @@ BUILT_IN: dict[tuple[str, str], Cost] = {
 
 
 class Choice(NamedTuple):
-    """The strategy for each size of batch.
+    """The strategy for each size of batch."""
 
-    Attributes
-    ----------
-    limits : tuple of (int, str)
-        Largest number of pairs → strategy.  The last one (at most the eighth) is for all larger batches.
-    why : str
-        The same as a text, with predicted speeds.
-    """
-
+    #: Largest number of pairs → strategy.  The last one (at most the eighth) is for all larger batches.
     limits: tuple[tuple[int, str], ...]
-    why: str
+    why: str  # the same as a text, with predicted speeds
 
     @classmethod
     def of(
@@ -272,24 +255,13 @@ def _few(limits: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Table:
-    """The measurements on one kind of GPU with one driver.
+    """The measurements on one kind of GPU with one driver."""
 
-    Attributes
-    ----------
-    gpu, driver : str
-        Name of the GPU and version of the driver, as the driver reports them.
-    date : str
-        Date of the latest measurement, ISO 8601.
-    kvbm : str
-        Version of kvbm that measured.
-    rows : tuple of Row
-        The measurements.
-    """
-
+    #: Name of the GPU and version of the driver, as the driver reports them.
     gpu: str
     driver: str
-    date: str
-    kvbm: str
+    date: str  # date of the latest measurement, ISO 8601
+    kvbm: str  # version of kvbm that measured
     rows: tuple[Row, ...]
 
     @functools.cached_property
@@ -318,12 +290,9 @@ class Table:
 
 
 def choose(
-    costs: Mapping[tuple[str, str], Cost],
-    direction: str,
-    ways: Mapping[str, Way],
-    block_bytes: int,
+    costs: Mapping[tuple[str, str], Cost], direction: str, ways: Mapping[str, Way], block_bytes: int,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Choice | None:
+) -> Choice | None:  # fmt: skip
     """As `Table.choose`, by costs of (direction, strategy)."""
     known = {strategy: cost for (of, strategy), cost in costs.items() if of == direction and strategy in ways}
     return Choice.of(known, ways, block_bytes, direction, chunk_bytes) if known else None
@@ -398,10 +367,7 @@ def _parsed_row(index: int, given: Any) -> Row:
 def save(table: Table) -> Path:
     """Write a table atomically to the file that `load` reads.  If two processes write it, the last one wins.
 
-    Raises
-    ------
-    OSError, RuntimeError
-        The folder cannot be created or written, or there is no home folder.
+    Raises `OSError` or `RuntimeError` if the folder cannot be created or written, or there is no home folder.
     """
     where = path(table.gpu, table.driver)
     head = {

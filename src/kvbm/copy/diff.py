@@ -41,27 +41,16 @@ _Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Region:
-    """A product of coordinates in which the two blocks of a pair differ.
+    """A product of coordinates in which the two blocks of a pair differ."""
 
-    Attributes
-    ----------
-    planes : tuple of str
-        Names of the planes; one empty name if the layout has none.
-    at : mapping of str to tuple of int
-        Axis → coordinates of the source; tokens count from the pair's position.  For the axis of a row: the elements of the cells
-        that differ in some of the rows.
-    complete : frozenset of str
-        Axes of which the region has all compared coordinates.
-    exact : bool
-        True if each row of the product differs.  False if only some differ; no row outside of all regions does.
-    unresolved : tuple of str
-        Axes along which places were not distinguished, as their order is unspecified, such as opaque groups.
-    """
-
-    planes: tuple[str, ...]
+    planes: tuple[str, ...]  # names of the planes; one empty name if the layout has none
+    #: Axis → coordinates of the source; tokens count from the pair's position.  For the axis of a row: the elements of
+    #: the cells that differ in some of the rows.
     at: Mapping[str, tuple[int, ...]]
-    complete: frozenset[str]
+    complete: frozenset[str]  # axes of which the region has all compared coordinates
+    #: True if each row of the product differs.  False if only some differ; no row outside of all regions does.
     exact: bool = True
+    #: Axes along which places were not distinguished, as their order is unspecified, such as opaque groups.
     unresolved: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -81,22 +70,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A pair of blocks that differ.
+    """A pair of blocks that differ."""
 
-    Attributes
-    ----------
-    pair : int
-        Position of the pair in the batch.
-    src, dst : int
-        Ids of the block or unit in the source and in the destination.
-    regions : tuple of Region
-        Disjoint regions; empty if both were equal again when they were examined.
-    """
-
-    pair: int
+    pair: int  # position of the pair in the batch
+    #: Ids of the block or unit in the source and in the destination.
     src: int
     dst: int
-    regions: tuple[Region, ...]
+    regions: tuple[Region, ...]  # disjoint regions; empty if both were equal again when they were examined
 
 
 @dataclass(frozen=True)
@@ -151,14 +131,9 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def locate(
-    src_pool: Pool | PoolSection,
-    dst_pool: Pool | PoolSection,
-    src_ids: Any = None,
-    dst_ids: Any = None,
-    *,
-    tokens: Any = None,
-    stream: Any = None,
-) -> Differences:
+    src_pool: Pool | PoolSection, dst_pool: Pool | PoolSection, src_ids: Any = None, dst_ids: Any = None, *,
+    tokens: Any = None, stream: Any = None,
+) -> Differences:  # fmt: skip
     """Find the smallest regions in which blocks differ, in any two layouts.  It compares digests, with a few reads of the blocks.
 
     It compares whole blocks first.  In those that differ it compares planes, layers, K and V, heads and tokens, each within the
@@ -213,15 +188,9 @@ def locate(
 
 
 def _located(
-    src: PoolSection,
-    dst: PoolSection,
-    src_ids: Any,
-    dst_ids: Any,
-    tokens: Any,
-    stream: Any,
-    most_pairs: int = MOST_PAIRS,
-    most_digests: int = MOST_DIGESTS,
-) -> Differences:
+    src: PoolSection, dst: PoolSection, src_ids: Any, dst_ids: Any, tokens: Any, stream: Any,
+    most_pairs: int = MOST_PAIRS, most_digests: int = MOST_DIGESTS,
+) -> Differences:  # fmt: skip
     title = f"{src.pool.layout.name} → {dst.pool.layout.name}"
     between(src.of, dst.of, title)  # raises an error for different coordinates
     for part in (src, dst):
@@ -263,25 +232,10 @@ def _located(
 
 
 def where_different(
-    src: PoolSection,
-    dst: PoolSection,
-    pairs: _core.Pairs,
-    layers: range | tuple[range, range] | None,
+    src: PoolSection, dst: PoolSection, pairs: _core.Pairs, layers: range | tuple[range, range] | None,
     wrong: Sequence[int],
-) -> str:
-    """A text on where pairs of a finished copy differ, for an error.
-
-    Parameters
-    ----------
-    src, dst : PoolSection
-        Both sides of the copy.
-    pairs : Pairs
-        The pairs of the copy.
-    layers : range or (range, range), optional
-        The layers of the copy.
-    wrong : sequence of int
-        Pairs with different digests.
-    """
+) -> str:  # fmt: skip
+    """A text on where pairs of a finished copy differ, for an error.  `wrong`: the pairs with different digests."""
     src_ids, dst_ids = pairs.ids()
     if src_ids is None or dst_ids is None:
         return (

@@ -12,12 +12,11 @@ import numpy.typing as npt
 
 from .. import _core
 from .._arguments import number, quoted
-from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare
+from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare, warm
 from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, fused_copies
 from ..errors import BindError, DigestError, DTypeError, LayoutError, MissingKernelError, PlanError
 from ..layout.region import Section
-from ..layout.shapes import BlockShape
 from ..memory.array_checks import require_formats
 from ..memory.array_info import find_overlap
 from ..memory.streams import framework_of, framework_stream, require_no_stream, torch_stream
@@ -85,11 +84,6 @@ class _End:
         )  # fmt: skip
 
     @property
-    def shape(self) -> BlockShape:
-        """Shape of the whole pool's blocks."""
-        return self.section.shape
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes of a packed block."""
         return self.section.packed().accesses[0].block[0]
@@ -115,18 +109,9 @@ class Executor:
     """Everything that a transfer needs except the pools, so that a cache of executors keeps no memory alive."""
 
     def __init__(
-        self,
-        src_part: PoolSection,
-        dst_part: PoolSection,
-        strategy: str,
-        max_sms: int | None,
-        chunk_bytes: int | None,
-        *,
-        keeps: bool,
-        model: Model | None = None,
-        cast: Scale | None = None,
-        like: Executor | None = None,
-    ) -> None:
+        self, src_part: PoolSection, dst_part: PoolSection, strategy: str, max_sms: int | None, chunk_bytes: int | None,
+        *, keeps: bool, model: Model | None = None, cast: Scale | None = None, like: Executor | None = None,
+    ) -> None:  # fmt: skip
         src, dst = src_part.pool, dst_part.pool
         self.whole = src_part.is_whole and dst_part.is_whole
         self.cast = cast
@@ -233,7 +218,7 @@ class Executor:
         def make() -> _Route:
             plain = self.route(layers)
             more = self._digests(layers, plain)
-            self._warm(more.copies)
+            warm(more.copies, self.device)
             return replace(plain, route=plain.make(**more.options(self._digests_dst(plain.plan))), digests=more)
 
         return self._kept(("digests", layers), make)
@@ -255,12 +240,6 @@ class Executor:
         if plan.casts:
             return any(part.quantises for part in plan.casts)
         return not (self.on_host or self.gathers)
-
-    def _warm(self, copies: Sequence[_core.Copy]) -> None:
-        """Load kernels now, not while a model runs."""
-        if not self.on_host:
-            for kernel in dict.fromkeys(copy.kernel for copy in copies):
-                _core.warm(kernel, self.device)
 
     def _digests(self, layers: Layers, found: _Route) -> CopyDigests:
         """The launches that digest a copy: fused into its kernels, and separate ones for each side."""
@@ -284,20 +263,15 @@ class Executor:
             made = fused(*sides, keys, alignments, self.title, found.plan.cast, sm_limited=sm_limited)
             return fused_copies(made, keys.lanes, *ends, sm_limited=sm_limited)
 
-        none = Steps()
         direct = joined((ours, theirs), (src.alignment, dst.alignment), (src.steps, dst.steps), self.max_sms > 0)
-        if self.on_host:
-            permute: list[_core.Copy] | str = []
-        elif self.gathers:
-            permute = joined((ours, steps[0].dst), (src.alignment, _SLOT_ALIGNMENT), (src.steps, none), self.bounded)
-        else:
-            permute = joined((steps[1].src, theirs), (_SLOT_ALIGNMENT, dst.alignment), (none, dst.steps), self.bounded)
+        slot = steps[0].dst if self.gathers else steps[1].src
+        ends = (ours, slot) if self.gathers else (slot, theirs)
+        permute = [] if self.on_host else joined(ends, *self._beside_slots(src if self.gathers else dst), self.bounded)
         if casts:
             both = ([], by_itself(theirs, dst)) if named is dst else (by_itself(ours, src), [])
             slots: list[_core.Copy] = []
             is_in_slots = self.direction in ("d2h", "h2d") and self.gathers == (named is dst)  # the quantised bits
             if isinstance(permute, str) and is_in_slots:
-                slot = steps[0].dst if self.gathers else steps[1].src
                 slots = digest_copies(alone(slot, keys, _SLOT_ALIGNMENT, self.title, turns=True), keys.lanes)
             return CopyDigests(direct, permute, both, slots)
         mine, its = alike(ours, theirs)
@@ -338,11 +312,7 @@ class Executor:
         if takes_direct:
             launches = launches_of(made, alignments, self.max_sms > 0, self.device)
         direct = copies_of(made, launches, src.steps, dst.steps)
-        ways = {
-            "direct": Way(_mean_run(made), len(direct)),
-            "staged": Way(_mean_run(move)),
-            "engine": Way(_mean_run(runs)),
-        }
+        ways = {"direct": Way(_mean_run(made), len(direct)), "staged": Way(_mean_run(move)), "engine": Way(_mean_run(runs))}
         possible = {"direct": not self.unreached and not is_aside, "staged": bool(move_runs), "engine": bool(all_runs)}
         limits, why = self._limits({name: way for name, way in ways.items() if possible[name]}, made.nbytes)
         # Every destination is written once, so no batch has more pairs than blocks: a strategy for larger batches needs no ring.
@@ -356,40 +326,26 @@ class Executor:
         ring = self._take_ring() if any(name == "staged" for _, name in limits) else None
         permute: list[_core.Copy] = []
         if ring is not None:
-            step = steps[0 if self.gathers else 1]
-            alignments = (src.alignment, _SLOT_ALIGNMENT) if self.gathers else (_SLOT_ALIGNMENT, dst.alignment)
-            ends = (src.steps, Steps()) if self.gathers else (Steps(), dst.steps)
+            packing, moving = steps if self.gathers else steps[::-1]
+            alignments, ends = self._beside_slots(src if self.gathers else dst)
             # Without a limit: inside device memory a kernel on the whole GPU takes very little time.
-            staged = launches_of(step, alignments, self.bounded, self.device)
-            permute = copies_of(step, staged, *ends)
+            staged = launches_of(packing, alignments, self.bounded, self.device)
+            permute = copies_of(packing, staged, *ends)
             launches += staged
-            if self._moves_by_kernel(made, move):
-                move_runs = self._moving(steps[1 if self.gathers else 0])
-        self._warm([*direct, *permute, *(copy for copy in move_runs if copy.kernel)])
+            if self._moves_by_kernel(made, move):  # on few multiprocessors, between slots and the pool in host memory
+                (one, other), (first, second) = self._beside_slots(dst if self.gathers else src)
+                move_runs = prepare(
+                    moving, one, other, sm_limited=True, device=self.device, src_steps=first, dst_steps=second
+                )
+        warm([*direct, *permute, *(copy for copy in move_runs if copy.kernel)], self.device)
         make = functools.partial(
-            _core.Route,
-            self.device,
-            self.src_table,
-            self.dst_table,
-            *blocks,
-            direct=direct,
-            permute=permute,
-            moves=move_runs,
-            runs=all_runs,
-            src_bases=src.bases,
-            dst_bases=dst.bases,
-            cuts=self.cuts,
-            gathers=self.gathers,
-            slot_block_bytes=slot_block,
-            ring=ring,
-            max_sms=self.max_sms,
-            same_pool=self.same_pool,
-            crosses=self.direction == "p2p",
-            limits=[(pairs, STRATEGIES.index(name)) for pairs, name in limits],
-            may_choose=self.strategy in CHOICES,
-            keep=self.keep,
-            by_peer=self.by_peer,
-        )
+            _core.Route, self.device, self.src_table, self.dst_table, *blocks, direct=direct, permute=permute,
+            moves=move_runs, runs=all_runs, src_bases=src.bases, dst_bases=dst.bases, cuts=self.cuts,
+            gathers=self.gathers, slot_block_bytes=slot_block, ring=ring, max_sms=self.max_sms,
+            same_pool=self.same_pool, crosses=self.direction == "p2p",
+            limits=[(pairs, STRATEGIES.index(name)) for pairs, name in limits], may_choose=self.strategy in CHOICES,
+            keep=self.keep, by_peer=self.by_peer,
+        )  # fmt: skip
         return _Route(made, make(), direct, why, launches, steps, make, move_runs)
 
     def _moves_by_kernel(self, made: Plan, move: Plan) -> bool:
@@ -397,15 +353,11 @@ class Executor:
         is_short = _mean_run(move) < _SHORT_RUN
         return bool(made.casts) and is_short and self.strategy != "aside" and not self.unreached
 
-    def _moving(self, step: Plan) -> list[_core.Copy]:
-        """Kernels on few multiprocessors that move blocks between slots and the pool in host memory."""
-        if self.gathers:
-            return prepare(
-                step, _SLOT_ALIGNMENT, self.dst.alignment, sm_limited=True, device=self.device, dst_steps=self.dst.steps
-            )
-        return prepare(
-            step, self.src.alignment, _SLOT_ALIGNMENT, sm_limited=True, device=self.device, src_steps=self.src.steps
-        )
+    def _beside_slots(self, end: _End) -> tuple[tuple[int, int], tuple[Steps, Steps]]:
+        """Alignments and steps of a copy between a pool and slots, of source and destination."""
+        if end is self.src:
+            return (end.alignment, _SLOT_ALIGNMENT), (end.steps, Steps())
+        return (_SLOT_ALIGNMENT, end.alignment), (Steps(), end.steps)
 
     def _limits(self, ways: dict[str, Way], block_bytes: int) -> cost_model.Choice:
         """The strategy for each number of pairs, and why.  Leaves out strategies with too many modes for the copy engine."""
@@ -556,35 +508,19 @@ class Executor:
 
 @dataclass
 class _Route:
-    """A executor's launches for all layers, or for a range of them.
-
-    Attributes
-    ----------
-    copies : sequence of Copy
-        The launches of a direct copy.
-    why : str
-        Why the strategies were chosen.
-    launches : sequence of Launch
-        The kernels of direct copies and of a staged copy's step on the GPU, as they were planned.
-    steps : tuple of Plan
-        The two steps of a staged copy; on the host, the plan twice.
-    make : callable
-        Makes a `_core.Route` of the same launches, with those of digests in addition.
-    moves : sequence of Copy
-        What moves the slots of a staged copy: loop nests for the copy engine, or kernels.
-    digests : CopyDigests, optional
-        The launches of digests.
-    """
+    """A executor's launches for all layers, or for a range of them."""
 
     plan: Plan
     route: _core.Route
-    copies: Sequence[_core.Copy]
-    why: str
+    copies: Sequence[_core.Copy]  # the launches of a direct copy
+    why: str  # why the strategies were chosen
+    #: The kernels of direct copies and of a staged copy's step on the GPU, as they were planned.
     launches: Sequence[Launch]
-    steps: tuple[Plan, Plan]
-    make: Callable[..., _core.Route]
+    steps: tuple[Plan, Plan]  # the two steps of a staged copy; on the host, the plan twice
+    make: Callable[..., _core.Route]  # makes a `_core.Route` of the same launches, with those of digests in addition
+    #: What moves the slots of a staged copy: loop nests for the copy engine, or kernels.
     moves: Sequence[_core.Copy] = ()
-    digests: CopyDigests | None = None
+    digests: CopyDigests | None = None  # the launches of digests
 
 
 def _max_sms(executor: Executor, asked: object) -> int:
@@ -699,10 +635,7 @@ def require_disjoint(src: Pool, dst: Pool) -> bool:
 def current_stream(pool: Pool) -> int:
     """The current stream of the pool's framework (torch or CuPy) on the pool's device.
 
-    Raises
-    ------
-    BindError
-        The arrays belong to neither framework, so there is no default stream.
+    Raises `BindError` if the arrays belong to neither framework, so there is no default stream.
     """
     framework = framework_of(pool.arrays[0])
     return _core.stream_handle(framework_stream(framework, device_of(pool.device)))

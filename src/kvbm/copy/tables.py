@@ -22,21 +22,12 @@ _log = escaping(logging.getLogger(__name__))
 
 @dataclass
 class Known:
-    """What is known of a GPU.
+    """What is known of a GPU."""
 
-    Attributes
-    ----------
-    table : Table or None
-        Its table, if there is one.
-    failed : dict of str to str
-        Directions that could not be measured, and why.  They are not measured again.
-    waiting : dict of str to str
-        Directions that were not measured yet, and why.
-    """
-
-    table: Table | None
+    table: Table | None  # its table, if there is one
+    #: Directions that could not be measured, and why.  They are not measured again.
     failed: dict[str, str] = field(default_factory=dict)
-    waiting: dict[str, str] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)  # directions that were not measured yet, and why
 
     def has(self, direction: str) -> bool:
         """True if the direction need not be measured: copies on one GPU never are."""
@@ -66,22 +57,9 @@ def known(device: int) -> Known:
 def limits(direction: str, device: int, ways: Mapping[str, Way], block_bytes: int, chunk_bytes: int) -> Choice:
     """The fastest strategy per range of pair counts on this machine, and the reason.
 
-    Parameters
-    ----------
-    direction : {"d2h", "h2d", "d2d", "p2p"}
-    device : int
-        CUDA device ordinal of the GPU that runs the kernels.
-    ways : mapping of str to Way
-        The possible strategies.  Their contiguous bytes are, for ``direct``, those on both sides; for ``staged``, those in the
-        pieces that the copy engine moves; for ``engine``, those in the merged runs.
-    block_bytes : int
-        Bytes per pair of blocks.
-    chunk_bytes : int
-        Bytes of a slot of the ring.
-
-    Notes
-    -----
-    A defective table never raises an error.  Without a table, costs that were measured on another machine are used.
+    The contiguous bytes of `ways` are, for ``direct``, those on both sides; for ``staged``, those in the pieces that
+    the copy engine moves; for ``engine``, those in the merged runs.  A defective table never raises an error.  Without
+    a table, costs that were measured on another machine are used.
     """
     try:
         table, why = _find(direction, device)

@@ -74,17 +74,10 @@ class Transfer:
     """
 
     def __init__(
-        self,
-        src_pool: Pool | PoolSection,
-        dst_pool: Pool | PoolSection,
-        strategy: Strategy = "auto",
-        max_sms: int | None = None,
-        chunk_bytes: int | None = None,
-        *,
-        verify: bool = False,
-        model: Model | None = None,
+        self, src_pool: Pool | PoolSection, dst_pool: Pool | PoolSection, strategy: Strategy = "auto",
+        max_sms: int | None = None, chunk_bytes: int | None = None, *, verify: bool = False, model: Model | None = None,
         cast: Cast = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         src, dst = part_of(src_pool, "source"), part_of(dst_pool, "destination")
         scale = as_cast(cast)
         self._executor = _begun(Executor(src, dst, strategy, max_sms, chunk_bytes, keeps=True, model=model, cast=scale))
@@ -100,16 +93,9 @@ class Transfer:
         return self._executor.device
 
     def copy(
-        self,
-        src_ids: Any = None,
-        dst_ids: Any = None,
-        *,
-        layers: Layers = None,
-        stream: Any = None,
-        wait: Any = None,
-        digests: Any = None,
-        tokens: Any = None,
-    ) -> _core.Done:
+        self, src_ids: Any = None, dst_ids: Any = None, *, layers: Layers = None, stream: Any = None, wait: Any = None,
+        digests: Any = None, tokens: Any = None,
+    ) -> _core.Done:  # fmt: skip
         """Enqueue a copy of blocks: block ``src_ids[i]`` is copied into block ``dst_ids[i]``.
 
         Parameters
@@ -238,14 +224,9 @@ def _bind(src: Pool | PoolSection, dst: Pool | PoolSection, cast: Scale | None) 
 
 
 def convert(
-    src_pool: Pool | PoolSection,
-    dst_pool: Pool | PoolSection,
-    src_ids: Any = None,
-    dst_ids: Any = None,
-    *,
-    stream: Any = None,
-    cast: Cast = None,
-) -> None:
+    src_pool: Pool | PoolSection, dst_pool: Pool | PoolSection, src_ids: Any = None, dst_ids: Any = None, *,
+    stream: Any = None, cast: Cast = None,
+) -> None:  # fmt: skip
     """Copy blocks from one pool into another and convert them to the destination's layout.
 
     Parameters

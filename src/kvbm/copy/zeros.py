@@ -22,13 +22,8 @@ def block_of_zeros(like: Pool, device: str) -> Pool:
 class Zeros:
     """Writes zeros into blocks of a pool.  It needs memory for one block, from the first call on.
 
-    A masked slot of a partly filled block is multiplied by 0, and 0 × NaN is NaN: a wrong block must not stay in an engine's cache,
-    even if nobody is to read its tokens.
-
-    Parameters
-    ----------
-    pool : Pool
-        The pool.
+    A masked slot of a partly filled block is multiplied by 0, and 0 × NaN is NaN: a wrong block must not stay in an
+    engine's cache, even if nobody is to read its tokens.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -36,21 +31,11 @@ class Zeros:
         self._made: tuple[Pool, Transfer] | None = None
 
     def __call__(self, ids: Iterable[int], stream: Any = None) -> None:
-        """Write zeros into whole blocks, and wait until they are there.
+        """Write zeros into whole blocks, and wait until they are there.  Repeated ids and -1 are allowed.
 
-        Parameters
-        ----------
-        ids : iterable of int
-            The blocks.  Repeated ids and -1 are allowed.
-        stream : optional
-            On a GPU: the stream to use, as for `Transfer.copy`.  It must come after what writes the blocks.
-
-        Raises
-        ------
-        BindError
-            The ids are no list of integers, a block does not exist, or the pool is closed or read-only.
-        CudaError
-            A call of the driver failed.
+        On a GPU, `stream` must come after what writes the blocks.  Raises `BindError` if the ids are no list of
+        integers, a block does not exist, or the pool is closed or read-only, and `CudaError` if a call of the driver
+        failed.
         """
         found = wholes(ids, 1 << 31)
         if found is None:

@@ -21,27 +21,18 @@ Index: TypeAlias = Any
 
 
 class Step(NamedTuple):
-    """A digit ``(coordinate // divisor) % extent``, and the bytes and table entries that it steps.
+    """A digit ``(coordinate // divisor) % extent``, and the bytes and table entries that it steps."""
 
-    Attributes
-    ----------
-    axes : tuple of str
-        One axis.  Several axes are fused row-major, the first slowest, and the coordinate is their common index.  This is so only
-        if a split of that index does not coincide with its axes, or if `opaque`.
-    divisor, extent : int
-        The digit of the coordinate.
-    nbytes, entries : int
-        Steps of the digit: bytes inside an allocation, entries of the table of allocations.
-    opaque : bool
-        True if the order inside these axes is unspecified.
-    """
-
+    #: One axis.  Several axes are fused row-major, the first slowest, and the coordinate is their common index.  This
+    #: is so only if a split of that index does not coincide with its axes, or if `opaque`.
     axes: tuple[str, ...]
+    #: The digit of the coordinate.
     divisor: int
     extent: int
+    #: Steps of the digit: bytes inside an allocation, entries of the table of allocations.
     nbytes: int
     entries: int
-    opaque: bool = False
+    opaque: bool = False  # True if the order inside these axes is unspecified
 
     def __str__(self) -> str:
         names = " ".join(self.axes)
@@ -50,43 +41,22 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The addresses of elements of a block: of all elements, of one plane, or of only K or only V.
+    """The addresses of elements of a block: of all elements, of one plane, or of only K or only V."""
 
-    Attributes
-    ----------
-    plane : str
-        Name of the plane; empty if there is only one.
-    half : int, optional
-        0 or 1 if the map is valid only for K or only for V.
-    dtype : str
-        Dtype of the elements.
-    itemsize, pack : int
-        `pack` elements have `itemsize` bytes together.
-    sizes : tuple of (str, int)
-        Axes with more than one element, and their extents; without ``b``.
-    packed : tuple of str
-        The axis along which elements share a byte, if `pack` is more than one.
-    at : tuple of int
-        Start: bytes, and table entries.
-    block : tuple of int
-        Steps of a block id: bytes, and table entries.
-    steps : tuple of Step
-        Sorted by axes and divisor.  Contiguous digits are merged, and no digit has an extent of one.
-    units : tuple of (int, int)
-        If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.  Empty if ids
-        count blocks.
-    """
-
-    plane: str
-    half: int | None
+    plane: str  # name of the plane; empty if there is only one
+    half: int | None  # 0 or 1 if the map is valid only for K or only for V
     dtype: str
+    #: `pack` elements have `itemsize` bytes together.
     itemsize: int
     pack: int
-    sizes: tuple[tuple[str, int], ...]
-    packed: tuple[str, ...]
-    at: tuple[int, int]
-    block: tuple[int, int]
+    sizes: tuple[tuple[str, int], ...]  # axes with more than one element, and their extents; without ``b``
+    packed: tuple[str, ...]  # the axis along which elements share a byte, if `pack` is more than one
+    at: tuple[int, int]  # start: bytes, and table entries
+    block: tuple[int, int]  # steps of a block id: bytes, and table entries
+    #: Sorted by axes and divisor.  Contiguous digits are merged, and no digit has an extent of one.
     steps: tuple[Step, ...]
+    #: If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
+    #: Empty if ids count blocks.
     units: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -97,10 +67,7 @@ class Access:
     def digits(self, axis: str) -> tuple[Step, ...]:
         """The steps of one axis, fastest digit first.
 
-        Raises
-        ------
-        LayoutError
-            The axis is fused with others, or belongs to an opaque group.
+        Raises `LayoutError` if the axis is fused with others, or belongs to an opaque group.
         """
         own = tuple(step for step in self.steps if axis in step.axes)
         for step in own:
@@ -112,12 +79,8 @@ class Access:
     def address(self, block: Index, coordinates: Mapping[str, Index]) -> tuple[Index, Index]:
         """Table entry and byte of an element, or of many, for arrays of coordinates that broadcast.
 
-        Parameters
-        ----------
-        block
-            Id of the block or unit.
-        coordinates
-            Axis → coordinate.  Default: 0.  They are not checked.  Inside an opaque group the declared order is used.
+        `block` is the id of the block or unit.  Coordinates that are not given are 0; they are not checked.  Inside an
+        opaque group the declared order is used.
         """
         sizes = dict(self.sizes)
         nbytes = self.at[0]
@@ -140,10 +103,8 @@ class Access:
     def fix(self, axis: str, index: int) -> Access:
         """The part of the map with one fixed coordinate: only K, one head, one layer.
 
-        Raises
-        ------
-        LayoutError
-            The axis has no separate steps, the index is out of range, or elements along the axis share a byte.
+        Raises `LayoutError` if the axis has no separate steps, the index is out of range, or elements along the axis
+        share a byte.
         """
         own = [step for step in self.steps if axis in step.axes]
         if len(own) == 1 and own[0].axes == (axis,) and not own[0].opaque and axis not in self.packed:
@@ -163,16 +124,8 @@ class Access:
     def window(self, axis: str, first: int, count: int, step: int = 1) -> tuple[Access, ...]:
         """Maps of the `count` coordinates ``first, first + step, …`` of an axis, numbered from 0.
 
-        Returns
-        -------
-        tuple of Access
-            One map.  If the axis is split and the window cuts its digits: one map per box of whole digits, in the order of the
-            coordinates.
-
-        Raises
-        ------
-        LayoutError
-            As for `fix`.
+        It is one map; or, if the axis is split and the window cuts its digits, one per box of whole digits, in the
+        order of the coordinates.  Raises the errors of `fix`.
         """
         return self._restrict(axis, first, count, step)
 
@@ -219,12 +172,9 @@ class Access:
     def cut(self, axis: str, count: int) -> Access:
         """The map of units of a block.  A unit has `count` neighbours along an axis, and ids count units.
 
-        Unit ``k`` of a block of ``n`` units has the id ``block * n + k``.  Inside a unit the axis has `count` coordinates.
-
-        Raises
-        ------
-        LayoutError
-            `count` does not divide the axis, a unit would not be whole digits, or would pick an allocation; or as for `fix`.
+        Unit ``k`` of a block of ``n`` units has the id ``block * n + k``.  Inside a unit the axis has `count`
+        coordinates.  Raises `LayoutError` if `count` does not divide the axis, a unit would not be whole digits, or
+        would pick an allocation; or as `fix`.
         """
         size = dict(self.sizes).get(axis, 1)
         if count == size:
@@ -254,22 +204,11 @@ class Access:
         rest = [step for step in self.steps if axis not in step.axes]
         sizes = [item for item in self.sizes if item[0] != axis]
         return replace(
-            self,
-            sizes=tuple(sorted([*sizes, (axis, count)]) if count > 1 else sizes),
-            steps=normal([*rest, *inside]),
+            self, sizes=tuple(sorted([*sizes, (axis, count)]) if count > 1 else sizes), steps=normal([*rest, *inside]),
             units=(*units, *self.units),
-        )
+        )  # fmt: skip
 
     # ---- other forms of a map ----
-
-    def fold(self, entry_bytes: int) -> Access:
-        """The map for a table with entries `entry_bytes` bytes apart: entries become bytes."""
-
-        def folded(nbytes: int, entries: int) -> tuple[int, int]:
-            return nbytes + entries * entry_bytes, 0
-
-        steps = [step._replace(nbytes=folded(step.nbytes, step.entries)[0], entries=0) for step in self.steps]
-        return replace(self, at=folded(*self.at), block=folded(*self.block), steps=normal(steps))
 
     def place(self, at: int, block: int, steps: Iterable[Step]) -> Access:
         """The map of the same elements in one separate allocation, with block ids and the given `steps`."""
@@ -297,10 +236,8 @@ class Access:
     def fuse(self, axes: tuple[str, ...]) -> Access:
         """The map with several axes fused row-major, the first slowest.  Each must have separate steps.
 
-        Raises
-        ------
-        LayoutError
-            An axis is already fused with others, or elements share a byte along an axis that is not the fastest.
+        Raises `LayoutError` if an axis is already fused with others, or elements share a byte along an axis that is not
+        the fastest.
         """
         sizes, divisor, own = dict(self.sizes), 1, []
         if self.packed and self.packed != axes[-1:] and set(self.packed) & set(axes):
@@ -320,15 +257,9 @@ class Access:
 
 
 def declared(
-    plane: str,
-    half: int | None,
-    unit: tuple[str, int, int],
-    sizes: Mapping[str, int],
-    at: tuple[int, int],
-    block: tuple[int, int],
-    steps: Sequence[Step],
-    packed: tuple[str, ...],
-) -> Access:
+    plane: str, half: int | None, unit: tuple[str, int, int], sizes: Mapping[str, int], at: tuple[int, int],
+    block: tuple[int, int], steps: Sequence[Step], packed: tuple[str, ...],
+) -> Access:  # fmt: skip
     """The map of a declared order in normal form.
 
     Axes of size one are dropped, fused axes are separated if their splits allow it, and contiguous digits are merged.  `unit` is

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
 from ..errors import LayoutError, SpecError
-from .derived import derive
 from .layout import Layout
 from .naming import ITEMSIZE, meant_dtype
 from .scales import why_not_scales
@@ -21,6 +20,9 @@ from .yamlfile import YamlFile
 
 #: Keys of a layout file.
 KEYS = ("title", "like", "order", "pitch", "axes", "planes", "used_by", "read_from", "notes")
+
+#: Keys that say what a file is.  Those of a layout that it is like say nothing about it.
+_OWN_KEYS = ("title", "like", "used_by", "read_from", "notes")
 
 #: Keys of a plane.
 PLANE_KEYS = ("order", "dtype", "offset", "pitch", "shared", "scales")
@@ -36,24 +38,13 @@ _STEP = re.compile(r"([/%])([0-9]+)(B?)")
 
 
 def parse(text: str, file: str = "<string>", name: str | None = None, base: Base | None = None) -> Layout:
-    """Read the text of a layout file.
+    """Read the text of a layout file: YAML with the keys of `KEYS`, of which only ``order`` or ``like`` is required.
 
-    Parameters
-    ----------
-    text : str
-        YAML with the keys ``title like order pitch axes planes used_by read_from notes``; only ``order`` or ``like`` is required.
-    file : str
-        Name of the file in messages.
-    name : str, optional
-        Name of the layout.  Default: the stem of the file.
-    base : callable, optional
-        What reads the layout that ``like`` names.  Without it, ``like`` is refused: a text from elsewhere must not read files.
+    `file` is its name in messages, and `name` that of the layout (default: the stem of the file).  `base` reads the
+    layout that ``like`` names; without it, ``like`` is refused: a text from elsewhere must not read files.
 
-    Raises
-    ------
-    SpecError
-        The text is not YAML, a key is unknown or repeated, a value has a wrong type, an axis is unknown or repeated, or a split has
-        a wrong form.
+    Raises `SpecError` if the text is not YAML, a key is unknown or repeated, a value has a wrong type, an axis is
+    unknown or repeated, or a split has a wrong form.
     """
     reader = _File(file, base)
     with reader.guarded(text):
@@ -123,7 +114,7 @@ class _File(YamlFile):
             _, keys = reader.keys(text)
         if planes is not None and isinstance(keys.get("planes"), yaml.MappingNode):
             self.mapping(planes, "planes", list(self.mapping(keys["planes"], "planes")))
-        return derive(keys, own)
+        return _derived({key: node for key, node in keys.items() if key not in _OWN_KEYS}, own)
 
     def orders_of_planes(self, planes: yaml.Node | None) -> Iterator[tuple[str, yaml.Node | None]]:
         for name, plane in self.mapping(planes, "planes").items() if planes is not None else ():
@@ -387,3 +378,21 @@ class _File(YamlFile):
             body = match["expression"].strip() if match and in_bytes else text
             pitches[term] = Pitch(self.expression(value, body, f"pitch of '{term}'"), in_bytes)
         return tuple(sorted(pitches.items(), key=lambda item: item[0]))
+
+
+def _derived(base: Mapping[str, yaml.Node], own: Mapping[str, yaml.Node]) -> dict[str, yaml.Node]:
+    """The keys of a layout, and beside them those of the layout that it is like.
+
+    Mappings are merged key by key: a pitch of one axis leaves those of the others, a key of a plane leaves its other keys.
+    """
+    return {**base, **{key: _merged(base[key], node) if key in base else node for key, node in own.items()}}
+
+
+def _merged(base: yaml.Node, own: yaml.Node) -> yaml.Node:
+    if not (isinstance(base, yaml.MappingNode) and isinstance(own, yaml.MappingNode)):
+        return own
+    there = {key.value: value for key, value in base.value if isinstance(key, yaml.ScalarNode)}
+    here = {key.value for key, _ in own.value if isinstance(key, yaml.ScalarNode)}
+    pairs = [(key, value) for key, value in base.value if key.value not in here]
+    pairs += [(key, _merged(there[key.value], value) if key.value in there else value) for key, value in own.value]
+    return yaml.MappingNode(own.tag, pairs, own.start_mark, own.end_mark)

@@ -9,6 +9,7 @@ One function for each of three different relations:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -24,8 +25,6 @@ from .shapes import BlockShape, as_shape, numpy_name
 def aliases(layouts: Iterable[Layout]) -> list[list[Layout]]:
     """Groups of two or more layouts with one fingerprint.
 
-    Examples
-    --------
     >>> from kvbm import load
     >>> [[x.name for x in group] for group in aliases(map(load, ("nhd", "hnd", "dynamo/stacked_nhd")))]
     [['nhd', 'dynamo/stacked_nhd']]
@@ -37,20 +36,9 @@ def same_addresses(layouts: Iterable[Layout], shape: BlockShape | str, num_block
     """Groups of layouts whose fingerprints differ, though every element has the same address at this shape.
 
     For example, an axis of size one can stand anywhere or be left out, or a pitch can equal the size without padding.
+    Layouts that are not legal at the shape are left out.  Strides of axes slower than ``b`` depend on `num_blocks`.
 
-    Parameters
-    ----------
-    layouts : iterable of Layout
-        Layouts that are not legal at the shape are left out.
-    shape : BlockShape or str
-        Sizes of a block, or a text that `kvbm.load_shape` reads.
-    num_blocks : int
-        Number of blocks in the pool: strides of axes slower than ``b`` depend on it.
-
-    Returns
-    -------
-    list of list of list of Layout
-        Groups.  Each group has two or more lists; each list has the layouts of one fingerprint.
+    Each group has two or more lists; each list has the layouts of one fingerprint.
     """
     groups: dict[_Places, list[Layout]] = {}
     for layout, resolved in _legal(layouts, shape, num_blocks):
@@ -62,23 +50,13 @@ def same_addresses(layouts: Iterable[Layout], shape: BlockShape | str, num_block
 def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024) -> list[list[list[Layout]]]:
     """Groups of layouts that accept the same arrays at this shape, but place elements differently in them.
 
-    The number, shapes and strides of their arrays are equal.  A `Pool` accepts such arrays for either layout, so only the
-    given name distinguishes the two.  Arrays that several planes share are bytes of any shape, so there only the number of
-    bytes is compared.
+    The number, shapes and strides of their arrays are equal.  A `Pool` accepts such arrays for either layout, so only
+    the given name distinguishes the two.  Arrays that several planes share are bytes of any shape, so there only the
+    number of bytes is compared.  A small pool can be ambiguous where a large one is not: with two blocks, ``o b`` and
+    ``b o`` have one shape.
 
-    Parameters
-    ----------
-    layouts, shape, num_blocks
-        As for `same_addresses`.  A small pool can be ambiguous where a large one is not: with two blocks, ``o b`` and
-        ``b o`` have one shape.
+    Each group has two or more lists; each list has layouts that place all elements alike.
 
-    Returns
-    -------
-    list of list of list of Layout
-        Groups.  Each group has two or more lists; each list has layouts that place all elements alike.
-
-    Examples
-    --------
     >>> from kvbm import load, load_shape
     >>> both = load("nhd"), load("hnd")
     >>> ambiguous(both, load_shape("llama-3.1-8b"))
@@ -113,33 +91,19 @@ def ambiguous(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: in
 def confusable(
     layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int = 1024, *, of: Iterable[Layout] | None = None
 ) -> list[tuple[Layout, int, Layout, int]]:
-    """Pairs of layouts that accept the same arrays at this shape as other numbers of blocks.
+    """Pairs of layouts, each with its number of blocks, that accept the same arrays at this shape.
 
-    `ambiguous` compares layouts at one number of blocks.  A pool takes the number from the arrays, so arrays of 128 padded blocks
-    may be 129 blocks of another layout.
+    `ambiguous` compares layouts at one number of blocks.  A pool takes the number from the arrays, so arrays of 128
+    padded blocks may be 129 blocks of another layout.
 
-    Parameters
-    ----------
-    layouts, shape
-        As for `ambiguous`.
-    num_blocks : int
-        Number of blocks of the first layout; the least multiple of it at which the bytes are a whole number of the other's blocks.
-    of : iterable of Layout, optional
-        Only pairs whose first layout is one of these.
-
-    Returns
-    -------
-    list of (Layout, int, Layout, int)
-        A layout and its number of blocks, and the other layout with its number.  One layout of each fingerprint.
+    The first layout has `num_blocks` blocks, or the least multiple of it at which the bytes are a whole number of the
+    other's blocks.  It is one of `of`, if that is given.  Layouts of one fingerprint count once.
     """
     shape = as_shape(shape)
-    known: dict[tuple[str, int], Resolved | None] = {}
 
+    @functools.cache
     def at(layout: Layout, blocks: int) -> Resolved | None:
-        key = (layout.fingerprint, blocks)
-        if key not in known:
-            known[key] = legal(layout, shape, blocks)
-        return known[key]
+        return legal(layout, shape, blocks)
 
     def look(resolved: Resolved) -> tuple[object, ...]:
         """What no number of blocks changes."""
@@ -209,12 +173,9 @@ def _by_fingerprint(layouts: Iterable[Layout]) -> list[list[Layout]]:
 
 def _legal(layouts: Iterable[Layout], shape: BlockShape | str, num_blocks: int) -> Iterable[tuple[Layout, Resolved]]:
     shape = as_shape(shape)
-    known: dict[str, Resolved | None] = {}  # aliases are resolved once
+    at_shape = functools.cache(functools.partial(legal, shape=shape, num_blocks=num_blocks))  # aliases are equal
     for layout in layouts:
-        if layout.fingerprint not in known:
-            known[layout.fingerprint] = legal(layout, shape, num_blocks)
-        resolved = known[layout.fingerprint]
-        if resolved is not None:
+        if (resolved := at_shape(layout)) is not None:
             yield layout, resolved
 
 

@@ -15,16 +15,9 @@ from ..errors import LayoutError
 def coalesce(loops: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     """The same nest in as few loops as possible, without loops of extent one.
 
-    Parameters
-    ----------
-    loops : iterable of (int, ...)
-        Loops, the fastest first: an extent, and a stride for each address space.
-
-    Returns
-    -------
-    list of (int, ...)
-        Loops that visit the same addresses in the same order.  Two neighbours were merged if the slower one continues where the
-        faster one ends, in every address space.
+    A loop is an extent and a stride for each address space; the fastest is first.  Two neighbours are merged if the
+    slower one continues where the faster one ends, in every address space: the same addresses are visited in the same
+    order.
     """
     made: list[tuple[int, ...]] = []
     ends: list[int] | None = None  # where the loop before ends
@@ -47,21 +40,10 @@ def loops_of(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, in
 def refine(sides: Sequence[Sequence[Sequence[int]]]) -> Iterator[tuple[int, ...]]:
     """The loops over an axis that several sides divide into digits: the longest that no side divides further.
 
-    Parameters
-    ----------
-    sides : sequence of digits
-        For each side its digits ``(index // divisor) % extent``, the fastest first: divisor, extent, and a stride for each address
-        space.  The digits of a side follow each other, and all sides go from the first to the last index of the first side.
-
-    Yields
-    ------
-    tuple of int
-        An extent, and the strides of all sides, one side after the other; the fastest loop first.
-
-    Raises
-    ------
-    LayoutError
-        The divisors are not a chain in which each divides the next, or a side lacks a digit: there is no common refinement.
+    Each side has digits ``(index // divisor) % extent``, the fastest first: divisor, extent, and a stride for each
+    address space.  They follow each other, and all sides go from the first to the last index of the first side.  A loop
+    is an extent, and the strides of all sides, one side after the other; the fastest is first.  Raises `LayoutError` if
+    the divisors are not a chain in which each divides the next, or a side lacks a digit: there is no common refinement.
     """
     first, last = sides[0][0], sides[0][-1]
     start, end = first[0], last[0] * last[1]

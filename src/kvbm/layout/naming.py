@@ -34,22 +34,10 @@ SPELLINGS: Mapping[str, str] = MappingProxyType(
 
 
 def dtype_name(dtype: Any, what: str = "dtype") -> str:
-    """The name of a dtype of any framework, as kvbm writes it.
+    """The name of a dtype of torch, NumPy, ml_dtypes or JAX, or of a text, as kvbm writes it.  No framework is imported.
 
-    Parameters
-    ----------
-    dtype : str, torch.dtype, numpy.dtype, or a scalar type of NumPy, ml_dtypes or JAX
-        A name such as ``"bfloat16"``, ``"bf16"`` or ``"torch.bfloat16"``, or the framework's own object.  No framework is imported.
-    what : str
-        Name of the argument in error messages.
+    Raises `DTypeError`, with `what` in front, if it is not a dtype that a block may hold, or has the other byte order.
 
-    Raises
-    ------
-    DTypeError
-        The argument is not a dtype that a block may hold, or it has the other byte order.
-
-    Examples
-    --------
     >>> import numpy as np
     >>> dtype_name("bf16"), dtype_name("torch.float16"), dtype_name(np.float32), dtype_name(np.dtype("int8"))
     ('bfloat16', 'float16', 'float32', 'int8')
@@ -91,8 +79,6 @@ def _of_numpy(dtype: Any, what: str) -> str:
 def meant_dtype(text: str) -> str:
     """The end of a message about an unknown dtype: the most similar names, or an empty text.
 
-    Examples
-    --------
     >>> meant_dtype("bf17"), meant_dtype("fp8_e5m2fnuz")
     (' Did you mean bfloat16?', ' Did you mean float8_e5m2fnuz?')
     """
@@ -104,8 +90,6 @@ def meant_dtype(text: str) -> str:
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """The known names that are most similar to an unknown one.  Names that contain it are first.
 
-    Examples
-    --------
     >>> nearest("flash_attn_hnd", ["nhd", "vllm/flash_attn_nhd", "vllm/flash_attn_hnd"], 2)
     ['vllm/flash_attn_hnd', 'vllm/flash_attn_nhd']
     """
@@ -122,8 +106,6 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the most similar known names, or an empty text.
 
-    Examples
-    --------
     >>> suggestion("float61", ["float16", "int8"]), suggestion("zzz", ["float16"])
     (' Did you mean float16?', '')
     """

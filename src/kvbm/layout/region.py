@@ -26,32 +26,15 @@ Coordinates = range | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """The part of a pool that is copied: whole blocks, some coordinates of an axis, units of a block, or packed slots.
-
-    Attributes
-    ----------
-    layout : Layout
-        Layout of the pool.
-    shape : BlockShape
-        Shape of the whole pool's blocks.
-    num_blocks : int
-        Number of blocks.
-    accesses : tuple of Access
-        Address maps, as in `Resolved`.
-    record : bool
-        True if planes share records.
-    units : int
-        Number of units per block; ids count units.
-    chosen : tuple of (str, coordinates)
-        Axes with selected coordinates that are not one loop.  The `accesses` include all coordinates of these axes.
-    """
+    """The part of a pool that is copied: whole blocks, some coordinates of an axis, units of a block, or packed slots."""
 
     layout: Layout
-    shape: BlockShape
+    shape: BlockShape  # shape of the whole pool's blocks
     num_blocks: int
-    accesses: tuple[Access, ...]
-    record: bool = False
-    units: int = 1
+    accesses: tuple[Access, ...]  # address maps, as in `Resolved`
+    record: bool = False  # True if planes share records
+    units: int = 1  # number of units per block; ids count units
+    #: Axes with selected coordinates that are not one loop.  The `accesses` include all coordinates of these axes.
     chosen: tuple[tuple[str, Coordinates], ...] = ()
 
     @property
@@ -80,13 +63,7 @@ class Section:
         return len(dict(self.chosen).get(axis, range(self.size(axis))))
 
     def of_planes(self, names: Sequence[str]) -> Section:
-        """Some of the planes.
-
-        Raises
-        ------
-        LayoutError
-            There is no such plane, or `names` is empty.
-        """
+        """Some of the planes.  Raises `LayoutError` if there is no such plane, or `names` is empty."""
         if not names:
             raise LayoutError(f"{self.layout.name}: planes: expected one or more names")
         known = list(dict.fromkeys(access.plane for access in self.accesses))
@@ -99,11 +76,8 @@ class Section:
     def select(self, axis: str, coordinates: Coordinates) -> Section:
         """Select coordinates of one axis.  In the result they are numbered from 0.
 
-        Raises
-        ------
-        LayoutError
-            A coordinate is out of range, the axis is in an opaque group or fused with others, the selection would split a byte, or
-            a plane has one element for all coordinates of the axis.
+        Raises `LayoutError` if a coordinate is out of range, the axis is in an opaque group or fused with others, the
+        selection would split a byte, or a plane has one element for all coordinates of the axis.
         """
         where = f"{self.layout.name} ({self.layout.order_text})"
         chosen = dict(self.chosen)
@@ -148,11 +122,8 @@ class Section:
     def cut(self, tokens: int) -> Section:
         """The same memory with ids of units of `tokens` tokens: unit ``k`` of a block of ``n`` units is ``block * n + k``.
 
-        Raises
-        ------
-        LayoutError
-            `tokens` does not divide a block, a unit cuts a split of the layout, units of a block share a plane, or tokens have been
-            selected before.
+        Raises `LayoutError` if `tokens` does not divide a block, a unit cuts a split of the layout, units of a block
+        share a plane, or tokens have been selected before.
         """
         where = f"{self.layout.name} ({self.layout.order_text}): units of {quoted(tokens)} tokens"
         size = self.size("t")
@@ -216,12 +187,8 @@ class Section:
     def wire(self) -> Section:
         """The same elements without gaps, in an order that does not depend on the layout: planes by name, each ``l o h t … d``.
 
-        So two sides with different layouts write and read the same bytes.
-
-        Raises
-        ------
-        LayoutError
-            There is an opaque group, or elements share a byte along an axis that is not the last.
+        So two sides with different layouts write and read the same bytes.  Raises `LayoutError` if there is an opaque
+        group, or elements share a byte along an axis that is not the last.
         """
         start, made = 0, []
         for name in sorted({access.plane for access in self.accesses}):
@@ -243,10 +210,6 @@ class Section:
             start += round_up(held, 16)
         accesses = tuple(access.place(at, start, steps) for access, steps, at in made)
         return replace(self, accesses=accesses, units=1, chosen=(), record=False)
-
-    def behind(self, entry: int) -> Section:
-        """The same section, `entry` entries later in the table."""
-        return replace(self, accesses=tuple(replace(a, at=(a.at[0], a.at[1] + entry)) for a in self.accesses))
 
     def _dense(self) -> Section:
         """The selected coordinates without gaps: plane after plane, each in the order of its steps."""
@@ -280,15 +243,9 @@ class Section:
 def pieces(src: Section, dst: Section) -> Iterator[tuple[Section, Section, dict[str, range]]]:
     """Divide two sections into pairs of parts with one loop along each axis on both sides.
 
-    Yields
-    ------
-    tuple of (Section, Section, dict)
-        A part of each side, and where it is along the divided axes: the same positions in both sections.
-
-    Raises
-    ------
-    LayoutError
-        The two sides select different numbers of coordinates, or would cut a plane that has one element for all of them.
+    Yields a part of each side, and where it is along the divided axes: the same positions in both sections.  Raises
+    `LayoutError` if the two sides select different numbers of coordinates, or would cut a plane that has one element
+    for all of them.
     """
     axes = sorted({axis for side in (src, dst) for axis, _ in side.chosen})
     if not axes:

@@ -117,14 +117,9 @@ def _table_pieces(terms: Sequence[Term], sizes: Mapping[str, int], itemsize: int
 
 
 def _inner_pieces(
-    terms: Sequence[Term],
-    pitch: Mapping[str, Pitch],
-    sizes: Mapping[str, int],
-    names: Mapping[str, int],
-    itemsize: int,
-    pack: int,
-    held: int,
-) -> tuple[list[Piece], int]:
+    terms: Sequence[Term], pitch: Mapping[str, Pitch], sizes: Mapping[str, int], names: Mapping[str, int],
+    itemsize: int, pack: int, held: int,
+) -> tuple[list[Piece], int]:  # fmt: skip
     """The axes inside an allocation, fastest first, and the bytes of all of them.  Each innermost item has `held` bytes."""
     pieces = []
     packed = pack
@@ -276,16 +271,11 @@ def _resolve_planes(
         raise LayoutError(f"{_where(error) or layout.where}: {error} (at {shape})") from None
     parts = tuple(
         Resolved(
-            layout,
-            one.shape,
-            num_blocks,
-            one.sizes,
-            orders,
-            ((one.offset, entry), (one.offset, entry)),
+            layout, one.shape, num_blocks, one.sizes, orders, ((one.offset, entry), (one.offset, entry)),
             plane=one.plane.name,
         )
         for one, (orders, entry) in zip(found, planes, strict=True)
-    )
+    )  # fmt: skip
     resolved = Resolved(
         layout, shape, num_blocks, MappingProxyType(dict(sizes)), (), parts=parts, record=0 if is_separate else end
     )
@@ -373,11 +363,6 @@ class Piece(NamedTuple):
     """A declared term with sizes: ``(index // divisor) % extent`` steps `stride` bytes and `table` table entries.
 
     Pieces follow the declaration; they give shapes of arrays and pictures.  Addresses of elements come from `Access`.
-
-    Attributes
-    ----------
-    packs : bool
-        True if elements that share a byte are neighbours along this piece.
     """
 
     term: Term
@@ -385,34 +370,23 @@ class Piece(NamedTuple):
     extent: int
     stride: int
     table: int
-    packs: bool = False
+    packs: bool = False  # True if elements that share a byte are neighbours along this piece
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One array of a pool.
+    """One array of a pool."""
 
-    Attributes
-    ----------
-    label : str
-        Its coordinates, e.g. ``"l=3 o=1"``; empty if there is only one array.
-    axes : tuple of str
-        Terms, slowest first.  The last is ``"elements"`` if one array holds K and V in different orders, and ``"bytes"`` if it
-        holds several planes.
-    shape, strides : tuple of int
-        Items along each axis; bytes between neighbours.
-    nbytes : int
-        Extent in bytes, padding included.
-    dtype : str
-        Dtype of an item; ``"uint8"`` if planes share the array.
-    """
-
+    #: Its coordinates, e.g. ``"l=3 o=1"``; empty if there is only one array.
     label: str
+    #: Terms, slowest first.  The last is ``"elements"`` if one array holds K and V in different orders, and ``"bytes"``
+    #: if it holds several planes.
     axes: tuple[str, ...]
+    #: Items along each axis; bytes between neighbours.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    nbytes: int
-    dtype: str
+    nbytes: int  # extent in bytes, padding included
+    dtype: str  # dtype of an item; ``"uint8"`` if planes share the array
 
     @property
     def itemsize(self) -> int:
@@ -433,6 +407,14 @@ class Allocation:
     def runs(self) -> list[tuple[int, int]]:
         """Extents and strides (bytes), fastest first.  Axes that are contiguous with each other are merged."""
         return loops_of(self.shape, self.strides)
+
+
+def _around(pieces: Sequence[Piece], held: int, dtype: str, *own: tuple[str, int, int]) -> Allocation:
+    """The array of some pieces, slowest first, around `held` bytes, which may have an axis of their `own`."""
+    items = [*((str(piece.term), piece.extent, piece.stride) for piece in pieces), *own]
+    axes, shape, strides = tuple(one for one, _, _ in items), tuple(n for _, n, _ in items), tuple(n for *_, n in items)
+    nbytes = pieces[0].stride * pieces[0].extent if pieces else held
+    return Allocation("", axes, shape, strides, nbytes, dtype)
 
 
 @dataclass(frozen=True)
@@ -522,13 +504,7 @@ class Resolved:
         made = []
         for pieces in self.orders:
             inner = [piece for piece in reversed(pieces) if not piece.table]
-            nbytes = inner[0].stride * inner[0].extent if inner else self.shape.itemsize
-            axes, shape, strides = (
-                tuple(str(piece.term) for piece in inner),
-                tuple(piece.extent for piece in inner),
-                tuple(piece.stride for piece in inner),
-            )
-            made.append(Allocation("", axes, shape, strides, nbytes, self.shape.dtype))
+            made.append(_around(inner, self.shape.itemsize, self.shape.dtype))
         if len(made) == 2 and self._o_of_entry is None:
             # One allocation holds K and V in different orders: no shape describes that, so it is a row of elements.
             size, itemsize = made[0].nbytes, self.shape.itemsize
@@ -540,16 +516,7 @@ class Resolved:
         """The array that planes share: the axes around a record, and its bytes."""
         around = sum(not term.planes for term in self.layout.orders[0].inner)
         outer = [piece for piece in reversed(self.parts[0].orders[0]) if not piece.table][:around]
-        held = self.record
-        nbytes = outer[0].stride * outer[0].extent if outer else held
-        return Allocation(
-            "",
-            (*(str(piece.term) for piece in outer), "bytes"),
-            (*(piece.extent for piece in outer), held),
-            (*(piece.stride for piece in outer), 1),
-            nbytes,
-            "uint8",
-        )
+        return _around(outer, self.record, "uint8", ("bytes", self.record, 1))
 
     @property
     def _o_of_entry(self) -> Piece | None:

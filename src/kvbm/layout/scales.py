@@ -27,33 +27,19 @@ SCALE_FORMATS = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m
 
 @dataclass(frozen=True)
 class Group:
-    """The elements that share a scale.
+    """The elements that share a scale."""
 
-    Attributes
-    ----------
-    axis : str
-        Axis of the data whose neighbours share a scale; empty if there is none.
-    scale_axis : str
-        Axis of the scales that counts the groups along `axis`.
-    size : int
-        Neighbours along `axis` that share a scale.
-    whole : tuple of str
-        Axes of the data along which all coordinates share a scale.
-    """
-
-    axis: str
-    scale_axis: str
-    size: int
-    whole: tuple[str, ...]
+    axis: str  # axis of the data whose neighbours share a scale; empty if there is none
+    scale_axis: str  # axis of the scales that counts the groups along `axis`
+    size: int  # neighbours along `axis` that share a scale
+    whole: tuple[str, ...]  # axes of the data along which all coordinates share a scale
 
 
 def group_of(data: str, data_sizes: Mapping[str, int], scale: str, scale_sizes: Mapping[str, int]) -> Group:
     """The group of elements of one scale, from the sizes of the axes of both planes.
 
-    Raises
-    ------
-    LayoutError
-        The axes of the scales are not part of those of the data, or a group is not a whole number of elements.
+    Raises `LayoutError` if the axes of the scales are not part of those of the data, or a group is not a whole number
+    of elements.
     """
     ours = {axis: size for axis, size in data_sizes.items() if size > 1}
     theirs = {axis: size for axis, size in scale_sizes.items() if size > 1}

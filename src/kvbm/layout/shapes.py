@@ -36,8 +36,6 @@ _NOT_IN_NUMPY = frozenset(name for name in ITEMSIZE if name.startswith(("bfloat"
 def numpy_name(dtype: str) -> str:
     """NumPy's own name for the bits of a dtype: for a dtype that NumPy lacks, unsigned integers of the same width.
 
-    Examples
-    --------
     >>> numpy_name("float16"), numpy_name("bfloat16")
     ('float16', 'uint16')
     """
@@ -280,13 +278,7 @@ def _shape_of(text: str) -> BlockShape:
 
 
 def as_shape(given: Any, what: str = "shape") -> BlockShape:
-    """The block shape for a BlockShape or a text for `load_shape`.
-
-    Raises
-    ------
-    SpecError
-        The argument is neither, or the text is not a shape.
-    """
+    """The block shape for a BlockShape or a text for `load_shape`.  Raises `SpecError` for anything else."""
     if isinstance(given, BlockShape):
         return given
     if isinstance(given, str):

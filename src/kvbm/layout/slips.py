@@ -25,8 +25,6 @@ def meant_order(text: str) -> str:
     Mended are separators, words in place of letters, capitals, blanks inside splits, brackets behind other axes, and several pairs
     of brackets.
 
-    Examples
-    --------
     >>> meant_order("B, L, O, H, D / 16b, T, D % 16b")
     'b l o h d/16B t d%16B'
     >>> meant_order("layer [block] kv [head] token dim")
@@ -50,8 +48,6 @@ def meant_shape(text: str) -> str:
 
     Mended are capitals, other separators, sizes without names in their usual sequence, and a dtype without its name.
 
-    Examples
-    --------
     >>> meant_shape("NL: 2; no=2 nh=4, nt=16 hd=8 bfloat16")
     'nl=2,no=2,nh=4,nt=16,hd=8,dtype=bfloat16'
     >>> meant_shape("(2, 2, 4, 16, 8)"), meant_shape("Llama-3.1-8B,tp=2")
@@ -72,8 +68,6 @@ def meant_shape(text: str) -> str:
 def meant_array(text: str) -> str:
     """The text of arrays on the command line (``[COUNTx]SHAPE[:STRIDES]``) with the usual slips mended.  It need not be legal.
 
-    Examples
-    --------
     >>> meant_array("2x3x4"), meant_array("2 3 4"), meant_array("32 * (2, 3, 4)"), meant_array("32x[2,3,4] : [12 4 1")
     ('2,3,4', '2,3,4', '32x2,3,4', '32x2,3,4:12,4,1')
     """
@@ -87,15 +81,7 @@ def meant_array(text: str) -> str:
 
 
 def yaml_advice(text: str, error: yaml.MarkedYAMLError) -> str:
-    """What to do about a text that is not YAML: the end of a message, or an empty text.
-
-    Parameters
-    ----------
-    text : str
-        The text of the file.
-    error : yaml.MarkedYAMLError
-        What PyYAML raised.
-    """
+    """What to do about a text that is not YAML, by what PyYAML raised: the end of a message, or an empty text."""
     lines, problem = text.splitlines(), str(error.problem)
     marks = [mark.line for mark in (error.problem_mark, error.context_mark) if mark is not None]
     if "quoted scalar" in str(error.context):

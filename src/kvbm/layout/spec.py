@@ -53,20 +53,10 @@ def load_dir(folder: str | Path, broken: Callable[[SpecError], None] | None = No
 def load_all(paths: Iterable[str | Path], broken: Callable[[SpecError], None] | None = None) -> list[Layout]:
     """Every layout of some files and folders, in that order; each folder is sorted by name.
 
-    Parameters
-    ----------
-    paths : iterable of str or Path
-        Files and folders.  A file that occurs twice counts once.
-    broken : callable, optional
-        Called with the error of each file in a folder that is no layout.  Without it, the error is raised.
+    A file that occurs twice counts once.
+    `broken` is called with the error of each file in a folder that is no layout; without it, the error is raised.
+    Raises `SpecError` if two files have the same name.
 
-    Raises
-    ------
-    SpecError
-        Two files have the same name.
-
-    Examples
-    --------
     >>> load_all([layouts_dir()]) == load_dir(layouts_dir())
     True
     """
@@ -137,13 +127,7 @@ def _meant(text: str) -> str:
 
 
 def as_layout(given: Layout | str | Path, what: str = "layout") -> Layout:
-    """The layout for a Layout, a name, or the path of a file (`load`).
-
-    Raises
-    ------
-    SpecError
-        The argument is none of these, or there is no such layout.
-    """
+    """The layout for a Layout, a name, or the path of a file (`load`); `SpecError` for anything else."""
     if isinstance(given, Layout):
         return given
     if isinstance(given, str | Path):
@@ -175,8 +159,6 @@ _SCALES = "nl=1,no=1,nh=1,nt=256,hd=16,dtype=float8_e4m3fn"
 def example_shape(layout: Layout) -> str | None:
     """An example shape for a layout, as a text for `load_shape`: the first legal one of a short list.
 
-    Examples
-    --------
     >>> example_shape(load("nhd")), example_shape(load("vllm/dsa_indexer"))
     ('llama-3.1-8b', 'nl=61,no=1,nh=1,nt=64,hd=128,dtype=bfloat16')
     """

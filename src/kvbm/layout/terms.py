@@ -47,18 +47,10 @@ OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = MappingProxy
 class Expression:
     """Integer arithmetic over sizes, such as ``round_up(nt*584, 576)``.
 
-    Parameters
-    ----------
-    text : str
-        ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``; at most
-        1,000 characters.  Blanks and ends of lines between them have no meaning.
-    where : str
-        File and line.
-
-    Raises
-    ------
-    LayoutError
-        The text contains anything else.  `evaluate` raises it if a name has no value, or if the result is below 1 or above 2**62.
+    The text has ``+ - * // %``, integers, ``round_up(x, to)``, ``min``, ``max`` and the names ``nb nl no nh nt hd es``;
+    at most 1,000 characters.  Blanks and ends of lines between them have no meaning.  `where` is its file and line.
+    Raises `LayoutError` if it contains anything else; `evaluate` does if a name has no value, or the result is below 1
+    or above 2**62.
     """
 
     text: str = field(compare=False)
@@ -140,24 +132,13 @@ def _unexpected(text: str, got: str, sizes: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One factor of an order: axes fused row-major, then quotients and remainders read left to right.
+    """One factor of an order: axes fused row-major, then quotients and remainders read left to right."""
 
-    Parameters
-    ----------
-    axes : tuple of str
-        Letters.  Several axes are fused, the first slowest.
-    steps : tuple of (str, int, bool)
-        ``("/" or "%", size, size is in bytes)``.
-    opaque : bool
-        The axes are contiguous, and their order is unspecified.
-    planes : bool
-        The names are planes, in their order.
-    """
-
+    #: Letters.  Several axes are fused, the first slowest.
     axes: tuple[str, ...]
-    steps: tuple[tuple[str, int, bool], ...] = ()
-    opaque: bool = False
-    planes: bool = False
+    steps: tuple[tuple[str, int, bool], ...] = ()  # ``("/" or "%", size, size is in bytes)``
+    opaque: bool = False  # the axes are contiguous, and their order is unspecified
+    planes: bool = False  # the names are planes, in their order
 
     def __str__(self) -> str:
         if self.planes:
@@ -174,10 +155,7 @@ class Term:
     def cut(self, sizes: Mapping[str, int], itemsize: int, pack: int = 1) -> tuple[int, int]:
         """The term as ``(index // divisor) % extent``, in elements; `pack` elements have `itemsize` bytes.
 
-        Raises
-        ------
-        LayoutError
-            A split does not divide its axis.
+        Raises `LayoutError` if a split does not divide its axis.
         """
         divisor, extent = 1, self.extent(sizes)
         for op, size, in_bytes in self.steps:
@@ -232,33 +210,20 @@ class Pitch:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One kind of elements of a block that holds several kinds: quantised data, scales, positions.
+    """One kind of elements of a block that holds several kinds: quantised data, scales, positions."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the plane.  It must be the same in both layouts of a conversion.
-    orders : tuple of Order
-        Terms of the plane, inside the terms that all planes share: one order, or one for K and one for V.
-    dtype : str, optional
-        Default: the dtype of the shape.
-    offset : Expression, optional
-        Bytes from the start of the record to the plane.  Default: directly after the plane before.
-    pitch : tuple of (str, Pitch)
-        As for `Layout`, for the plane's terms; sorted.
-    shared : tuple of str
-        Axes of the shape along which the plane has a single value, such as one scale for all tokens of a block.
-    scales : str
-        Name of the plane whose elements this plane scales (`kvbm.layout.scales`).  A copy without a cast does not use it, so it
-        does not change the meaning of a layout.
-    """
-
+    #: Name of the plane.  It must be the same in both layouts of a conversion.
     name: str
+    #: Terms of the plane, inside the terms that all planes share: one order, or one for K and one for V.
     orders: tuple[Order, ...]
-    dtype: str | None = None
+    dtype: str | None = None  # default: the dtype of the shape
+    #: Bytes from the start of the record to the plane.  Default: directly after the plane before.
     offset: Expression | None = None
-    pitch: tuple[tuple[str, Pitch], ...] = ()
+    pitch: tuple[tuple[str, Pitch], ...] = ()  # as for `Layout`, for the plane's terms; sorted
+    #: Axes of the shape along which the plane has a single value, such as one scale for all tokens of a block.
     shared: tuple[str, ...] = ()
+    #: Name of the plane whose elements this plane scales (`kvbm.layout.scales`).  A copy without a cast does not use
+    #: it, so it does not change the meaning of a layout.
     scales: str = field(default="", compare=False)
 
     def __str__(self) -> str:

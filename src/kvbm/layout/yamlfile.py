@@ -21,12 +21,9 @@ _LONGEST_FILE, _LONGEST_TEXT = 1 << 16, 4096
 
 
 def read_text(path: Path, file: str) -> str:
-    """The text of a file.  `file` is its name in error messages.  At most one character more than allowed is read.
+    """The text of a file, at most one character more than allowed.  `file` is its name in error messages.
 
-    Raises
-    ------
-    SpecError
-        The file does not exist, is not a regular file, cannot be read, or is not UTF-8.
+    Raises `SpecError` if the file does not exist, is not a regular file, cannot be read, or is not UTF-8.
     """
     if not is_file(path):  # opening a FIFO would wait for its writer
         if os.path.lexists(path):

@@ -18,10 +18,6 @@ from ..reshard.messages import Message, Resharding, require_layers, require_made
 from ..reshard.sequence import Parts, Rank, Span, split
 from ..reshard.strips import ONE_TOKEN, Unit
 
-__all__ = [
-    "LEAST", "MOST", "TRAILER", "VERSION", "Chunk", "Trailer", "chunks", "cut", "key_of", "limit_of", "mark_of", "require_digest",
-]  # fmt: skip
-
 VERSION = 1
 
 #: Bytes of a trailer.
@@ -217,15 +213,9 @@ def mark_of(tokens: range, origins: tuple[int, int], layers: range, most: int, l
 
 
 def chunks(
-    made: Resharding,
-    message: Message,
-    tokens: range,
-    *,
-    origins: tuple[int, int] = (0, 0),
-    layers: range | None = None,
-    most: int = MOST,
-    least: int = LEAST,
-) -> tuple[Chunk, ...]:
+    made: Resharding, message: Message, tokens: range, *, origins: tuple[int, int] = (0, 0),
+    layers: range | None = None, most: int = MOST, least: int = LEAST,
+) -> tuple[Chunk, ...]:  # fmt: skip
     """The chunks of a message, for a cache with one plane and no cast.  For others use a `Packer`.
 
     Parameters
@@ -299,23 +289,8 @@ def limit_of(given: Any, name: str = "most") -> int:
 def cut(message: Message, parts: Parts, sizes: Sequence[int], most: int, least: int = LEAST) -> tuple[Chunk, ...]:
     """Cut a message into chunks with equal numbers of whole units.  Single tokens are in the last chunk, or in one after it.
 
-    Parameters
-    ----------
-    message : Message
-        The message.
-    parts : Parts
-        Units and single tokens of the message.
-    sizes : (int, int)
-        Bytes of a unit and of a single token.
-    most : int
-        Bytes of the largest chunk, without its trailer.
-    least : int
-        A message of at most so many bytes is one chunk, unless `most` is smaller.
-
-    Raises
-    ------
-    BindError
-        `most` is not a number of bytes below 2**32, or a unit is larger.
+    `sizes` are the bytes of a unit and of a single token; `most` and `least` as for `chunks`.  Raises `BindError` if a
+    unit is larger than `most`.
     """
     limit = limit_of(most)
     counts = parts.units.size, parts.tokens.size

@@ -23,8 +23,6 @@ from ..system.locks import Lock
 from .chunk import LEAST, MOST, TRAILER, Chunk, Trailer, cut, key_of, limit_of, mark_of, require_digest
 from .sums import Sums
 
-__all__ = ["Bare", "ChunksDone", "Cut"]
-
 
 class Cut:
     """The chunks of some tokens and layers of a sequence that a rank sends to its peers, or receives from them.
@@ -66,15 +64,9 @@ class Cut:
     """
 
     def __init__(
-        self,
-        packer: Packer,
-        span: Span,
-        *,
-        origin: int = 0,
-        layers: range | None = None,
-        most: int = MOST,
+        self, packer: Packer, span: Span, *, origin: int = 0, layers: range | None = None, most: int = MOST,
         least: int = LEAST,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(packer, Packer):
             raise BindError(f"packer: expected a kvbm.reshard.Packer, got {quoted(packer)}")
         model, most, least = packer.made.src.model, limit_of(most), limit_of(least, "least")
@@ -102,14 +94,9 @@ class Cut:
         return Trailer.of(chunk, plan=self._packer.fingerprint, key=key, epoch=epoch, mark=self._mark)
 
     def pack(
-        self,
-        slots: Mapping[tuple[int, int], Any],
-        *,
-        key: str | bytes,
-        epoch: int = 0,
-        stream: Any = None,
+        self, slots: Mapping[tuple[int, int], Any], *, key: str | bytes, epoch: int = 0, stream: Any = None,
         wait: Any = None,
-    ) -> ChunksDone:
+    ) -> ChunksDone:  # fmt: skip
         """Pack some of the chunks, each with its trailer.
 
         Parameters
@@ -138,15 +125,9 @@ class Cut:
         return ChunksDone(self._packing(jobs, trailers, _Work(self, jobs), stream, wait))
 
     def unpack(
-        self,
-        slots: Mapping[tuple[int, int], Any],
-        *,
-        key: str | bytes,
-        epoch: int = 0,
-        verify: str = "after",
-        stream: Any = None,
-        wait: Any = None,
-    ) -> ChunksDone:
+        self, slots: Mapping[tuple[int, int], Any], *, key: str | bytes, epoch: int = 0, verify: str = "after",
+        stream: Any = None, wait: Any = None,
+    ) -> ChunksDone:  # fmt: skip
         """Unpack some of the chunks, if their trailers are right.
 
         Parameters
@@ -327,24 +308,13 @@ class ChunksDone:
 class Bare:
     """Chunks without trailers, whose copy is prepared.  The caller sends their digests itself.
 
-    Parameters
-    ----------
-    cut : Cut
-    slots : mapping
-        (peer, number of the chunk) → its slot, of `Chunk.nbytes` bytes.  It is not checked.
-    verify, stream, wait : optional
-        As for `Cut.pack` and `Cut.unpack`.
+    `slots`: (peer, number of the chunk) → its slot, of `Chunk.nbytes` bytes, which is not checked.
     """
 
     def __init__(
-        self,
-        cut: Cut,
-        slots: Mapping[tuple[int, int], Array],
-        *,
-        verify: str = "after",
-        stream: Any = None,
+        self, cut: Cut, slots: Mapping[tuple[int, int], Array], *, verify: str = "after", stream: Any = None,
         wait: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._cut, self._is_checked_before, self._order = cut, verify == "before", (stream, wait)
         self._jobs = [_Job(peer, cut._chunk(peer, number), slot) for (peer, number), slot in slots.items()]
         self._work = _Work(cut, self._jobs)
@@ -375,25 +345,15 @@ class _Part(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """Units or single tokens of chunks, in the order of chunks, that one launch copies or only digests.
-
-    Attributes
-    ----------
-    base : int
-        The address at which `cells` begin to count.
-    jobs : list of (int, int)
-        A chunk, and how many of its units or tokens.
-    ids : list
-        The rank's ids of those that are copied.
-    """
+    """Units or single tokens of chunks, in the order of chunks, that one launch copies or only digests."""
 
     lane: Lane
-    base: int
+    base: int  # the address at which `cells` begin to count
     copies: bool
-    jobs: list[tuple[int, int]]
+    jobs: list[tuple[int, int]]  # a chunk, and how many of its units or tokens
     positions: list[Ids]
     cells: list[Ids]
-    ids: list[Ids]
+    ids: list[Ids]  # the rank's ids of those that are copied
 
     @property
     def cell_count(self) -> int:

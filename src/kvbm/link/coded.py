@@ -20,8 +20,6 @@ from ..system.machine import device_of
 from ..wire import Slab
 from ..wire.protocol import move
 
-__all__ = ["SPARE", "STAGE", "Coded", "Side"]
-
 #: Blocks that are encoded or compared at a time.
 STAGE = 16
 
@@ -36,23 +34,12 @@ Words = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Side:
-    """The configuration of one side.
-
-    Attributes
-    ----------
-    engine : str
-    device : str
-        ``"cpu"`` or ``"cuda:N"``.
-    layout : str
-        A name, or the path of a file.
-    nt : int
-        Tokens per block.
-    """
+    """The configuration of one side."""
 
     engine: str
-    device: str
-    layout: str
-    nt: int
+    device: str  # ``"cpu"`` or ``"cuda:N"``
+    layout: str  # a name, or the path of a file
+    nt: int  # tokens per block
 
     def __str__(self) -> str:
         return f"{self.device}, {self.layout}, {self.nt} tokens per block"
@@ -64,15 +51,7 @@ class Side:
 class Coded:
     """A pool whose words encode their place in the sequence.  Words have 8 bytes, or fewer if 8 does not divide a row's bytes.
 
-    Parameters
-    ----------
-    side : Side
-    shape : BlockShape
-        Shape of the rank's blocks.
-    tokens : int
-        Length of the longest sequence.
-    busy : callable
-        Called from time to time during long work.
+    `tokens` is the length of the longest sequence.  `busy` is called from time to time during long work.
     """
 
     def __init__(self, side: Side, shape: BlockShape, tokens: int, busy: Callable[[], None]) -> None:

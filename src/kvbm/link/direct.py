@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import _core
 from .._arguments import quoted
-from ..compile.prepare import digest_copies, prepare
+from ..compile.prepare import digest_copies, prepare, warm
 from ..digest.cells import alone, fused
 from ..digest.run import fused_copies
 from ..errors import BindError, CudaError, KvbmError
@@ -34,10 +34,6 @@ from ..reshard.sequence import NONE, Ids, Span
 from ..system.machine import device_of
 from ..wire import Slab
 from .sums import Sums
-
-__all__ = [
-    "Lender", "Part", "Pass", "Piece", "Prepared", "Reader", "Shared", "opened", "read_layout", "read_shared", "shared", "told",
-]  # fmt: skip
 
 #: Most arrays of a pool that is lent: their places are part of a card.
 _MOST_ARRAYS = 1024
@@ -63,43 +59,19 @@ _PIECE_BYTES = 4 << 20
 
 
 class Shared(NamedTuple):
-    """How a peer opens a pool.
-
-    Attributes
-    ----------
-    layout : str
-        The text of the layout.
-    num_blocks : int
-        Blocks of the pool.
-    pieces : tuple of (str, int, int)
-        Memory: the number of its memory file, or the digits of its CUDA IPC handle; its bytes; its address in the owner.
-    places : tuple of (int, int)
-        For each allocation of the layout's table: its piece, and its first byte there.
-    gpu : str
-        PCI address of the GPU that has the memory; empty for host memory, or if it is not known.
-    """
+    """How a peer opens a pool."""
 
     layout: str
     num_blocks: int
+    #: Memory: the number of its memory file, or the digits of its CUDA IPC handle; its bytes; its address in the owner.
     pieces: tuple[tuple[str, int, int], ...]
+    #: For each allocation of the layout's table: its piece, and its first byte there.
     places: tuple[tuple[int, int], ...]
-    gpu: str = ""
+    gpu: str = ""  # PCI address of the GPU that has the memory; empty for host memory, or if it is not known
 
 
 def shared(pool: Pool, *, scales: bool = False) -> Shared:
-    """How peers on this host open a pool.
-
-    Parameters
-    ----------
-    pool : Pool
-    scales : bool
-        Tell them which planes hold scales, for casts.
-
-    Raises
-    ------
-    BindError
-        They cannot: the message says why.
-    """
+    """How peers on this host open a pool; `BindError` says why they cannot.  `scales`: tell which planes hold them."""
     if pool.addresses.size > _MOST_ARRAYS:
         raise BindError(f"it has {pool.addresses.size} arrays, and at most {_MOST_ARRAYS} are lent")
     if any(step.opaque for access in pool.resolved.accesses for step in access.steps):
@@ -179,18 +151,7 @@ def read_shared(given: Any) -> Shared:
 
 
 def opened(shared_pool: Shared, shape: BlockShape, name: str, lend: Callable[[str, int, int], Slab]) -> Pool:
-    """A peer's pool in this process.  It is read-only.
-
-    Parameters
-    ----------
-    shared_pool : Shared
-    shape : BlockShape
-        The block shape that the peer's placement says.
-    name : str
-        Name of the layout in messages.
-    lend : callable
-        Opens a piece by handle, bytes and address.
-    """
+    """A peer's pool in this process.  It is read-only.  `lend` opens a piece by handle, bytes and address."""
     layout = parse(shared_pool.layout, "a peer's card", name)
     resolved = layout.resolve(shape, shared_pool.num_blocks)
     if len(shared_pool.places) != resolved.table_size:
@@ -211,22 +172,12 @@ _MOST_TOKENS = 32
 
 
 class _Units(NamedTuple):
-    """Units or single tokens of a message.
+    """Units or single tokens of a message."""
 
-    Attributes
-    ----------
-    number : int
-        Which of the messages that `Packer.listed` returns.
-    message : Message
-        The message, with the layers that are exchanged.
-    at : array of int64
-        Positions.
-    """
-
-    number: int
+    number: int  # which of the messages that `Packer.listed` returns
     single: bool
-    message: Message
-    at: Ids
+    message: Message  # the message, with the layers that are exchanged
+    at: Ids  # positions
 
 
 def _units(packer: Packer, peer: int, span: Span, origin: int, layers: range) -> Iterator[_Units]:
@@ -240,19 +191,11 @@ def _units(packer: Packer, peer: int, span: Span, origin: int, layers: range) ->
 
 
 class Pass:
-    """Launches under way, and the sums of their digests.
-
-    Attributes
-    ----------
-    total : int
-        The digest of what was read.
-    cast : int
-        The digest of what was written, if it was quantised.
-    """
+    """Launches under way, and the sums of their digests."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[_core.Done | None, Sums | None, bool]] = []
-        self.total = self.cast = 0
+        self.total = self.cast = 0  # the digests of what was read; of what was written, if it was quantised
 
     def add(self, done: _core.Done | None, digests: Sums | None, *, is_cast: bool = False) -> None:
         """Launches of which `done` is the end; None on the CPU, where they have ended.  All are enqueued."""
@@ -285,13 +228,8 @@ def _digest_copies(section: PoolSection, packer: Packer, message: Message, singl
     pool = section.pool
     _, keys = packer.keys(message, single, side)
     cells = alone(section.of, keys, pool.alignment, f"digest of {pool.layout.name}", turns=packer.device >= 0)
-    return _warmed(digest_copies(cells, keys.lanes, pool.steps), packer)
-
-
-def _warmed(copies: list[_core.Copy], packer: Packer) -> list[_core.Copy]:
-    """Load kernels now, not while a model runs."""
-    for kernel in dict.fromkeys(copy.kernel for copy in copies) if packer.device >= 0 else ():
-        _core.warm(kernel, packer.device)
+    copies = digest_copies(cells, keys.lanes, pool.steps)
+    warm(copies, packer.device)
     return copies
 
 
@@ -366,21 +304,11 @@ class Lender:
 
 
 class _Launches(NamedTuple):
-    """Launches between a section of the peer's pool and one of this rank's.
+    """Launches between a section of the peer's pool and one of this rank's."""
 
-    Attributes
-    ----------
-    copies : Route
-        Copies with digests; of a cast, only copies.
-    digests : Route
-        Digests of the peer's pool.
-    written : Route, optional
-        Digests of this rank's pool, if copies quantise.
-    """
-
-    copies: _core.Route
-    digests: _core.Route
-    written: _core.Route | None
+    copies: _core.Route  # copies with digests; of a cast, only copies
+    digests: _core.Route  # digests of the peer's pool
+    written: _core.Route | None  # digests of this rank's pool, if copies quantise
     far_ids: int
     own_ids: int
     nbytes: int
@@ -388,27 +316,16 @@ class _Launches(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one launch copies of a sequence, or only digests in the peer's pool, before the peer's table is known.
-
-    Attributes
-    ----------
-    own : array of int64
-        Ids in this rank's pool.
-    at : array of int64
-        Positions of the sequence.
-    entries, rests : array of int64
-        Of each pair: the entry of the peer's table, and the number in the entry's block.
-    each : int
-        Ids per block of the peer's pool.
-    """
+    """What one launch copies of a sequence, or only digests in the peer's pool, before the peer's table is known."""
 
     launches: _Launches
     is_copied: bool
-    own: Ids
-    at: Ids
+    own: Ids  # ids in this rank's pool
+    at: Ids  # positions of the sequence
+    #: Of each pair: the entry of the peer's table, and the number in the entry's block.
     entries: Ids
     rests: Ids
-    each: int
+    each: int  # ids per block of the peer's pool
 
     @property
     def nbytes(self) -> int:
@@ -429,28 +346,18 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """Copies of what a rank receives from one peer's pool.
+    """Copies of what a rank receives from one peer's pool: `far`, opened.  `gpu` is the PCI address of its GPU.
 
-    A cast takes place in these copies, in one pass over the bytes of the peer's format.  If the peer cast before, it would take a
-    pass more, and memory.  The peer's digest is that of its blocks: this rank digests them, too, after it has read them.
-
-    Parameters
-    ----------
-    packer : Packer
-        The packer of this rank, which receives.
-    peer : int
-        Rank of the peer.
-    far : Pool
-        The peer's pool, opened.
-    gpu : str
-        PCI address of the peer's GPU (`Shared`).
+    A cast takes place in these copies, in one pass over the bytes of the peer's format.  If the peer cast before, it
+    would take a pass more, and memory.  The peer's digest is that of its blocks: this rank digests them, too, after the
+    copy.
     """
 
     def __init__(self, packer: Packer, peer: int, far: Pool, gpu: str = "") -> None:
         made = packer.made
         if made.casts and made.layouts and meaning_of(far.layout) != meaning_of(made.layouts[0]):
             raise BindError(f"{made.title}: its card tells of two layouts of its pool")
-        self._packer, self._peer, self.far = packer, peer, far
+        self.packer, self._peer, self.far = packer, peer, far
         is_across = packer.device >= 0 and gpu != pci_address(packer.device)
         self._limits = dict.fromkeys([packer.max_sms or (_SMS_ACROSS if is_across and not made.casts else 0), packer.max_sms])
         self._table = _core.Table(far.steps.shorten(far.addresses, far.num_blocks), packer.device)
@@ -461,21 +368,10 @@ class Reader:
     def parts(self, span: Span, origin: int, layers: range) -> list[Part]:
         """What is copied of a sequence, and what is only digested because this rank has no block for it.
 
-        Parameters
-        ----------
-        span : Span
-            Tokens and blocks of this rank.
-        origin : int
-            The position at which the peer's block table begins.
-        layers : range
-            Layers of the model.
-
-        Raises
-        ------
-        BindError
-            The span does not fit, or no turn of the peer begins at the origin.
+        `origin` is the position at which the peer's block table begins.  Raises `BindError` if the span does not fit,
+        or no turn of the peer begins there.
         """
-        packer, found, listed = self._packer, list[Part](), self._packer.listed(span, origin)
+        packer, found, listed = self.packer, list[Part](), self.packer.listed(span, origin)
         for number, single, part in self._shape(span, origin, layers)[0]:
             one = listed[number][1]
             own, launches = one.ids[single], part.launches
@@ -494,7 +390,7 @@ class Reader:
         key = span.tokens, span.origin, origin, layers
         found = self._shapes.get(key)
         if found is None:
-            packer, parts, needed = self._packer, list[tuple[int, bool, Part]](), 0
+            packer, parts, needed = self.packer, list[tuple[int, bool, Part]](), 0
             lent = span if origin == span.origin else Span(NONE, span.tokens, origin)  # its table is not read
             for number, single, message, at in _units(packer, self._peer, span, origin, layers):
                 far, launches = packer.ends(message)[1], self._launches_of(message, single)
@@ -512,32 +408,25 @@ class Reader:
     def pieces(self, parts: list[Part], table: Ids) -> list[Piece]:
         """The pairs of some parts, with the peer's block table of the sequence.
 
-        Raises
-        ------
-        BindError
-            The table is too short, has no block for some of the tokens, or names blocks that the peer's pool does not have.
+        Raises `BindError` if the table lacks a block for some of the tokens, or names one that the peer's pool does not
+        have.
         """
         return [Piece(part, self._blocks(part, table) * part.each + part.rests) for part in parts]
 
-    def prepared(self, parts: list[Part], span: Span, layers: range) -> Prepared | None:
-        """Copies of some parts, complete but for the peer's table; None if more than copies with digests is to do.
+    def foreseen(self, parts: list[Part], span: Span, layers: range) -> int | None:
+        """Entries of the peer's table, if what `parts` returned for the span's own origin is one copy with digests.
 
-        Parameters
-        ----------
-        parts : list of Part
-            What `parts` returned for the span and the layers, of a peer's table with the same origin.
-        span : Span
-        layers : range
+        None if more is to do: nothing begins before the table is known.
         """
-        packer = self._packer
+        packer = self.packer
         if packer.made.casts or not parts or not all(part.is_copied for part in parts):
             return None
         if packer.device < 0 and sum(part.nbytes for part in parts) > _PIECE_BYTES:
             return None
-        return Prepared(packer, self, parts, self._shape(span, span.origin, layers)[1])
+        return self._shape(span, span.origin, layers)[1]
 
     def _blocks(self, part: Part, table: Ids) -> Ids:
-        name = f"{self._packer.made.src.name} rank {self._peer}"
+        name = f"{self.packer.made.src.name} rank {self._peer}"
         if (needed := int(part.entries.max()) + 1) > len(table):
             raise BindError(f"{name}: its tokens need {needed} blocks, got a table of {len(table)}")
         blocks: Ids = table[part.entries]
@@ -553,20 +442,12 @@ class Reader:
     @property
     def quantises(self) -> bool:
         """True if this rank's pool has the smaller format."""
-        made = self._packer.made
-        return bool(made.casts) and made.coded == self._packer.side
-
-    def require_usable(self) -> None:
-        """Raise `BindError` if this rank's pool was closed since `receive`: nothing may be written to it any more."""
-        self._packer.require_usable()
-
-    def written(self) -> None:
-        """Copies into this rank's pool have ended."""
-        self._packer.pool.written()
+        made = self.packer.made
+        return bool(made.casts) and made.coded == self.packer.side
 
     def begin(self, piece: Piece, into: Pass, order: Mapping[str, Any], *, copies: bool = True) -> None:
         """Enqueue a piece, or only its digests in the peer's pool."""
-        packer, (part, far), on_gpu = self._packer, piece, self._packer.device >= 0
+        packer, (part, far), on_gpu = self.packer, piece, self.packer.device >= 0
         launches, casts, keep = part.launches, bool(packer.made.casts), (packer, self)
         digest = functools.partial(_digest, packer=packer, at=part.at, into=into, order=order, keep=keep)
         if not (copies and part.is_copied):
@@ -590,7 +471,7 @@ class Reader:
         return found
 
     def _made(self, message: Message, single: bool) -> _Launches:
-        packer, far, casts = self._packer, self.far, bool(self._packer.made.casts)
+        packer, far, casts = self.packer, self.far, bool(self.packer.made.casts)
         own, (slots, chosen) = packer.part(message, single), message.part(0, single=single)
         peer_section = far.units(slots).section(l=chosen["l"], h=chosen["h"], t=chosen["t"])
         title = f"{far.layout.name} → {own.pool.layout.name}, direct"
@@ -608,65 +489,12 @@ class Reader:
             between(*sections, title, cast=packer.made.cast_of(message) if casts else None), *alignments,
             sm_limited=limited, device=packer.device, src_steps=steps[0], dst_steps=steps[1],
         )  # fmt: skip
+        warm(copies, packer.device)
         route = _core.Route(
-            packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=_warmed(copies, packer),
+            packer.device, self._table, packer.table, peer_section.num_ids, own.num_ids, direct=copies,
             sum_direct=copies if isinstance(sums, list) else (), max_sms=max_sms,
             # Of what was written: the peer's memory may change between two passes.
             digests=((), [] if casts else _digest_copies(own, packer, message, single, 1)), digests_dst=True,
         )  # fmt: skip
         written = _digesting(own, packer.table, packer, message, single, 1) if self.quantises else None
         return _Launches(route, digests, written, peer_section.num_ids, own.num_ids, peer_section.of.block_bytes, first)
-
-
-class Prepared:
-    """Copies out of a peer's pool that begin as soon as its table has come.
-
-    Parameters
-    ----------
-    packer : Packer
-    reader : Reader
-    parts : list of Part
-        What they copy.
-    entries : int
-        Entries of the table.
-    """
-
-    def __init__(self, packer: Packer, reader: Reader, parts: list[Part], entries: int) -> None:
-        self._packer, self._reader, self.parts, self.entries = packer, reader, parts, entries
-        self._sums: list[Sums] = []
-
-    def foreseen(
-        self, note: tuple[bytes, bytes, tuple[int, int]], loans: _core.Loans, order: Mapping[str, Any]
-    ) -> _core.Foreseen:
-        """The copies, which begin with a note that ends with the table.  `note`: as `foreseen` of `kvbm.link.notes` returns it."""
-        packer, on_gpu = self._packer, self._packer.device >= 0
-        self._sums = [Sums(len(part.own), on_gpu) for part in self.parts]
-        try:
-            copies = [
-                _core.Expected(
-                    part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, self._reader.far.num_blocks,
-                    sums.address, on_gpu, (packer, self._reader, sums),
-                )
-                for part, sums in zip(self.parts, self._sums, strict=True)
-            ]  # fmt: skip
-            return _core.Foreseen(copies, *note, self.entries, loans, packer.pool.watch, order.get("stream"))
-        except BaseException:
-            self.unused()
-            raise
-
-    def unused(self) -> None:
-        """The copies have not begun, and will not."""
-        for one in self._sums:
-            one.is_enqueued = True  # nothing writes to its memory
-
-    def begun(self, dones: list[_core.Done], *, has_failed: bool = False) -> Pass:
-        """The copies under way, of which these are the ends.  `has_failed`: not all were enqueued."""
-        found = Pass()
-        for done, sums in zip(dones, self._sums, strict=True):
-            found.add(done if self._packer.device >= 0 else None, sums)
-            sums.is_enqueued = not has_failed
-        return found
-
-    def require_usable(self) -> None:
-        """As `Reader.require_usable`."""
-        self._reader.require_usable()

@@ -53,8 +53,6 @@ from .notes import read
 from .ring import MOST_ON_GPU, Ring, sizes_of
 from .secret import SIGNATURE, Notes, Secret
 
-__all__ = ["Endpoint"]
-
 #: Version of cards, and of those of endpoints that cast: earlier versions refuse these.
 _VERSION, _CASTING = 5, 6
 
@@ -149,23 +147,12 @@ class Endpoint:
     """
 
     def __init__(
-        self,
-        engine: str,
-        placement: Placement | Mapping[str, tuple[Placement, Pool]],
-        rank: int,
-        pool: Pool | None = None,
-        *,
-        wire: Wire,
-        model: str | Mapping[str, Any] = "",
-        incarnation: str = "",
-        chunk_bytes: int | None = None,
-        ring_bytes: int | None = None,
-        slots: int | None = None,
-        max_sms: int | None = None,
-        direct: bool = True,
-        cast: Cast = None,
+        self, engine: str, placement: Placement | Mapping[str, tuple[Placement, Pool]], rank: int,
+        pool: Pool | None = None, *, wire: Wire, model: str | Mapping[str, Any] = "", incarnation: str = "",
+        chunk_bytes: int | None = None, ring_bytes: int | None = None, slots: int | None = None,
+        max_sms: int | None = None, direct: bool = True, cast: Cast = None,
         secret_file: str | os.PathLike[str] | Secret | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require_wire("endpoint: wire", wire)
         if not isinstance(engine, str) or not engine:  # type: ignore[redundant-expr]
             raise BindError(f"endpoint: expected a name, got {quoted(engine)}")
@@ -441,12 +428,9 @@ class Endpoint:
         return self.call(connect, end - time.monotonic(), lambda made: self._unclaimed.update({key: made}))  # type: ignore[no-any-return]
 
     def _connect(
-        self,
-        cards: list[_Card],
-        outgoing: dict[str, Resharding | KvbmError],
-        incoming: dict[str, Resharding | KvbmError],
-        gathered: Iterable[str] = (),
-    ) -> Link:
+        self, cards: list[_Card], outgoing: dict[str, Resharding | KvbmError],
+        incoming: dict[str, Resharding | KvbmError], gathered: Iterable[str] = (),
+    ) -> Link:  # fmt: skip
         sizes = min(self._chunk_bytes, *(card.chunk_bytes for card in cards)), max(self._least, cards[0].least)
         link = Link(self, printable(cards[0].engine), outgoing, incoming, sizes, gathered)
         needed = {
@@ -506,18 +490,8 @@ class Endpoint:
     ) -> Any:
         """Make the endpoint's thread call a function; return its result, or raise its error.
 
-        Parameters
-        ----------
-        call : callable
-        seconds : float
-            How long to wait.  A call that has not begun then is not made.
-        late : callable, optional
-            The thread calls it with the result if the caller has given up while the function ran.
-
-        Raises
-        ------
-        TransferTimeoutError
-            The thread did not answer in time.
+        Raises `TransferTimeoutError` if it does not answer within `seconds`.  A call that has not begun then is not
+        made; if it runs, the thread calls `late` with its result.
         """
         found: dict[str, Any] = {}
         ended, lock = threading.Event(), threading.Lock()
@@ -937,7 +911,8 @@ def _placement(text: str, model: BlockShape, engine: str, world: int) -> Placeme
         not isinstance(held, dict)
         or not {"mesh", "nt", "shard"} <= set(held) <= {"mesh", "nt", "shard", "layers"}
         or type(held["mesh"]) is not str
-        or not (layers is None or (isinstance(layers, list) and all(_is_layer(layer) for layer in layers)))
+        or not (layers is None or (isinstance(layers, list) and all(isinstance(layer, str) for layer in layers)))
+        or not all(re.fullmatch("[0-9]{1,9}", layer, re.ASCII) for layer in layers or ())
     ):
         _refuse("a placement with mesh, nt, shard and layers", repr(held)[:200])
     name = printable(engine)
@@ -947,10 +922,6 @@ def _placement(text: str, model: BlockShape, engine: str, world: int) -> Placeme
     return Placement(
         held["mesh"], shard=held["shard"], model=model, nt=held["nt"], layers=layers and [int(layer) for layer in layers], name=name
     )
-
-
-def _is_layer(text: Any) -> bool:
-    return isinstance(text, str) and bool(re.fullmatch("[0-9]{1,9}", text, re.ASCII))
 
 
 def _refuse(expected: str, got: str) -> NoReturn:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .handle import Arrival, Sending
     from .link import Link
 
-__all__ = ["TRIES", "Incoming", "Inflow", "Outflow", "Repeat", "Start"]
-
 #: Seconds until a note is repeated: the first, doubled each time up to the last.
 REPEAT_SECONDS = (0.1, 1.0)
 
@@ -70,50 +68,22 @@ class _Packed:
 
 
 class Start(NamedTuple):
-    """What begins the sending to one peer.
-
-    Attributes
-    ----------
-    peer : str
-    rank : int
-        The peer's rank.
-    offer : Offer
-    table : array of int64, optional
-        The block table of what the offer lends.
-    """
+    """What begins the sending to one peer."""
 
     peer: str
-    rank: int
+    rank: int  # the peer's rank
     offer: Offer
-    table: Ids | None = None
+    table: Ids | None = None  # the block table of what the offer lends
 
 
 class Outflow:
-    """The part of a `send` for one peer.
-
-    Parameters
-    ----------
-    link : Link
-    sending : Sending
-    start : Start
-    is_said : bool
-        True if the offer was sent: the peer may read what it lends.
-
-    Attributes
-    ----------
-    sending : Sending
-        The handle of the transfer.
-    number : int
-        The sender's number of this flow.
-    is_over : bool
-        True if nothing is in transit, and no more notes are sent except answers.
-    """
+    """The part of a `send` for one peer.  `is_said`: the offer was sent, so the peer may read what it lends."""
 
     def __init__(self, link: Link, sending: Sending, start: Start, *, is_said: bool) -> None:
         self.link, self.sending, self.peer, self.rank = link, sending, start.peer, start.rank
         self.offer, self.number = start.offer if is_said else start.offer.short, start.offer.sending
         self.arrival = 0
-        self.is_over = False
+        self.is_over = False  # nothing is in transit, and no more notes are sent except answers
         self._stop: Stop | None = None  # sent when nothing is in transit
         self._owes_answer = False  # the receiver stopped, and waits for an answer
         self._is_stop_sent = self._is_lost = False
@@ -147,7 +117,10 @@ class Outflow:
             return  # from an earlier receive, which has sent a stop; or it will be repeated
         if self._cut is None:
             try:
-                self._begin(note)
+                self._require(note)
+                self.arrival = note.arrival
+                group, layers = self.offer.group, self.offer.layers
+                self._cut = self.link.cut(self.sending, group, note.tokens, note.origin, layers, sends=True)
             except KvbmError as error:
                 self.fail(error)
                 return
@@ -197,12 +170,6 @@ class Outflow:
             loan.begin()
         except KvbmError as error:
             self.fail(error)
-
-    def _begin(self, note: Want) -> None:
-        self._require(note)
-        self.arrival = note.arrival
-        group, layers = self.offer.group, self.offer.layers
-        self._cut = self.link.cut(self.sending, group, note.tokens, note.origin, layers, sends=True)
 
     def _require(self, note: Want | Ask) -> None:
         """Raise `BindError` if the peer has another plan, or wants other tokens."""
@@ -346,9 +313,7 @@ class Outflow:
                 done = self._bare(arrays).pack()
             except Exception as error:
                 for packed in taken:
-                    self._give_back(packed)
-                    if packed.slot >= 0:
-                        self.link.ring.give(packed.slot)
+                    self._free(packed)
                 if not isinstance(error, KvbmError):
                     raise
                 self.fail(error)
@@ -450,7 +415,9 @@ class Outflow:
         return Put(self.number, self.arrival, serial, chunk, slot, self._digests[chunk])
 
     def _forget(self, serial: int) -> None:
-        packed = self._packed.pop(serial)
+        self._free(self._packed.pop(serial))
+
+    def _free(self, packed: _Packed) -> None:
         self._give_back(packed)
         if packed.slot >= 0:
             self.link.ring.give(packed.slot)
@@ -485,22 +452,14 @@ class _Expected:
 
 
 class Incoming(abc.ABC):
-    """The part of a `receive` from one peer, for one offer.
-
-    Attributes
-    ----------
-    began : float
-        Latest possible start of the sending, as the delay of the note is unknown.
-    digests : dict of int to int
-        What has arrived → its digest.
-    is_over : bool
-        True if nothing is in transit, and no slot or loan is held.
-    """
+    """The part of a `receive` from one peer, for one offer."""
 
     def __init__(self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float) -> None:
-        self.link, self.arrival, self.peer, self.rank, self.offer, self.began = link, arrival, peer, rank, offer, began
-        self.is_over = self.is_done = False
-        self.digests: dict[int, int] = {}
+        self.link, self.arrival, self.peer, self.rank, self.offer = link, arrival, peer, rank, offer
+        self.began = began  # at the latest, as the delay of the note is unknown
+        self.is_done = False
+        self.is_over = False  # nothing is in transit, and no slot or loan is held
+        self.digests: dict[int, int] = {}  # of what has arrived
         self._is_ending = False
         self._stopping: Stop | None = None
         self._repeat = Repeat()
@@ -620,7 +579,6 @@ class Inflow(Incoming):
     # ---- notes -----------------------------------------------------------------------------------------------------
 
     def offered(self) -> None:
-        """The offer was repeated: the answer was lost."""
         if self.is_done:
             self._say_done()
         elif self._stopping is None and self._turn:
@@ -645,16 +603,13 @@ class Inflow(Incoming):
 
     @property
     def is_untouched(self) -> bool:
-        """True if no chunk was unpacked or is being unpacked."""
         return not self.digests and not self.is_done and all(expected.done is None for expected in self._expected.values())
 
     @property
     def uses_no_pool(self) -> bool:
-        """True if no kernel of this flow writes the pool."""
         return all(expected.done is None or _is_done(expected.done) for expected in self._expected.values())
 
     def tick(self, now: float) -> bool:
-        """Advance the flow.  True if something was done."""
         if self._is_ending:
             self._end()
             return False
@@ -678,7 +633,6 @@ class Inflow(Incoming):
         return busy or self._prepare()
 
     def release(self) -> None:
-        """At the end: wait for running kernels."""
         for expected in self._expected.values():
             if expected.done is not None:
                 with contextlib.suppress(Exception):
@@ -809,7 +763,6 @@ class Inflow(Incoming):
         self.link.ring.give(expected.slot)
 
     def _end(self) -> None:
-        """Nothing of the sender is under way: free all slots, at once or when what this side does with them has ended."""
         self._is_ending = True  # nothing more is granted, or unpacked
         for serial, expected in list(self._expected.items()):
             if expected.op is not None and not _is_done(expected.op):

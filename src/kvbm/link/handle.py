@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from .link import Link
     from .pulls import Ahead
 
-__all__ = ["Arrival", "Gathering", "Handle", "Sending", "require_call"]
-
-
 #: Seconds for which `synchronize` keeps a processor busy, where that is worth it: to be woken takes 50 µs.
 _SPIN = 2e-3
 
@@ -45,7 +42,7 @@ class Handle:
         self._running = threading.Lock()  # held until the transfer has ended; an Event takes ten times as many calls
         self._running.acquire()
         self._latch = _core.Latch()  # the same, for who waits without a lock
-        self._error: KvbmError | None = None
+        self.error: KvbmError | None = None  # why it failed, or fails when nothing is under way
         self.whole: Gathering | None = None  # the Gathering of which this is a part
 
     def query(self) -> bool:
@@ -56,8 +53,8 @@ class Handle:
         TransferError
             The transfer failed; it may be a `PeerLostError`, `TransferTimeoutError` or `DigestError`.
         """
-        if self.has_ended and self._error is not None:
-            raise self._error.with_traceback(None)
+        if self.has_ended and self.error is not None:
+            raise self.error.with_traceback(None)
         return self.has_ended
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -85,8 +82,8 @@ class Handle:
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        if self._error is None and not self.has_ended:
-            self._error = error
+        if self.error is None and not self.has_ended:
+            self.error = error
             self.link.count("failed")
             for flow in self.flows:
                 flow.fail(error)
@@ -113,20 +110,15 @@ class Handle:
 
     @property
     def has_failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def error(self) -> KvbmError | None:
-        """Why the transfer failed, or fails when nothing is under way; None if it did not."""
-        return self._error
+        return self.error is not None
 
     @property
     def why(self) -> str:
         """Why the transfer failed."""
-        return str(self._error)
+        return str(self.error)
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self.has_ended else "under way"
+        state = "failed" if self.error else "done" if self.has_ended else "under way"
         return f"<kvbm {type(self).__name__} of {self.key!r}: {state}>"
 
 
@@ -146,44 +138,29 @@ class Sending(Handle):
 class Arrival(Handle):
     """The arrival of a sequence from the ranks of the other engine.
 
-    Do not read its blocks before it is done: they may be incomplete.  When it is done, all chunks of all ranks have arrived and
-    were verified.  If it failed after something was written, its tokens are zero when it has ended: nothing of it is left.
+    Do not read its blocks before it is done: they may be incomplete.  When it is done, all chunks of all ranks have
+    arrived and were verified.  If it failed after something was written, its tokens are zero when it has ended: nothing
+    of it is left.
 
-    Attributes
-    ----------
-    digest : int
-        kvbm-digest-1 of what arrived, after it is done; of a cast, of the quantised bits.
-    zero : callable or None
-        Writes zeros into the tokens of the arrival; set when the first chunk is written.
-    parts : dict
-        Rank, origin and layers of a probable offer → what is copied of it out of the peer's pool, prepared while it is on its way.
-    ahead : list of Ahead
-        Copies that begin with such offers.
+    `digest` is kvbm-digest-1 of what arrived, after it is done; of a cast, of the quantised bits.
     """
 
     what = "receiving"
 
     def __init__(
-        self,
-        link: Link,
-        key: str,
-        span: Span,
-        timeout: float,
-        order: dict[str, Any],
-        *,
-        verify: str,
-        identity: tuple[int, bytes],
-        layers: range,
-    ) -> None:
+        self, link: Link, key: str, span: Span, timeout: float, order: dict[str, Any], *, verify: str,
+        identity: tuple[int, bytes], layers: range,
+    ) -> None:  # fmt: skip
         super().__init__(link, key, span, timeout, order)
         self.number = secrets.randbits(64) or 1
         self.verify, self.identity, self.layers = verify, identity, layers
         self.digest = 0
         self.failed_at = 0.0
         self.missing: dict[int, frozenset[int]] = {}  # rank of the other engine → layers that have not arrived
-        self.zero: Callable[[], None] | None = None
+        self.zero: Callable[[], None] | None = None  # writes zeros into the tokens; set when something is written
+        #: Rank, origin and layers of a probable offer → what is copied of it, prepared while it is on its way.
         self.parts: dict[tuple[int, int, range], list[Part]] = {}
-        self.ahead: list[Ahead] = []
+        self.ahead: list[Ahead] = []  # copies that begin with such offers
 
     def fail(self, error: KvbmError) -> None:
         if not self.has_failed:
@@ -220,10 +197,10 @@ class Arrival(Handle):
             try:
                 zero()
             except Exception as error:  # for any error: the thread goes on with other transfers
-                combined = copy(self._error)
+                combined = copy(self.error)
                 assert combined is not None
                 combined.args = (f"{self.why}; its blocks still hold a part of it, as writing zeros there failed: {error}",)
-                self._error = combined
+                self.error = combined
 
     @property
     def is_awaited(self) -> bool:
@@ -239,17 +216,8 @@ class Arrival(Handle):
 class Gathering(Handle):
     """The arrival of a sequence in two parts: a share from the other engine, the rest from equal ranks of this engine.
 
-    It is done when this rank has the whole sequence and has passed on its share.  If one rank fails, the ranks that wait for it
-    fail, too.
-
-    Parameters
-    ----------
-    share, rest : Arrival
-        The two parts.
-    passing : Sending
-        The sending of the share to the other ranks, not begun yet.
-    begin : callable
-        A function that begins `passing`.
+    It is done when this rank has the whole sequence and has passed on its share, by the sending that `begin` begins.
+    If one rank fails, the ranks that wait for it fail, too.
     """
 
     what = "receiving"
@@ -272,8 +240,8 @@ class Gathering(Handle):
     # ---- the endpoint's thread -------------------------------------------------------------------------------------
 
     def fail(self, error: KvbmError) -> None:
-        if self._error is None and not self.has_ended:
-            self._error = error
+        if self.error is None and not self.has_ended:
+            self.error = error
             for part in self._parts:
                 part.fail(error)
 
@@ -284,11 +252,11 @@ class Gathering(Handle):
                 self._passing.settle()
             else:
                 self._begin()
-                if self._error is not None:
+                if self.error is not None:
                     for flow in self._passing.flows:
-                        flow.fail(self._error)
+                        flow.fail(self.error)
         if not self.has_ended and all(one.has_ended for one in self._parts):
-            if self._error is not None:  # also a part that had arrived: the sequence as a whole did not
+            if self.error is not None:  # also a part that had arrived: the sequence as a whole did not
                 self._share.clear()
                 self._rest.clear()
             self._end()

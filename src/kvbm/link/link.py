@@ -33,8 +33,6 @@ from .pulls import Ahead, Pull
 if TYPE_CHECKING:
     from .endpoint import Endpoint
 
-__all__ = ["Link"]
-
 _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
@@ -54,28 +52,14 @@ _MOST = 4096
 
 
 class _Course(NamedTuple):
-    """What transfers of some layers of a group, in one direction, have in common.
-
-    Attributes
-    ----------
-    packer : Packer
-    group : int
-        Index of the group.
-    layers : range
-    peers : dict of int to str
-        The ranks with which the packer's rank exchanges messages → their names on the wire.
-    sends_to : tuple of int
-        The ranks to which it sends these layers.
-    period : int
-        Tokens after which units, and the ranks that hold tokens, are the same again.
-    """
+    """What transfers of some layers of a group, in one direction, have in common."""
 
     packer: Packer
-    group: int
+    group: int  # index of the group
     layers: range
-    peers: dict[int, str]
-    sends_to: tuple[int, ...]
-    period: int
+    peers: dict[int, str]  # the ranks with which the packer's rank exchanges messages → their names on the wire
+    sends_to: tuple[int, ...]  # the ranks to which it sends these layers
+    period: int  # tokens after which units, and the ranks that hold tokens, are the same again
 
     def start(self, span: Span) -> tuple[int, range, int, int, int]:
         """What chunks of a span have in common with those of other sequences: they begin, and end, alike."""
@@ -97,14 +81,9 @@ class Link:
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        engine: str,
-        outgoing: Mapping[str, Resharding | KvbmError],
-        incoming: Mapping[str, Resharding | KvbmError],
-        sizes: tuple[int, int],
-        gathered: Iterable[str] = (),
-    ) -> None:
+        self, endpoint: Endpoint, engine: str, outgoing: Mapping[str, Resharding | KvbmError],
+        incoming: Mapping[str, Resharding | KvbmError], sizes: tuple[int, int], gathered: Iterable[str] = (),
+    ) -> None:  # fmt: skip
         self.endpoint, self.engine = endpoint, engine
         self.title = f"{endpoint.engine} rank {endpoint.rank} ↔ {engine}"
         self.ring = endpoint.ring
@@ -145,16 +124,9 @@ class Link:
     # ---- public methods --------------------------------------------------------------------------------------------
 
     def send(
-        self,
-        key: str,
-        span: Span,
-        *,
-        layers: range | None = None,
-        group: str = "",
-        wait: Any = None,
-        stream: Any = None,
-        timeout: float = 30.0,
-    ) -> Sending:
+        self, key: str, span: Span, *, layers: range | None = None, group: str = "", wait: Any = None,
+        stream: Any = None, timeout: float = 30.0,
+    ) -> Sending:  # fmt: skip
         """Push tokens of a sequence to the ranks of the other engine that hold them.
 
         Parameters
@@ -208,17 +180,9 @@ class Link:
         return sending
 
     def receive(
-        self,
-        key: str,
-        span: Span,
-        *,
-        layers: range | None = None,
-        group: str = "",
-        verify: str = "after",
-        wait: Any = None,
-        stream: Any = None,
-        timeout: float = 30.0,
-    ) -> Arrival | Gathering:
+        self, key: str, span: Span, *, layers: range | None = None, group: str = "", verify: str = "after",
+        wait: Any = None, stream: Any = None, timeout: float = 30.0,
+    ) -> Arrival | Gathering:  # fmt: skip
         """Receive tokens of a sequence from the ranks that hold them, whether they call `send` or `offer`.
 
         Parameters
@@ -244,7 +208,9 @@ class Link:
                 self.endpoint.wire.expect(ahead.peer, ahead.copies)  # type: ignore[attr-defined]
             self.endpoint.wake()
             return arrival
-        near, name = self._sibling_link(), f"{self.engine}: {key}"
+        if (near := self.endpoint.siblings) is None:
+            raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
+        name = f"{self.engine}: {key}"
         rest = near._arriving(name, span, layers, group, verify, wait, stream, timeout)
         with _given_up(rest):
             passing, starts = near._sending(name, span, layers, group, None, stream, timeout, pulls=False)
@@ -257,23 +223,10 @@ class Link:
             self.endpoint.submit(begin_both)
         return gathering
 
-    def _sibling_link(self) -> Link:
-        """The link between ranks of this engine that hold the same."""
-        if self.endpoint.siblings is None:
-            raise BindError(f"{self.title}: gather: call join first, with the cards of all ranks of {self.endpoint.engine}")
-        return self.endpoint.siblings
-
     def _arriving(
-        self,
-        key: str,
-        span: Span,
-        layers: range | None,
-        group: str,
-        verify: str,
-        wait: Any,
-        stream: Any,
+        self, key: str, span: Span, layers: range | None, group: str, verify: str, wait: Any, stream: Any,
         timeout: float,
-    ) -> Arrival:
+    ) -> Arrival:  # fmt: skip
         require_call(key, span, timeout)
         course = self._course(group, layers, sends=False)
         packer, some = course.packer, course.layers
@@ -308,10 +261,11 @@ class Link:
         for rank, reader in readers.items():
             peer = course.peers[rank]
             loans = self.endpoint.wire.loans(peer)  # type: ignore[attr-defined]
-            prepared = reader.prepared(arrival.parts[rank, span.origin, some], span, some)
-            if loans is not None and prepared is not None and prepared.entries <= MOST_POSTED:
+            parts = arrival.parts[rank, span.origin, some]
+            entries = reader.foreseen(parts, span, some)
+            if loans is not None and entries is not None and entries <= MOST_POSTED:
                 offer = Offer(0, course.packer.fingerprint, key, group, some, span.tokens, span.origin, False)
-                arrival.ahead.append(Ahead(arrival, peer, rank, offer, prepared, loans))
+                arrival.ahead.append(Ahead(arrival, peer, rank, offer, reader, parts, entries, loans))
 
     fetch = receive
 
@@ -784,13 +738,9 @@ class Link:
             self._lose(peer, PeerLostError(f"{self.title}: {peer}: {why}", peer=peer))
 
     def open(self, peer: str, shared: Mapping[str, Shared | str]) -> None:
-        """Open a peer's pools, if that is possible, so that its blocks are copied directly.
+        """Open a peer's pools, if possible, so that its blocks are copied directly.
 
-        Parameters
-        ----------
-        peer : str
-        shared : mapping
-            Group → what its card says of its pool, or why it cannot be opened.
+        `shared`: group → what the peer's card says of its pool, or why it cannot be opened.
         """
         rank = self.peers[peer]
         lend = getattr(self.endpoint.wire, "open", None)

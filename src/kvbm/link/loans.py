@@ -13,18 +13,12 @@ if TYPE_CHECKING:
     from .direct import Lender, Pass
     from .flows import Outflow
 
-__all__ = ["Loan", "are_complete", "with_table"]
-
 
 def are_complete(order: Mapping[str, Any], stream: Any) -> bool:
     """True if blocks are known to be complete: the peer may copy them while this side digests them.
 
-    Parameters
-    ----------
-    order : mapping
-        The `stream` and the `wait` of the call that sends them.
-    stream : object
-        The stream on which this side digests: no other work is before.
+    `order` has the `stream` and the `wait` of the call that sends them.  No other work is before the digests on
+    `stream`.
     """
     if order.get("stream") is not (stream if order else None):
         return False
@@ -46,27 +40,8 @@ def with_table(offer: Offer, table: Ids, *, is_complete: bool) -> Offer:
 class Loan:
     """What one peer reads of a sending.
 
-    Parameters
-    ----------
-    flow : Outflow
-    lender : Lender
-    note : Ask
-        What the peer reads.  `arrival` 0: what it will probably ask for.
-    past : Loan, optional
-        The loan that this one replaces.
-    table : array of int64, optional
-        The lender's table of the note's tokens, if it is known.
-
-    Attributes
-    ----------
-    arrival : int
-        The number of the peer's `Ask`; 0 before it asks.
-    tokens, origin
-        As of the note.
-    is_digest_sent : bool
-        True if the digest of the blocks was sent to the peer.
-    is_returned : bool
-        True if the peer does not read them any more.
+    `note` says what: of `arrival` 0, what the peer will probably ask for.  The loan replaces `past`.  `table` is the
+    lender's table of the note's tokens, if it is known.
     """
 
     def __init__(
@@ -74,9 +49,10 @@ class Loan:
     ) -> None:
         span, self._flow, self._lender = flow.sending.span, flow, lender
         self._span = span if note.tokens == span.tokens else Span(span.table, note.tokens, span.origin)
-        self.arrival, self.tokens, self.origin = note.arrival, note.tokens, note.origin
+        self.arrival, self.tokens, self.origin = note.arrival, note.tokens, note.origin  # arrival 0: before the peer asks
         self._table = (lender.table(self._span) if table is None else table).astype("<i4")
-        self.is_digest_sent = self.is_returned = False
+        self.is_digest_sent = False
+        self.is_returned = False  # the peer does not read them any more
         self._past = [] if past is None else past.passes
         self._pass: Pass | None = None  # that digests the blocks, after `begin`
 

@@ -13,8 +13,6 @@ from typing import Any, Final
 from .._arguments import quoted
 from ..errors import BindError, printable
 
-__all__ = ["differences", "named", "read"]
-
 #: Most fields of a model, and most characters of a name and of a text, as JSON writes them.
 _MOST: Final = 192
 _MOST_TEXT: Final = 96
@@ -27,17 +25,9 @@ _ALONE, _REST = "model", "others"
 
 
 def named(model: str | Mapping[str, Any]) -> dict[str, str]:
-    """The fields of a model.
+    """The fields of a model: of a text one; of a mapping one for each value, ``"outer.inner"`` for those inside others.
 
-    Parameters
-    ----------
-    model : str or mapping of str to object
-        A text, or fields with any values that JSON has.  A mapping inside becomes fields ``"outer.inner"``.
-
-    Raises
-    ------
-    BindError
-        It is something else, or a name is not a text.
+    Raises `BindError` if it is something else, or a name is not a text.
     """
     if isinstance(model, str):
         return {_ALONE: _short(model)}
@@ -52,13 +42,7 @@ def named(model: str | Mapping[str, Any]) -> dict[str, str]:
 
 
 def read(fields: object) -> dict[str, str]:
-    """The fields of another engine's card, which is not trusted.
-
-    Raises
-    ------
-    BindError
-        They are not fields.
-    """
+    """The fields of another engine's card, which is not trusted.  Raises `BindError` if they are not fields."""
     if isinstance(fields, str):
         return {_ALONE: _short(fields)}
     if not isinstance(fields, dict) or len(fields) > _MOST:

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, get_args
 
 from .._core import MAIL_NOTE
 from ..errors import BindError, printable
 from ..wire import NOTE_BYTES
 from .secret import NOTE
-
-__all__ = [
-    "Ask", "Done", "Grant", "Note", "Offer", "Put", "Ready", "Stop", "Stopped", "Table", "Want", "foreseen", "offered", "read",
-    "write",
-]  # fmt: skip
 
 _MAGIC, _VERSION = b"kn", 2
 
@@ -58,59 +53,32 @@ def offered(note: bytes) -> tuple[int, bytes]:
 
 
 class Grant(NamedTuple):
-    """Permission to send one chunk.
-
-    Attributes
-    ----------
-    chunk : int
-    slot : int
-        Slot of the receiver.  The sender puts the chunk there, or the receiver pulls it into this slot.
-    serial : int
-        Number of the grant among those for this offer, from 1 on.  It is never reused.
-    """
+    """Permission to send one chunk."""
 
     chunk: int
+    #: Slot of the receiver.  The sender puts the chunk there, or the receiver pulls it into this slot.
     slot: int
+    #: Number of the grant among those for this offer, from 1 on.  It is never reused.
     serial: int
 
 
 class Offer(NamedTuple):
-    """From the sender: these tokens and layers of a sequence are available.
-
-    Attributes
-    ----------
-    sending : int
-    plan : int
-        The plan's fingerprint.
-    key : bytes
-        16 bytes that identify the sequence's name.
-    group : int
-        Index of the group; groups are sorted by name.
-    layers, tokens : range
-    origin : int
-        Origin of the sender's span.
-    pulls : bool
-        True if the receiver pulls the chunks.
-    age : float
-        Seconds since the sending began.  A sending that began before a receive failed belongs to the failed receive.
-    is_lent : bool
-        True if the receiver may copy these tokens from the sender's pool without an `Ask`: a `Table` and a `Ready` for arrival 0
-        follow.
-    table : Table, optional
-        The table, if it is small: then only the `Ready` follows.
-    """
+    """From the sender: these tokens and layers of a sequence are available."""
 
     sending: int
-    plan: int
-    key: bytes
-    group: int
+    plan: int  # the plan's fingerprint
+    key: bytes  # 16 bytes that identify the sequence's name
+    group: int  # index of the group; groups are sorted by name
     layers: range
     tokens: range
-    origin: int
-    pulls: bool
+    origin: int  # origin of the sender's span
+    pulls: bool  # True if the receiver pulls the chunks
+    #: Seconds since the sending began.  A sending that began before a receive failed belongs to the failed receive.
     age: float = 0.0
+    #: True if the receiver may copy these tokens from the sender's pool without an `Ask`: a `Table` and a `Ready` for
+    #: arrival 0 follow.
     is_lent: bool = False
-    table: Table | None = None
+    table: Table | None = None  # the table, if it is small: then only the `Ready` follows
 
     def fields(self) -> tuple[Any, ...]:
         layers, tokens = self.layers, self.tokens
@@ -141,19 +109,10 @@ class Offer(NamedTuple):
 
 
 def foreseen(offer: Offer, entries: int) -> tuple[bytes, bytes, tuple[int, int]]:
-    """How an offer of complete blocks with their table is recognised before it is read.
+    """How an offer of complete blocks is recognised before it is read, whatever its number, its age and its table.
 
-    Parameters
-    ----------
-    offer : Offer
-        The expected offer; its number and its age may be any.
-    entries : int
-        Entries of the table.
-
-    Returns
-    -------
-    tuple
-        The note up to the blocks of the table; the bits of it that must be so; and the two places of its number.
+    Returns the note up to the blocks of the table (of so many entries), the bits of it that must be so, and the two
+    places of its number.
     """
     note, mask = _foreseen(offer._replace(key=bytes(16), is_lent=True), entries)
     return note[: _KEY.start] + offer.key + note[_KEY.stop :], mask, (_NUMBER.start, _TABLE_NUMBER.start)
@@ -172,23 +131,14 @@ class Want(NamedTuple):
     """From the receiver: it wants these tokens of an offer, and grants these chunks.
 
     A chunk that an earlier note listed and this one does not has arrived.
-
-    Attributes
-    ----------
-    sending, arrival, plan : int
-    tokens : range
-    origin : int
-        Origin of the receiver's span.
-    turn : int
-        Number of the receiver's notes about this sending.  A note that arrives late has a lower number than a newer one.
-    grants : tuple of Grant
     """
 
     sending: int
     arrival: int
     plan: int
     tokens: range
-    origin: int
+    origin: int  # origin of the receiver's span
+    #: Number of the receiver's notes about this sending.  A note that arrives late has a lower number than a newer one.
     turn: int
     grants: tuple[Grant, ...]
 
@@ -226,14 +176,6 @@ class Put(NamedTuple):
     slot: int
     digest: int
 
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Put:
-        _require(not rest, "a put")
-        return cls(sending, *values)
-
 
 class Done(NamedTuple):
     """From the receiver: all chunks have arrived and are correct.  It has the sum of their digests."""
@@ -242,32 +184,16 @@ class Done(NamedTuple):
     arrival: int
     digest: int
 
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Done:
-        _require(not rest, "a done")
-        return cls(sending, *values)
-
 
 class Stop(NamedTuple):
     """From either side: the transfer has failed.
 
     The receiver sends it when it accepts no more chunks, and the sender when none of its puts is running.
-
-    Attributes
-    ----------
-    sending, arrival : int
-    is_digest : bool
-        True if chunks were wrong on every attempt.
-    by_sender : bool
-    why : str
     """
 
     sending: int
     arrival: int
-    is_digest: bool
+    is_digest: bool  # True if chunks were wrong on every attempt
     by_sender: bool
     why: str
 
@@ -290,14 +216,6 @@ class Stopped(NamedTuple):
     sending: int
     arrival: int
     by_sender: bool
-
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Stopped:
-        _require(not rest, "an answer to a stop")
-        return cls(sending, *values)
 
 
 class Ask(NamedTuple):
@@ -324,27 +242,15 @@ MOST_ENTRIES = 1 << 22
 
 
 class Table(NamedTuple):
-    """From the sender, to who asks: a part of its block table.
-
-    Attributes
-    ----------
-    sending : int
-    arrival : int
-        The number of the `Ask`; 0 without one.
-    first, entries : int
-        The entry of the table with which the part begins, and the number of entries of the table.
-    is_complete : bool
-        True if the blocks are complete: the receiver may copy them before the sender has digested them.
-    blocks : bytes
-        Block ids, as little-endian 32-bit integers.
-    """
+    """From the sender, to who asks: a part of its block table."""
 
     sending: int
-    arrival: int
+    arrival: int  # the number of the `Ask`; 0 without one
+    #: The entry of the table with which the part begins, and the number of entries of the table.
     first: int
     entries: int
-    is_complete: bool
-    blocks: bytes
+    is_complete: bool  # True if the blocks are complete: the receiver may copy them before the sender has digested them
+    blocks: bytes  # block ids, as little-endian 32-bit integers
 
     def fields(self) -> tuple[Any, ...]:
         return self.arrival, self.first, self.entries, self.is_complete
@@ -375,42 +281,30 @@ class Ready(NamedTuple):
     arrival: int
     digest: int
 
-    def fields(self) -> tuple[Any, ...]:
-        return self[1:]
-
-    @classmethod
-    def of(cls, sending: int, values: tuple[Any, ...], rest: bytes) -> Ready:
-        _require(not rest, "a ready")
-        return cls(sending, *values)
-
 
 Note = Offer | Want | Put | Done | Stop | Stopped | Ask | Table | Ready
 
 #: Number of a kind → the kind, and the layout of its fields.
 _KINDS: dict[int, tuple[Any, struct.Struct]] = {
-    _FORMS[kind.__name__][0]: (kind, _FORMS[kind.__name__][1])
-    for kind in (Offer, Want, Put, Done, Stop, Stopped, Ask, Table, Ready)
+    _FORMS[kind.__name__][0]: (kind, _FORMS[kind.__name__][1]) for kind in get_args(Note)
 }
 
-
+#: Kinds that are packed as they are, and what errors call them; those that are not, and those with more behind their fields.
+_PLAIN: Final[dict[Any, str]] = {Put: "a put", Done: "a done", Stopped: "an answer to a stop", Ready: "a ready"}
+_COMPOSED: Final = (Offer, Want, Stop, Ask, Table)
 _WITH_TAIL: Final = (Offer, Want, Stop, Table)
 
 
 def write(note: Note) -> bytes:
     """Return the note as bytes: at most `NOTE_BYTES`, but for an offer with a longer table."""
     number, layout = _WHOLE[type(note).__name__]
-    data = layout.pack(_MAGIC, _VERSION, number, note.sending, *note.fields())
+    fields = note.fields() if isinstance(note, _COMPOSED) else note[1:]
+    data = layout.pack(_MAGIC, _VERSION, number, note.sending, *fields)
     return data + note.tail() if isinstance(note, _WITH_TAIL) else data
 
 
 def read(data: bytes) -> Note:
-    """Parse a note.
-
-    Raises
-    ------
-    BindError
-        The bytes are not a note, or have another version.
-    """
+    """Parse a note.  Raises `BindError` if the bytes are not a note, or have another version."""
     if not _HEAD.size <= len(data) <= MAIL_NOTE:
         _refuse("a note")
     magic, version, number, sending = _HEAD.unpack_from(data)
@@ -424,7 +318,13 @@ def read(data: bytes) -> Note:
     behind = _HEAD.size + layout.size
     if len(data) < behind:
         _refuse("a note, whole")
-    found: Note = kind.of(sending, layout.unpack_from(data, _HEAD.size), data[behind:])
+    values, rest = layout.unpack_from(data, _HEAD.size), data[behind:]
+    found: Note
+    if kind in _PLAIN:
+        _require(not rest, _PLAIN[kind])
+        found = kind(sending, *values)
+    else:
+        found = kind.of(sending, values, rest)
     return found
 
 

@@ -9,59 +9,60 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _core
 from ..errors import BindError, DigestError, KvbmError
-from .direct import Part, Pass, Piece, Prepared, Reader
+from .direct import Part, Pass, Piece, Reader
 from .flows import TRIES, Incoming
 from .notes import Ask, Offer, Ready, Stop, Table, foreseen, offered
+from .sums import Sums
 
 if TYPE_CHECKING:
-    from .. import _core
     from .handle import Arrival
     from .link import Link
-
-__all__ = ["Ahead", "Pull"]
 
 
 class Ahead:
     """Copies of a peer's blocks that begin with the expected offer, before anything else is done with it.
 
     They are prepared when this side calls `receive`: mostly a peer offers all of that at once.
-
-    Parameters
-    ----------
-    arrival : Arrival
-    peer : str
-    rank : int
-        The peer's rank.
-    offer : Offer
-        The expected offer.
-    prepared : Prepared
-    loans : Loans
-        The loans of the peer's memory.
-
-    Attributes
-    ----------
-    what : bytes
-        As `offered` returns it of the expected offer.
-    copies : Foreseen
     """
 
     def __init__(
-        self, arrival: Arrival, peer: str, rank: int, offer: Offer, prepared: Prepared, loans: _core.Loans
-    ) -> None:
-        self.arrival, self.peer, self.rank, self.prepared = arrival, peer, rank, prepared
+        self, arrival: Arrival, peer: str, rank: int, offer: Offer, reader: Reader, parts: list[Part], entries: int,
+        loans: _core.Loans,
+    ) -> None:  # fmt: skip
+        self.arrival, self.peer, self.rank, self.parts, self._reader = arrival, peer, rank, parts, reader
         self._group, self._origin = offer.group, offer.origin
-        note = foreseen(offer, prepared.entries)
-        self.what = offered(note[0])[1]
-        self.copies = prepared.foreseen(note, loans, arrival.order)
         self._is_taken = False
         self._left: Pass | None = None  # copies of which nobody waits for the end but `has_ended`
+        note = foreseen(offer, entries)
+        self.what = offered(note[0])[1]  # by which the offer is recognised
+        packer = reader.packer
+        self._on_gpu = packer.device >= 0
+        self._sums = [Sums(len(part.own), self._on_gpu) for part in parts]
+        try:
+            copies = [
+                _core.Expected(
+                    part.launches.copies, part.own, part.at, part.entries, part.rests, part.each, reader.far.num_blocks,
+                    sums.address, self._on_gpu, (packer, reader, sums),
+                )
+                for part, sums in zip(parts, self._sums, strict=True)
+            ]  # fmt: skip
+            self.copies = _core.Foreseen(copies, *note, entries, loans, packer.pool.watch, arrival.order.get("stream"))
+        except BaseException:
+            self._unused()
+            raise
+
+    def _unused(self) -> None:
+        """The copies have not begun, and will not."""
+        for one in self._sums:
+            one.is_enqueued = True  # nothing writes to its memory
 
     def begin(self, note: bytes) -> bool:
         """Enqueue the copies with a note, unless that is done.  False if they wait for another, or cannot be enqueued."""
         try:
             if not self.copies.has_begun:
-                self.prepared.require_usable()
+                self._reader.packer.require_usable()  # the pool may be closed since `receive`
             return self.copies.begin(note)
         except KvbmError:  # it is raised when the offer was read
             self.leave()
@@ -72,13 +73,17 @@ class Ahead:
         dones = self.copies.end()
         if dones is None:
             if not self._is_taken:
-                self.prepared.unused()
+                self._unused()
             return None
         self._is_taken = True
         arrival = self.arrival
         if arrival.zero is None:  # something is written
             arrival.zero = functools.partial(arrival.link.zero, arrival, self._group, self._origin)
-        return self.prepared.begun(dones, has_failed=self.copies.has_failed)
+        found = Pass()
+        for done, sums in zip(dones, self._sums, strict=True):
+            found.add(done if self._on_gpu else None, sums)
+            sums.is_enqueued = not self.copies.has_failed  # else not all were enqueued
+        return found
 
     def leave(self) -> None:
         """Let nothing begin any more.  Copies under way end by themselves: they may stand behind the caller's work on a GPU."""
@@ -112,16 +117,7 @@ class Ahead:
 
 
 class Pull(Incoming):
-    """Copies from a peer's pool.  The peer's memory is on loan from the beginning to the end of the flow.
-
-    Parameters
-    ----------
-    link, arrival, peer, rank, offer, began
-        As for `Incoming`.
-    reader : Reader
-    ahead : Ahead, optional
-        What was begun when the offer came.
-    """
+    """Copies from a peer's pool, which is on loan from the beginning to the end of the flow.  `ahead` has begun already."""
 
     def __init__(
         self, link: Link, arrival: Arrival, peer: str, rank: int, offer: Offer, began: float, reader: Reader,
@@ -147,7 +143,7 @@ class Pull(Incoming):
         #: Numbers of arrivals whose notes are for this flow; 0: for all that is offered, if it is lent.
         self._numbers = {arrival.number}
         if ahead is not None:
-            self._pass, self._parts = ahead.take(), ahead.prepared.parts
+            self._pass, self._parts = ahead.take(), ahead.parts
             self._is_begun = self._is_complete = True
         if offer.is_lent and (arrival.span.tokens, arrival.span.origin) == (offer.tokens, offer.origin):
             self._numbers.add(0)
@@ -157,7 +153,6 @@ class Pull(Incoming):
     # ---- notes -----------------------------------------------------------------------------------------------------
 
     def offered(self) -> None:
-        """The offer was repeated: a note was lost."""
         if self.is_done:
             self._say_done()
         elif self._stopping is None and self._pass is None:
@@ -204,19 +199,16 @@ class Pull(Incoming):
 
     @property
     def is_untouched(self) -> bool:
-        """True if nothing was copied, or is being copied."""
         return not self._is_begun
 
     @property
     def uses_no_pool(self) -> bool:
-        """True if no kernel of this flow reads the peer's pool or writes this side's."""
         try:
             return self._pass is None or self._pass.query()
         except KvbmError:
             return True
 
     def tick(self, now: float) -> bool:
-        """Advance the flow.  True if something was done."""
         if self._is_ending:
             self._end()
             return False
@@ -241,7 +233,6 @@ class Pull(Incoming):
         return False
 
     def release(self) -> None:
-        """At the end: wait for running kernels."""
         if self._pass is not None:
             with contextlib.suppress(Exception):
                 self._pass.synchronize()
@@ -280,7 +271,7 @@ class Pull(Incoming):
         """Enqueue what is to do: on the CPU one piece, as the call copies it."""
         arrival = self.arrival
         assert self._pass is not None
-        self._reader.require_usable()
+        self._reader.packer.require_usable()
         if self._copies and arrival.zero is None:  # from now on something is written
             arrival.zero = functools.partial(self.link.zero, arrival, self.offer.group, self.offer.origin)
         while self._todo:
@@ -297,7 +288,7 @@ class Pull(Incoming):
             return False
         self._own_digest, self._cast_digest, self._pass = self._pass.total, self._pass.cast, None
         if self._copies:
-            self._reader.written()
+            self._reader.packer.pool.written()
         if self._peer_digest is not None:
             self._compare(self._own_digest, self._peer_digest)
         return True

@@ -21,8 +21,6 @@ from ..system.memory_files import memory_file
 from ..wire import Slab, Slice
 from .chunk import MOST
 
-__all__ = ["MOST_ON_GPU", "Ring", "sizes_of"]
-
 #: Chunks per call on a GPU, where the call itself takes a large part of a chunk's time.  On the CPU a call returns when all its
 #: chunks are done, which would delay the first chunk.
 TOGETHER = 4
@@ -49,32 +47,13 @@ def sizes_of(device: str, chunk_bytes: int | None = None, ring_bytes: int | None
 
 
 class Ring:
-    """Slots of one size: some for sent chunks, the others for received chunks.  Only one thread may use a ring.
-
-    Parameters
-    ----------
-    device : str
-        Device of the pools: ``"cpu"`` or ``"cuda:N"``.
-    slot_bytes : int
-        Bytes of a slot: those of the largest chunk.
-    sends, takes : int
-        Number of slots for sent chunks, and for received chunks.
-
-    Attributes
-    ----------
-    slab : Slab
-        The memory, which a wire registers.
-    quarantined : set of (str, int)
-        Pairs of a peer and a slot to which it may still write.
-    together : int
-        Most slots that one call packs or unpacks.
-    """
+    """Slots of one size: some for sent chunks, the others for received chunks.  Only one thread may use a ring."""
 
     def __init__(self, device: str, slot_bytes: int, sends: int, takes: int) -> None:
         if min(sends, takes) < 1:
             raise BindError(f"ring: expected room for a slot each way, got {sends} and {takes} of {slot_bytes} bytes")
         self.device, self.slot_bytes = device, slot_bytes
-        self.together = 1 if device == "cpu" else TOGETHER
+        self.together = 1 if device == "cpu" else TOGETHER  # slots that one call packs or unpacks, at most
         self.sends, self.takes = sends, takes
         nbytes = (sends + takes) * slot_bytes
         self._free_device: Any = None
@@ -94,13 +73,13 @@ class Ring:
             number = device_of(device)
             address = _core.alloc_device(number, nbytes)
             self._free_device = (number, address)
-        self.slab = Slab(address, nbytes, device, self, file)
+        self.slab = Slab(address, nbytes, device, self, file)  # which a wire registers
         self._free = deque(range(sends)), deque(range(sends, sends + takes))
         self._peer_of: dict[int, str] = {}  # taken slots
         self._taken: Counter[tuple[str, bool]] = Counter()  # by peer and way
         self._peers: set[str] = set()
         self._with: Counter[bool] = Counter()  # connected peers that have a slot, by way
-        self.quarantined: set[tuple[str, int]] = set()
+        self.quarantined: set[tuple[str, int]] = set()  # peers and slots to which they may still write
 
     @staticmethod
     def slot_size(chunk_bytes: int) -> int:

@@ -21,12 +21,10 @@ import os
 import secrets
 import stat
 import struct
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from .._arguments import quoted
 from ..errors import AuthenticationError, BindError
-
-__all__ = ["FRAME", "SIGNATURE", "TAG", "Channel", "Handshake", "Notes", "Secret", "Session", "open_to_all"]
 
 #: Bytes of a frame of the handshake, of a message's code, and of what a note has in addition.
 FRAME: Final = 40
@@ -53,20 +51,7 @@ SIGNATURE: Final = len(_CARD) + 64 + 1
 
 
 class Secret:
-    """A shared secret.
-
-    Parameters
-    ----------
-    data : bytes
-        The secret.  White space at its end does not count.
-    name : str
-        What messages call it, such as its file.
-
-    Raises
-    ------
-    BindError
-        It has fewer than 16 bytes, or more than 4096.
-    """
+    """A shared secret of 16 to 4096 bytes, without white space at its end; else `BindError`.  Messages have its name."""
 
     __slots__ = ("_data", "name")
 
@@ -84,10 +69,8 @@ class Secret:
     def read(cls, path: str | os.PathLike[str]) -> Secret:
         """Read a secret from a file that only its owner can read.
 
-        Raises
-        ------
-        BindError
-            There is no such file, others can read or write it, it belongs to another user, or it is too short or too long.
+        Raises `BindError` if there is no such file, others can read or write it, it belongs to another user, or its
+        size is wrong.
         """
         if not isinstance(path, str | os.PathLike):
             raise BindError(f"secret_file: expected the path of a file, got {quoted(path, 100)}")
@@ -128,10 +111,7 @@ class Secret:
     def opened(card: bytes, secret: Secret | None) -> bytes:
         """The card behind its code.  Nothing of it is parsed before its code is compared.
 
-        Raises
-        ------
-        AuthenticationError
-            Only one side has a secret, or the two have different ones.
+        Raises `AuthenticationError` if only one side has a secret, or the two have different ones.
         """
         is_signed = card.startswith(_CARD)
         if secret is None:
@@ -192,10 +172,7 @@ class Notes(Channel):
     def opened(self, data: bytes) -> bytes:
         """The note behind its number and code.
 
-        Raises
-        ------
-        AuthenticationError
-            It is from somebody else, was changed, or was taken before.
+        Raises `AuthenticationError` if it is from somebody else, was changed, or was taken before.
         """
         if len(data) >= NOTE:
             [number] = _NUMBER.unpack_from(data)
@@ -206,32 +183,18 @@ class Notes(Channel):
         raise AuthenticationError("note: expected the next one of this peer, with its code")
 
 
-class Session:
+class Session(NamedTuple):
     """The two channels of a conversation after its handshake."""
 
-    __slots__ = ("incoming", "outgoing")
-
-    def __init__(self, outgoing: Channel, incoming: Channel) -> None:
-        self.outgoing, self.incoming = outgoing, incoming
+    outgoing: Channel
+    incoming: Channel
 
 
 class Handshake:
     """One side of the beginning of a conversation, over bytes.
 
-    Send `begins` at once.  Then receive `wants` bytes, call `take` with them, and send what it returns, until `wants` is 0.
-
-    Parameters
-    ----------
-    secret : Secret
-    is_server : bool
-        True for the side that has accepted the connection.
-
-    Attributes
-    ----------
-    begins : bytes
-        This side's hello.
-    wants : int
-        Number of bytes to receive next; 0: the other side has proved that it knows the secret.
+    Send `begins`, this side's hello, at once.  Then receive `wants` bytes, call `take` with them, and send what it
+    returns, until `wants` is 0: the other side has proved that it knows the secret.
     """
 
     def __init__(self, secret: Secret, *, is_server: bool) -> None:
@@ -249,10 +212,7 @@ class Handshake:
     def take(self, data: bytes) -> bytes:
         """Take exactly `wants` bytes of the other side; return what to send to it.
 
-        Raises
-        ------
-        AuthenticationError
-            The other side has no secret, or another one, or sent something else.
+        Raises `AuthenticationError` if the other side has no secret, or another one, or sent something else.
         """
         if len(data) != self.wants:
             raise BindError(f"handshake: expected {self.wants} bytes, got {len(data)}")
@@ -299,13 +259,7 @@ class Handshake:
 
 
 def open_to_all(address: str) -> str:
-    """Why a server without a secret may not listen at an address: it is not a loopback or a private one.  Empty: it may.
-
-    Parameters
-    ----------
-    address : str
-        An IP address.
-    """
+    """Why a server without a secret may not listen at an IP address: it is no loopback or private one.  Empty: it may."""
     found = ipaddress.ip_address(address.partition("%")[0])
     found = getattr(found, "ipv4_mapped", None) or found
     if found.is_unspecified:

@@ -7,30 +7,14 @@ import numpy.typing as npt
 
 from ..digest.run import pinned
 
-__all__ = ["Sums"]
-
 
 class Sums:
-    """Memory for digests of kernels, filled with zeros.  On a GPU it is pinned, and used again when the last reference goes.
-
-    Parameters
-    ----------
-    count : int
-        Number of digests.
-    on_gpu : bool
-        True if a GPU writes them.
-
-    Attributes
-    ----------
-    memory : numpy.ndarray of uint64
-        The digests.
-    is_enqueued : bool
-        Set it when all work is enqueued.  Without it the memory is never used again: after an error a kernel may still write to it.
-    """
+    """Memory for digests of kernels, all zeros.  On a GPU it is pinned, and used again when the last reference goes."""
 
     def __init__(self, count: int, on_gpu: bool) -> None:
         self._piece: npt.NDArray[np.uint64] | None = pinned.take(count) if on_gpu else None
         self.memory = np.zeros(count, np.uint64) if self._piece is None else self._piece[:count]
+        #: Set it when all work is enqueued.  Else the memory is not used again: after an error a kernel may write to it.
         self.is_enqueued = False
 
     @property

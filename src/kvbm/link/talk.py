@@ -34,8 +34,6 @@ from ..errors import (
 )
 from .secret import MAGIC, PLAIN, TAG, Handshake, Secret, Session, open_to_all
 
-__all__ = ["Reception", "Talk", "connect", "listen"]
-
 _log = escaping(logging.getLogger(__name__))
 
 #: Most bytes and values of a message.  The largest ones have a card.  What a message of this size can make Python allocate is
@@ -78,34 +76,18 @@ _LOGGED, _MOST_HOSTS, _MOST_LINE = 60.0, 256, 400
 class Talk:
     """One conversation.  Only one thread may receive; any thread may send.
 
-    Parameters
-    ----------
-    connection : socket
-    timeout : float
-        Seconds that a send may take, and that the other side may be silent while something is expected of it.
-
-    Attributes
-    ----------
-    host : str
-        Address of the other side.
-    peer : str
-        Address and port of the other side.
-    here : str
-        Address of this side.
-    secret : Secret or None
-        What the other side has proved to know.
-    is_known : bool
-        True if the other side has said who it is; see `Reception`.
+    `timeout` limits, in seconds, each sending, and how long the other side may be silent while something is expected of
+    it.
     """
 
-    is_known = False
+    is_known = False  # the other side has said who it is: see `Reception`
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self._socket = connection
         self.timeout = timeout
         host, port = connection.getpeername()[:2]
-        self.here = str(connection.getsockname()[0])
-        self.secret: Secret | None = None
+        self.here = str(connection.getsockname()[0])  # this side's address
+        self.secret: Secret | None = None  # what the other side has proved to know
         self.host, self.peer = host, _text(host, port)
         self._sent_at = self._began = self._received_at = time.monotonic()
         self._busy = 0
@@ -121,12 +103,8 @@ class Talk:
     def shake(self, secret: Secret, *, is_server: bool) -> None:
         """Begin the conversation with a proof of both sides that they know a secret, before anything else is said or heard.
 
-        Raises
-        ------
-        AuthenticationError
-            The other side has no secret, or another one.
-        PeerLostError, TransferTimeoutError
-            The other side is gone, or has not proved it within `timeout` seconds.
+        Raises `AuthenticationError` if the other side has no secret, or another one, and `PeerLostError` or
+        `TransferTimeoutError` if it is gone, or has not proved it within `timeout` seconds.
         """
         side, end = Handshake(secret, is_server=is_server), time.monotonic() + self.timeout
         self._is_refused = True  # until it has proved it
@@ -153,21 +131,12 @@ class Talk:
     def say(self, **message: Any) -> None:
         """Send a message.
 
-        Raises
-        ------
-        PeerLostError, TransferTimeoutError
-            The other side is gone, or does not receive in time.
+        Raises `PeerLostError` if the other side is gone, and `TransferTimeoutError` if it does not receive in time.
         """
         self._send(self._framed(message), self.timeout)
 
     def tell(self, **message: Any) -> None:
-        """Send a message without waiting.  The conversation ends if the other side does not receive.
-
-        Raises
-        ------
-        PeerLostError, TransferTimeoutError
-            The other side is gone, or has left too much unread.
-        """
+        """Send a message without waiting.  If the other side does not receive, the conversation ends: errors as for `say`."""
         self._send(self._framed(message), 0.0)
 
     def _framed(self, message: dict[str, Any]) -> bytes:
@@ -221,21 +190,10 @@ class Talk:
     def hear(self, *names: str, within: float | None = None) -> dict[str, Any]:
         """Wait for the next message and return it.  It must have these names.
 
-        Parameters
-        ----------
-        *names : str
-            Names that the message must have.
-        within : float, optional
-            Seconds in all, however often the other side says that it is busy.  Default: `timeout`.
-
-        Raises
-        ------
-        KvbmError
-            The other side gave up.  The error has the class of its error there.
-        PeerLostError, TransferTimeoutError
-            The other side is gone, was silent for `timeout` seconds, or has sent nothing but that it is busy.
-        BindError
-            The received data are not a message with these names.
+        It waits at most `within` seconds (default: `timeout`), however often the other side says that it is busy.
+        Raises an error of the other side's class if that gave up; `PeerLostError` or `TransferTimeoutError` if it is
+        gone, was silent for `timeout` seconds, or has sent nothing but that it is busy; `BindError` if the received
+        data are not such a message.
         """
         self.wait(within)
         found = self._messages.popleft()
@@ -269,12 +227,8 @@ class Talk:
     def look(self) -> None:
         """Raise an error if the other side is gone or has given up.  Other messages are kept for `hear`.  It does not wait.
 
-        Raises
-        ------
-        KvbmError, PeerLostError, BindError
-            As `hear`.
-        TransferTimeoutError
-            The rest of a message has not come within `timeout` seconds.
+        Raises the errors of `hear`, and `TransferTimeoutError` if the rest of a message has not come within `timeout`
+        seconds.
         """
         if len(self._messages) >= _MOST_MESSAGES:
             return
@@ -411,45 +365,19 @@ class Refusals:
 class Reception:
     """A port where others begin conversations.  Each has its own thread, and none waits for another.
 
-    Refusals are in the log of ``kvbm.link.talk``, one line per host and minute.
+    `welcome` is called with each conversation, on its thread; the conversation ends when it returns, and its errors are
+    sent to the other side.  Refusals are in the log of ``kvbm.link.talk``, one line per host and minute.  `is_insecure`
+    lets it listen at any address, even without a secret.
 
-    A client is a stranger until `welcome` sets `Talk.is_known`.  A stranger may be silent for `HELLO` seconds, or `timeout` if that
-    is less.  If a host has too many strangers, the oldest one is disconnected; if it has too many conversations, the new one.
-
-    Parameters
-    ----------
-    host, port
-        Address to listen at; port 0 is any free port.
-    welcome : callable
-        Called with each conversation, on its thread; the conversation ends when it returns.  Its errors are sent to the other side.
-    timeout : float
-        Limit of `HELLO`.
-    name : str
-        Name of the threads.
-    secret : Secret, optional
-        Clients must first prove that they know this secret.
-    is_insecure : bool
-        Listen at any address, even without a secret.
-
-    Attributes
-    ----------
-    port : int
-        The port.
-    address : tuple
-        Address and port.
+    A client is a stranger until `welcome` sets `Talk.is_known`; with a secret, it must first prove that it knows it.  A
+    stranger may be silent for `HELLO` seconds, or `timeout` if that is less.  If a host has too many strangers, the
+    oldest one is disconnected; if it has too many conversations, the new one.
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        welcome: Callable[[Talk], None],
-        *,
-        timeout: float,
-        name: str,
-        secret: Secret | None = None,
-        is_insecure: bool = False,
-    ) -> None:
+        self, host: str, port: int, welcome: Callable[[Talk], None], *, timeout: float, name: str,
+        secret: Secret | None = None, is_insecure: bool = False,
+    ) -> None:  # fmt: skip
         self._welcome, self._seconds, self._name, self._secret = welcome, min(timeout, HELLO), name, secret
         self._lock, self._refusals = threading.Lock(), Refusals(name)
         self._talks: dict[Talk, None] = {}  # in the order in which they came
@@ -536,16 +464,10 @@ class Reception:
 def connect(
     host: str, port: int, timeout: float, secret: Secret | None = None, server: str = "`kvbm link serve`"
 ) -> Talk:
-    """Begin a conversation with `kvbm link serve`, or with a worker of an engine.
+    """Begin a conversation with `kvbm link serve`, or with a worker of an engine.  Messages name the `server`.
 
-    `server` is what listens there, for the message if nothing does.
-
-    Raises
-    ------
-    UnreachableError
-        Nothing listens at the address, or there is no answer in time.
-    AuthenticationError
-        There is a secret, and the other side does not have it.
+    Raises `UnreachableError` if nothing listens at the address, or there is no answer in time, and
+    `AuthenticationError` if the other side does not have the secret.
     """
     end = time.monotonic() + timeout
     talk = _connected(host, port, timeout, server)
@@ -610,19 +532,8 @@ def _addresses(host: str, port: int, timeout: float) -> list[tuple[str, int]]:
 def listen(host: str, port: int, *, is_open: bool = False) -> socket.socket:
     """A socket that listens for connections.  Port 0 selects a free port.
 
-    Parameters
-    ----------
-    host, port
-        The address.
-    is_open : bool
-        True if it may be one that others than this machine and its private network can reach.
-
-    Raises
-    ------
-    BindError
-        It is such an address, and may not be.
-    UnreachableError
-        The address does not belong to this machine, or the port is in use.
+    Raises `BindError`, unless `is_open`, if others than this machine and its private network can reach the address, and
+    `UnreachableError` if it does not belong to this machine, or the port is in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -36,15 +36,14 @@ from ..reshard.presets import vllm
 from ..reshard.sequence import Span
 from ..wire import Slab, Slice
 from ..wire.protocol import move
-from .coded import SPARE, STAGE, Coded, Side
+from .coded import SPARE, STAGE, Coded
+from .coded import Side as Side
 from .endpoint import Endpoint
 from .handle import Handle
 from .link import Link
 from .ring import Ring
 from .secret import Secret
 from .talk import Talk
-
-__all__ = ["Row", "Sender", "Served", "Side", "Terms", "serve"]
 
 #: Version of the protocol between the two sides.
 VERSION = 1
@@ -125,16 +124,7 @@ class Terms:
 class End:
     """One side of a trial: the coded pool, its endpoint, and a bare wire beside it.
 
-    Parameters
-    ----------
-    side : Side
-    terms : Terms
-    store : torch.distributed.Store or None
-        The store by which wires of torch connect.
-    busy : callable
-        Called from time to time during long work.
-    secret : Secret, optional
-        The secret of both endpoints.
+    `store` connects wires of torch.  `busy` is called from time to time during long work.
     """
 
     def __init__(self, side: Side, terms: Terms, store: Any, busy: Callable[[], None], secret: Secret | None = None) -> None:
@@ -148,15 +138,9 @@ class End:
             made = _wire(side.engine, side.device, terms, store)
             self._stack.callback(made.close)
             self.endpoint = Endpoint(
-                side.engine,
-                place,
-                0,
-                self.coded.pool,
-                wire=made,
-                chunk_bytes=terms.chunk_bytes,
-                ring_bytes=terms.ring_bytes,
-                secret_file=secret,
-            )
+                side.engine, place, 0, self.coded.pool, wire=made, chunk_bytes=terms.chunk_bytes,
+                ring_bytes=terms.ring_bytes, secret_file=secret,
+            )  # fmt: skip
             self._stack.callback(self.endpoint.close)
             self.size = Ring.slot_size(terms.tokens * terms.token_bytes)
             self.raw_ring = Ring(side.device, self.size, 1, 1)
@@ -318,25 +302,17 @@ class Memory:
 
 @dataclass
 class Served:
-    """The record of one trial on the receiving side.
+    """The record of one trial on the receiving side."""
 
-    Attributes
-    ----------
-    peer, wire, device, shape : str
-        Address, wire, device and block shape of the sender.
-    sequences, nbytes : int
-        Number of sequences, and bytes received.
-    stats : dict of str to float
-        As from `Link.stats`.
-    """
-
+    #: Address, wire, device and block shape of the sender.
     peer: str
     wire: str = ""
     device: str = ""
     shape: str = ""
+    #: Number of sequences, and bytes received.
     sequences: int = 0
     nbytes: int = 0
-    stats: dict[str, float] | None = None
+    stats: dict[str, float] | None = None  # as from `Link.stats`
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -352,22 +328,10 @@ class Served:
 def serve(
     talk: Talk, side: Side, host: str, *, only: str | None, memory: Memory, served: Served, timeout: float = 60.0
 ) -> None:
-    """Receive sequences from one sender until it ends the trial.
+    """Receive sequences from one sender until it ends the trial, and fill in what was `served`.
 
-    Parameters
-    ----------
-    talk : Talk
-    side : Side
-    host : str
-        The address to listen on.
-    only : str, optional
-        The only allowed wire.  Default: all are allowed.
-    memory : Memory
-        What senders may make this side allocate.
-    timeout : float
-        Most seconds that the sender may be waited for at a time.
-    served : Served
-        The record, which this function fills in.
+    `host` is the address to listen on, `only` the only allowed wire, `memory` what senders may make this side allocate,
+    and `timeout` the most seconds that the sender may be waited for at a time.
     """
     served.peer = talk.peer
     message = talk.hear("kvbm-link-trial")
@@ -439,11 +403,9 @@ def _receive(talk: Talk, end: End, link: Link, tokens: int, check: bool, served:
     used, after = end.endpoint.cpu_seconds - used, link.stats()
     served.nbytes += int(after["bytes_received"] - before["bytes_received"])
     talk.say(
-        digest=f"{arrival.digest:016x}",
-        wrong=end.coded.wrong(tokens) if check else "",
-        cpu=used,
+        digest=f"{arrival.digest:016x}", wrong=end.coded.wrong(tokens) if check else "", cpu=used,
         stats={name: after[name] - before[name] for name in after},
-    )
+    )  # fmt: skip
 
 
 # ---- the side that sends ---------------------------------------------------------------------------------------------
@@ -467,62 +429,38 @@ def _side(message: Any, peer: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements for sequences of one size.  Times are medians.
+    """The measurements for sequences of one size.  Times are medians."""
 
-    Attributes
-    ----------
-    tokens, nbytes, chunks : int
-        Tokens, bytes and chunks per sequence.  The bytes do not include padding and trailers.
-    median_ms, min_ms, max_ms : float
-        Time from `Link.send` until the receiver has confirmed that all data are complete and correct.
-    bandwidth_gbps : float
-        `nbytes` divided by `median_ms`; 1 GB is 10^9 bytes.
-    send_host_us, receive_host_us : float
-        Processor time of the endpoint's thread per chunk.  On the CPU this includes packing and unpacking.
-    raw_ms, raw_gbps, raw_ratio : float
-        The wire alone: a put of one contiguous slice of as many bytes and a note back.  The ratio is its time divided by
-        `median_ms`.
-    memcpy_ms, memcpy_gbps, memcpy_ratio : float
-        A memcpy of as many bytes on the sender.  The ratio is its time divided by `median_ms`.
-    chunks_wrong, notes_again, stalls : int
-        Totals of all sequences on both sides: chunks that were requested again, notes that were repeated, and waits for slots.
-    """
-
+    #: Tokens, bytes and chunks per sequence.  The bytes do not include padding and trailers.
     tokens: int
     nbytes: int
     chunks: int
+    #: Time from `Link.send` until the receiver has confirmed that all data are complete and correct.
     median_ms: float
     min_ms: float
     max_ms: float
-    bandwidth_gbps: float
+    bandwidth_gbps: float  # `nbytes` divided by `median_ms`; 1 GB is 10^9 bytes
+    #: Processor time of the endpoint's thread per chunk.  On the CPU this includes packing and unpacking.
     send_host_us: float
     receive_host_us: float
+    #: The wire alone: a put of one contiguous slice of as many bytes and a note back.  The ratio is its time divided by
+    #: `median_ms`.
     raw_ms: float
     raw_gbps: float
     raw_ratio: float
+    #: A memcpy of as many bytes on the sender.  The ratio is its time divided by `median_ms`.
     memcpy_ms: float
     memcpy_gbps: float
     memcpy_ratio: float
+    #: Totals of all sequences on both sides: chunks that were requested again, notes that were repeated, and waits for
+    #: slots.
     chunks_wrong: int
     notes_again: int
     stalls: int
 
 
 class Sender:
-    """The side that sends and measures.
-
-    Parameters
-    ----------
-    talk : Talk
-        The connection to the receiving side.
-    side : Side
-    terms : Terms
-
-    Attributes
-    ----------
-    far : dict
-        Configuration of the other side: host, device, layout, tokens_per_block.
-    """
+    """The side that sends and measures."""
 
     def __init__(self, talk: Talk, side: Side, terms: Terms) -> None:
         self.talk, self.terms = talk, terms
@@ -531,7 +469,7 @@ class Sender:
         _require_version(message, talk.peer)
         if type(message["port"]) is not int or not 0 <= message["port"] < 1 << 16:
             raise BindError(f"{talk.peer}: port: expected a port, got {quoted(message['port'], 60)}")
-        self.far = _side(message["side"], talk.peer)
+        self.far = _side(message["side"], talk.peer)  # host, device, layout and tokens_per_block of the other side
         store = _store(talk.host, message["port"], terms.timeout) if terms.wire == "torch" else None
         self.end = End(side, terms, store, talk.busy, talk.secret)
         try:

@@ -143,14 +143,7 @@ def declare_described(
 def possible_orders(arrays: Sequence[Array], shape: BlockShape, most: int = 8) -> list[str]:
     """The orders that arrays have by their sizes alone: each axis of an array is one axis of the block, or the blocks.
 
-    Parameters
-    ----------
-    arrays : sequence of Array
-        The arrays.  Their list has at most one axis, or those of layers and of K and V.
-    shape : BlockShape
-        Sizes of a block.
-    most : int
-        At most so many are listed.
+    Their list has at most one axis, or those of layers and of K and V.  At most `most` orders are listed.
     """
     try:
         first = _alike(arrays)

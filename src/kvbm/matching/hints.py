@@ -50,12 +50,8 @@ def steps_between(array: Array, count: int, itemsize: int) -> list[int]:
 def vllm_call(names: Sequence[str], resolved: Resolved, array: Array, *, joined: bool) -> str:
     """The call of `Pool.from_vllm` that takes the arrays; empty if it does not take them.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Names of the layout.
-    array : Array
-        One of the arrays.  If they are views of one allocation (`joined`): all of it, with the arrays along the first axis.
+    `array` is one of them.  If they are views of one allocation (`joined`), it is all of that, with the arrays along
+    the first axis.
     """
     if resolved.parts or len(resolved.kinds) > 1:
         return ""

@@ -50,44 +50,24 @@ _Resolve: TypeAlias = "Callable[[int], Resolved | None]"
 
 
 class Candidate(NamedTuple):
-    """A layout that fits.
-
-    Attributes
-    ----------
-    layout : Layout
-    names : tuple of str
-        All shipped names with the same meaning.
-    num_blocks : int
-        Number of blocks in the arrays with this layout.
-    fit : str
-        ``"exact"``, ``"permuted"`` or ``"viewed"``.
-    how : str
-        How the arrays are bound to the layout.
-    code : str
-        Python that does it, for the arrays ``tensors`` (a list; ``tensor`` if there is one) and the block shape ``shape``.
-    """
+    """A layout that fits."""
 
     layout: Layout
-    names: tuple[str, ...]
-    num_blocks: int
-    fit: str
-    how: str
+    names: tuple[str, ...]  # all shipped names with the same meaning
+    num_blocks: int  # number of blocks in the arrays with this layout
+    fit: str  # ``"exact"``, ``"permuted"`` or ``"viewed"``
+    how: str  # how the arrays are bound to the layout
+    #: Python that does it, for the arrays ``tensors`` (a list; ``tensor`` if there is one) and the block shape
+    #: ``shape``.
     code: str = ""
 
 
 class Check(NamedTuple):
-    """An experiment that distinguishes candidates: write one element with the engine, and look where it is.
+    """An experiment that distinguishes candidates: write one element with the engine, and look where it is."""
 
-    Attributes
-    ----------
-    element : str
-        The element to write, such as ``"head 1"``.  Every coordinate that is not named is 0.
-    outcomes : tuple of (str, tuple of str)
-        A place of the element, and the layouts in which it is there.
-    """
-
+    #: The element to write, such as ``"head 1"``.  Every coordinate that is not named is 0.
     element: str
-    outcomes: tuple[tuple[str, tuple[str, ...]], ...]
+    outcomes: tuple[tuple[str, tuple[str, ...]], ...]  # a place of the element, and the layouts in which it is there
 
     def __str__(self) -> str:
         lines = [f"Write {self.element} with the engine, and look where it is:"]
@@ -350,16 +330,10 @@ def names_of_strides(arrays: Sequence[Array], shape: BlockShape, asked: str, mos
 
 
 def parse(texts: Sequence[str], shape: BlockShape, dtype: str | None = None) -> list[Array]:
-    """Arrays from texts ``[COUNTx]SHAPE[:STRIDES]`` of the command line.  They do not overlap.  Default dtype: that of the shape.
+    """Arrays from texts ``[COUNTx]SHAPE[:STRIDES]`` of the command line, with the dtype of the shape.  They do not overlap.
 
-    SHAPE and STRIDES may be in brackets, as torch prints them: ``32x(2, 1024, 16, 8, 128)``.
-
-    Raises
-    ------
-    SpecError
-        A text has another form.
-    DTypeError
-        `dtype` is not the name of a dtype.
+    SHAPE and STRIDES may be in brackets, as torch prints them: ``32x(2, 1024, 16, 8, 128)``.  Raises `SpecError` if a
+    text has another form, and `DTypeError` if `dtype` is not the name of a dtype.
     """
     dtype = shape.dtype if dtype is None else dtype_name(dtype)
     size, made = ITEMSIZE[dtype], list[Array]()

@@ -237,13 +237,7 @@ Cast = Literal["amax"] | Scale | None
 
 
 def as_cast(given: object) -> Scale | None:
-    """The scale of a cast as users give it; None for a copy that changes no value.
-
-    Raises
-    ------
-    PlanError
-        It is neither None, ``"amax"`` nor a `Scale`.
-    """
+    """The scale of a cast as users give it; None for a copy that changes no value; `PlanError` for anything else."""
     kind = type(given)  # an object may say anything of its class
     if given is None or issubclass(kind, Scale):
         return given  # type: ignore[return-value]
@@ -279,12 +273,7 @@ def of_json(given: Any) -> Scale:
 def paired(planes: Sequence[Iterable[str]], scales: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
     """The planes of values of both sides that belong together: by name, or the only ones.
 
-    Parameters
-    ----------
-    planes : two iterables of str
-        The planes of the source and of the destination.
-    scales : two mappings of str to str
-        Plane of values → plane of its scales.
+    `scales`: of each side, plane of values → plane of its scales.
     """
     values = [[plane for plane in some if plane not in of.values()] for some, of in zip(planes, scales, strict=True)]
     pairs = [(plane, plane) for plane in values[0] if plane in values[1]]
@@ -298,10 +287,7 @@ def scaled_side(
 ) -> int | None:
     """Which side has the scales of a cast: 0 the source, 1 the destination; None: neither.
 
-    Raises
-    ------
-    PlanError
-        There is no cast between these formats, or it needs scales that neither side has.
+    Raises `PlanError` if there is no cast between these formats, or it needs scales that neither side has.
     """
     where = f"{title}: {f'plane {plane!r}: ' if plane else ''}{formats[0]} to {formats[1]}"
     for side, dtype in enumerate(formats):
@@ -324,26 +310,15 @@ class CastPart(Part):
     """The loop nest of a cast, of its elements or of its scales.  Both have the same modes.
 
     Modes count elements; of elements that share a byte, they count pairs.  ``inner[:3]`` go through a group.
-
-    Attributes
-    ----------
-    formats : tuple of str
-        Dtypes of the source and of the destination, and of the scales; empty if none are stored.
-    element : int
-        Elements that a step of ``inner[0]`` moves: 2 if two share a byte.
-    element_step : int
-        Bytes between two elements on the side where they do not share a byte.
-    given : tuple of float
-        The scales of the caller.  The ``key`` of a mode is the step of their number.
-    scales : CastPart, optional
-        The loop nest of the scales.
     """
 
+    #: Dtypes of the source and of the destination, and of the scales; empty if none are stored.
     formats: tuple[str, str, str] = ("", "", "")
-    element: int = 1
-    element_step: int = 0
+    element: int = 1  # elements that a step of ``inner[0]`` moves: 2 if two share a byte
+    element_step: int = 0  # bytes between two elements on the side where they do not share a byte
+    #: The scales of the caller.  The ``key`` of a mode is the step of their number.
     given: tuple[float, ...] = (1.0,)
-    scales: CastPart | None = None
+    scales: CastPart | None = None  # the loop nest of the scales
 
     @property
     def kind(self) -> str:
@@ -403,7 +378,7 @@ class CastPart(Part):
             and run.extent * self.element % ITEM == 0
             and (run.src, run.dst) == tuple(width * self.element // 8 for width in widths)
             and (self.element == 1 or self.element_step == max(widths) // 8)
-            and not any(step % _least_alignment(width) for step, width in zip(steps, widths, strict=True))
+            and not any(step % (4 if width <= 8 else WIDEST) for step, width in zip(steps, widths, strict=True))
         ):
             narrow = any(step % 8 for step, width in zip(steps, widths, strict=True) if width == 8)
             return Form("cast", MAX_OUTER, WIDE_MODES, ITEM, int(narrow), values=self._wide)
@@ -441,31 +416,15 @@ def cast_part(
     title: str, src: Access, dst: Access, scale: Access | None, group: Group | None,
     given: tuple[tuple[float, ...], Mapping[str, int]], half: int | None, keys: tuple[Access | None, Access | None] = (None, None),
 ) -> CastPart:  # fmt: skip
-    """The loop nest of a cast between two planes.
+    """The loop nest of a cast between two planes, of which exactly one is quantised, or none.
 
-    Parameters
-    ----------
-    title : str
-        Start of messages.
-    src, dst : Access
-        Address maps of the elements.  Exactly one is quantised, or none.
-    scale : Access, optional
-        Address map of the scales, on the quantised side.
-    group : Group, optional
-        The elements that share one of these scales.
-    given : tuple of (tuple of float, mapping)
-        The scales of the caller, and the distance between those of neighbours along each axis that has some (`table_of`).
-    half : int, optional
-        0 for K and 1 for V, if both are separate.
-    keys : tuple of (Access, optional)
-        For digests: the address maps of the keys of the quantised elements, and of their scales (`kvbm.digest.cells`).
+    `scale` is the address map of the scales, on the quantised side, and `group` the elements that share one of them.
+    `given` are the scales of the caller, and the distance between those of neighbours along each axis that has some
+    (`table_of`).  `half` is 0 for K and 1 for V, if both are separate.  For digests, `keys` are the address maps of the
+    keys of the quantised elements, and of their scales (`kvbm.digest.cells`).
 
-    Raises
-    ------
-    PlanError
-        The maps have no common refinement, or a group lies in several allocations.
-    MissingKernelError
-        The nest has more loops than kernels support.
+    Raises `PlanError` if the maps have no common refinement, or a group lies in several allocations, and
+    `MissingKernelError` if the nest has more loops than kernels support.
     """
     quantises = src.dtype in PLAIN
     label = " ".join(filter(None, (src.plane or dst.plane, "KV"[half] if half is not None else "")))
@@ -548,11 +507,6 @@ def cast_part(
             f"{where}the cast has {made.elements} elements per block: this is a defect of kvbm; please report both layouts"
         )
     return made
-
-
-def _least_alignment(bits: int) -> int:
-    """Alignment in bytes that items of eight elements need."""
-    return 4 if bits <= 8 else WIDEST
 
 
 def bits_of(dtype: str) -> int:

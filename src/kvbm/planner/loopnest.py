@@ -49,18 +49,12 @@ STILL = Mode(1, 0, 0)
 
 
 class Id(NamedTuple):
-    """The strides of an id on one side.
+    """The strides of an id on one side."""
 
-    Attributes
-    ----------
-    entries, nbytes : int
-        Strides of a block: table entries and bytes.
-    units : tuple of (int, int)
-        If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
-    """
-
+    #: Strides of a block: table entries and bytes.
     entries: int
     nbytes: int
+    #: If ids count units of a block: the digits of an id inside a block, fastest first, each as extent and bytes.
     units: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -92,37 +86,27 @@ _nesting = operator.itemgetter(4, 2, 3, 1)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Form:
-    """The compiled part of a kernel: its class, numbers of modes and word.  Sizes and strides are arguments.
+    """The compiled part of a kernel: its class, numbers of modes and word.  Sizes and strides are arguments."""
 
-    Attributes
-    ----------
-    kind : {"copy", "rows", "tile", "record", "page_in", "page_out", "digest", "cast"}
-        ``copy``: a chunk is one run.  ``rows``: runs are copied whole, in another order.  ``tile``: source and destination are
-        contiguous along different axes, so elements are transposed in a tile.  ``record``: rows of several parts, the planes of a
-        block.  ``page_in``, ``page_out``: as ``record``, with the source or the destination in shared memory.  ``digest``: cells
-        are read and summed up.  ``cast``: elements change their format, and their scales are made or used.
-    outer, inner : int
-        Number of modes that select a chunk, and of modes inside it (for tiles: without the two that span the tile).
-    element : int
-        For tiles, and for digests of transposed cells: bytes that stay together.  For casts: elements that a thread
-        moves at a time.
-    word : int
-        Bytes of a load and store; 0 for records and pages, as each part has its own word.  For casts: see `CastPart.form`.
-    sm_limited : bool
-        True if the kernel accepts a limit of multiprocessors.
-    sums : bool
-        True if the kernel also digests what it copies.  Each word is then a cell; of a cast, see `kvbm.digest.cells`.
-    values : str
-        For casts: formats of the source and of the destination, and of stored scales, such as ``bf16_e4m3_f32``.
-    """
-
+    #: ``copy``: a chunk is one run.  ``rows``: runs are copied whole, in another order.  ``tile``: source and
+    #: destination are contiguous along different axes, so elements are transposed in a tile.  ``record``: rows of
+    #: several parts, the planes of a block.  ``page_in``, ``page_out``: as ``record``, with the source or the
+    #: destination in shared memory.  ``digest``: cells are read and summed up.  ``cast``: elements change their format,
+    #: and their scales are made or used.
     kind: str
+    #: Number of modes that select a chunk, and of modes inside it (for tiles: without the two that span the tile).
     outer: int
     inner: int
+    #: For tiles, and for digests of transposed cells: bytes that stay together.  For casts: elements that a thread
+    #: moves at a time.
     element: int
+    #: Bytes of a load and store; 0 for records and pages, as each part has its own word.  For casts: see
+    #: `CastPart.form`.
     word: int
-    sm_limited: bool = False
+    sm_limited: bool = False  # True if the kernel accepts a limit of multiprocessors
+    #: True if the kernel also digests what it copies.  Each word is then a cell; of a cast, see `kvbm.digest.cells`.
     sums: bool = False
+    #: For casts: formats of the source and of the destination, and of stored scales, such as ``bf16_e4m3_f32``.
     values: str = ""
 
     @property
@@ -174,13 +158,7 @@ def kernel_name(kernel: Kernel) -> str:
 
 
 def parse_kernel(name: str) -> Kernel:
-    """The kernel of a name.
-
-    Raises
-    ------
-    PlanError
-        The text is not the name of a kernel.
-    """
+    """The kernel of a name.  Raises `PlanError` if the text is not the name of a kernel."""
     forms = []
     for part in name.split("__"):
         if match := _CAST.fullmatch(part):
@@ -206,49 +184,31 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """One loop nest in bytes: the whole copy, its K or V half, or a plane.
+    """One loop nest in bytes: the whole copy, its K or V half, or a plane."""
 
-    Attributes
-    ----------
-    src_offset, dst_offset, src_table_offset, dst_table_offset : int
-        Start of the part: bytes and table entries.
-    outer : tuple of Mode
-        Modes that select a chunk, fastest first: modes that step through a table of allocations, or with very large strides.
-    inner : tuple of Mode
-        Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, and in keys if the part has them;
-        its extent is in bytes.
-    src_id, dst_id : Id
-        Strides of the ids.
-    label : str
-        Name of the part: ``K``, ``V``, a plane; empty for a whole block.
-    half : int, optional
-        0 for K and 1 for V, if both are separate.
-    key : int
-        For digests: the start in keys, 16 per cell, as for the strides of its modes.
-    """
-
+    #: Start of the part: bytes and table entries.
     src_offset: int
     dst_offset: int
     src_table_offset: int
     dst_table_offset: int
+    #: Modes that select a chunk, fastest first: modes that step through a table of allocations, or with very large
+    #: strides.
     outer: tuple[Mode, ...]
+    #: Modes inside a chunk, fastest first.  ``inner[0]`` is the run: contiguous on both sides, and in keys if the part
+    #: has them; its extent is in bytes.
     inner: tuple[Mode, ...]
+    #: Strides of the ids.
     src_id: Id
     dst_id: Id
-    label: str = ""
-    half: int | None = None
-    key: int = 0
+    label: str = ""  # name of the part: ``K``, ``V``, a plane; empty for a whole block
+    half: int | None = None  # 0 for K and 1 for V, if both are separate
+    key: int = 0  # for digests: the start in keys, 16 per cell, as for the strides of its modes
 
     @classmethod
     def of(
-        cls,
-        modes: Iterable[Mode],
-        start: Sequence[tuple[int, int]],
-        ids: tuple[Id, Id],
-        label: str,
-        half: int | None = None,
-        key: int = 0,
-    ) -> Part:
+        cls, modes: Iterable[Mode], start: Sequence[tuple[int, int]], ids: tuple[Id, Id], label: str,
+        half: int | None = None, key: int = 0,
+    ) -> Part:  # fmt: skip
         """The part with these loops, given in any order.  They are coalesced and divided into outer and inner modes.
 
         `start` is the start of each side (bytes, table entries); `ids` are the strides of ids on each side.
@@ -360,31 +320,19 @@ class Part:
         start = folded(self.src_offset, self.dst_offset, self.src_table_offset, self.dst_table_offset)
         ids = folded(self.src_id.nbytes, self.dst_id.nbytes, self.src_id.entries, self.dst_id.entries)
         return replace(
-            self,
-            src_offset=start[0],
-            dst_offset=start[1],
-            src_table_offset=start[2],
-            dst_table_offset=start[3],
+            self, src_offset=start[0], dst_offset=start[1], src_table_offset=start[2], dst_table_offset=start[3],
             outer=tuple(Mode(m.extent, *folded(m.src, m.dst, m.src_table, m.dst_table), m.key) for m in self.outer),
             src_id=self.src_id._replace(entries=ids[2], nbytes=ids[0]),
             dst_id=self.dst_id._replace(entries=ids[3], nbytes=ids[1]),
-        )
+        )  # fmt: skip
 
     def fit(self, kind: str) -> tuple[Part, ...]:
-        """The same copy in parts that have no more modes than a kernel supports.
+        """The same copy in parts that have no more modes than a kernel of this kind supports.
 
-        Surplus inner modes become outer modes, the slowest first.  If there are still too many, modes are peeled off: each step of
-        such a mode becomes a separate part.  These are the shortest modes, as each part is a launch.
-
-        Parameters
-        ----------
-        kind : {"copy", "rows", "tile"}
-            Kind of the kernel.  The two sides and the element of a tile stay inside the chunk.
-
-        Raises
-        ------
-        MissingKernelError
-            More than `MAX_LAUNCHES` parts would be needed.
+        Surplus inner modes become outer modes, the slowest first; the two sides and the element of a tile stay inside.
+        If there are still too many, modes are peeled off: each step of such a mode becomes a separate part.  These are
+        the shortest modes, as each part is a launch.  Raises `MissingKernelError` if more than `MAX_LAUNCHES` parts
+        would be needed.
         """
         spans = (self.spans or ()) if kind == "tile" else ()
         most = MAX_INNER + 1 if spans else MAX_INNER  # the run of a tile is its element, not a mode
@@ -408,18 +356,13 @@ class Part:
         parts = []
         for steps in itertools.product(*(range(mode.extent) for mode in peeled)):
             at = list(zip(steps, peeled, strict=True))
-            parts.append(
-                replace(
-                    self,
-                    src_offset=self.src_offset + sum(step * mode.src for step, mode in at),
-                    dst_offset=self.dst_offset + sum(step * mode.dst for step, mode in at),
-                    src_table_offset=self.src_table_offset + sum(step * mode.src_table for step, mode in at),
-                    dst_table_offset=self.dst_table_offset + sum(step * mode.dst_table for step, mode in at),
-                    key=self.key + sum(step * mode.key for step, mode in at),
-                    outer=tuple(outer),
-                    inner=tuple(inner),
-                )
-            )
+            ahead = Mode(1, *(sum(step * mode[k] for step, mode in at) for k in range(1, len(STILL))))
+            made = replace(
+                self, outer=tuple(outer), inner=tuple(inner), src_offset=self.src_offset + ahead.src,
+                dst_offset=self.dst_offset + ahead.dst, src_table_offset=self.src_table_offset + ahead.src_table,
+                dst_table_offset=self.dst_table_offset + ahead.dst_table, key=self.key + ahead.key,
+            )  # fmt: skip
+            parts.append(made)
         return tuple(parts)
 
     def arguments(self, form: Form, src_step: int | None = None, dst_step: int | None = None) -> Arguments:

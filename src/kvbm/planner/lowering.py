@@ -22,49 +22,27 @@ _SMALL_SHARE = 4
 
 
 class CellParams(NamedTuple):
-    """A kernel's parameters for the cells of a part, in addition to its loops.
+    """A kernel's parameters for the cells of a part, in addition to its loops."""
 
-    Attributes
-    ----------
-    first : int
-        Key of the first cell at position 0.
-    outer, inner : tuple of int
-        Strides of the modes in keys.
-    steps : tuple of int
-        Strides in bytes of the binary digits of a word's number in its cell, fastest first.
-    word : int
-        Bytes of a word.  0: the kernel's word, and each word is a cell.
-    along_b : bool
-        For tiles: cells are the words of the destination.
-    """
-
-    first: int
+    first: int  # key of the first cell at position 0
+    #: Strides of the modes in keys.
     outer: tuple[int, ...]
     inner: tuple[int, ...]
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()  # strides in bytes of the binary digits of a word's number in its cell, fastest first
+    #: Bytes of a word.  0: the kernel's word, and each word is a cell.
     word: int = 0
-    along_b: bool = False
+    along_b: bool = False  # for tiles: cells are the words of the destination
 
 
 class Launch(NamedTuple):
-    """One kernel, and the parts that it copies.
-
-    Attributes
-    ----------
-    kernel : tuple of Form
-        The kernel.
-    work : tuple of (Part, Form)
-        Each part with its form; for planes, each form has its own word.
-    wanted : tuple of Form
-        The kernel that fits these parts exactly.  `kernel` may be another one with surplus modes.  Empty: any kernel fits.
-    staged : tuple of Staged
-        How parts are staged in shared memory, if they are.
-    """
+    """One kernel, and the parts that it copies."""
 
     kernel: Kernel
-    work: tuple[tuple[Part, Form], ...]
+    work: tuple[tuple[Part, Form], ...]  # each part with its form; for planes, each form has its own word
+    #: The kernel that fits these parts exactly.  `kernel` may be another one with surplus modes.  Empty: any kernel
+    #: fits.
     wanted: Kernel
-    staged: tuple[Staged, ...] = ()
+    staged: tuple[Staged, ...] = ()  # how parts are staged in shared memory, if they are
 
     @property
     def name(self) -> str:
@@ -78,17 +56,12 @@ class Launch(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Equal steps in a pool's table, so that kernels need not read all of it.
+    """Equal steps in a pool's table, so that kernels need not read all of it."""
 
-    Attributes
-    ----------
-    block : int or None
-        Bytes from an allocation of a block to that of the next block.  The table then has only the entries of the first block.
-    entry : int or None
-        Bytes from an entry of that table to the next.  The table then has one entry.
-    """
-
+    #: Bytes from an allocation of a block to that of the next block.  The table then has only the entries of the first
+    #: block.
     block: int | None = None
+    #: Bytes from an entry of that table to the next.  The table then has one entry.
     entry: int | None = None
 
     @property
@@ -109,19 +82,10 @@ class Steps(NamedTuple):
 def launches(parts: Sequence[Part], alignments: tuple[int, int], *, planes: bool, pages: bool) -> list[Launch]:
     """The launches of a plan if every possible kernel is built.
 
-    K and V share a joined kernel.  Planes share a kernel of records, in which transposed elements are rows of one, or are staged in
-    shared memory.  A part with more modes than a kernel supports is cut into pieces, with one launch each.
-
-    Parameters
-    ----------
-    parts : sequence of Part
-        Parts of the plan.
-    alignments : tuple of int
-        Alignment of the base addresses of the source and of the destination (bytes).
-    planes : bool
-        True if the parts are planes of one page.
-    pages : bool
-        True if planes may be staged in shared memory, as on a GPU.
+    K and V share a joined kernel.  Planes of one page (`planes`) share a kernel of records, in which transposed
+    elements are rows of one, or, with `pages`, are staged in shared memory.  A part with more modes than a kernel
+    supports is cut into pieces, with one launch each.  `alignments` are those of the base addresses of both sides, in
+    bytes.
     """
     casts = [part for part in parts if isinstance(part, CastPart)]
     if casts:
@@ -211,21 +175,11 @@ def _padded(work: Sequence[tuple[Part, Form]], outer: int, inner: int) -> list[t
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels that a machine has.
+    """The kernels that a machine has."""
 
-    Attributes
-    ----------
-    names : frozenset of str
-        Names of all built kernels.
-    compiles : callable
-        Returns True if a kernel that is not built can be compiled at run time.
-    on_gpu : bool
-        True for a GPU, False for the host.
-    """
-
-    names: frozenset[str]
-    compiles: Callable[[Kernel], bool]
-    on_gpu: bool
+    names: frozenset[str]  # names of all built kernels
+    compiles: Callable[[Kernel], bool]  # returns True if a kernel that is not built can be compiled at run time
+    on_gpu: bool  # True for a GPU, False for the host
 
     @functools.cached_property
     def forms(self) -> tuple[Form, ...]:
@@ -240,19 +194,8 @@ class Kernels:
 def lower(asked: Sequence[Launch], kernels: Kernels, *, sm_limited: bool = False) -> list[Launch]:
     """The launches with existing kernels: those that fit exactly, or others that can do the same work.
 
-    Parameters
-    ----------
-    asked : sequence of Launch
-        The ideal launches of a plan (`launches`).
-    kernels : Kernels
-        The existing kernels.
-    sm_limited : bool
-        Use kernels that accept a limit of multiprocessors; each copies one part.
-
-    Raises
-    ------
-    MissingKernelError
-        No kernel is built, or a part would need thousands of launches.
+    With `sm_limited` they accept a limit of multiprocessors, and each copies one part.  Raises `MissingKernelError` if
+    no kernel is built, or a part would need thousands of launches.
     """
     made = []
     for launch in asked:

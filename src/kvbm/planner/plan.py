@@ -110,15 +110,8 @@ class Plan(Shown):
     def staged(self, *, gathers: bool) -> tuple[Plan, Plan]:
         """The same copy in two steps, through memory that holds packed blocks in the order of the far side.
 
-        Parameters
-        ----------
-        gathers : bool
-            True if the destination is the far side: blocks are packed, then moved.  False: blocks are moved, then unpacked.
-
-        Returns
-        -------
-        tuple of Plan
-            The first and the second step.  The step on the far side copies runs as long as those of that side.
+        The far side is the destination if it `gathers`: blocks are packed, then moved; else they are moved, then
+        unpacked.  The step on the far side copies runs as long as those of that side.
         """
         slot = (self.dst if gathers else self.src).packed()
         casts = (self.cast, None) if gathers else (None, self.cast)
@@ -361,14 +354,10 @@ def _meant(given: object) -> Section:
 
 
 def plan(
-    src: Layout | str | Path | Meant,
-    dst: Layout | str | Path | Meant,
-    shape: BlockShape | str | tuple[BlockShape | str, BlockShape | str] | None = None,
-    *,
-    num_blocks: int | tuple[int, int] = 1024,
-    layers: range | tuple[range, range] | None = None,
-    cast: Cast = None,
-) -> Plan:
+    src: Layout | str | Path | Meant, dst: Layout | str | Path | Meant,
+    shape: BlockShape | str | tuple[BlockShape | str, BlockShape | str] | None = None, *,
+    num_blocks: int | tuple[int, int] = 1024, layers: range | tuple[range, range] | None = None, cast: Cast = None,
+) -> Plan:  # fmt: skip
     """Plan the copy of blocks from one layout to another.
 
     Parameters
@@ -754,15 +743,11 @@ def _in_one_form(title: str, src: _Side, dst: _Side) -> tuple[Access, Access]:
     for axes in sorted({s.axes for side in sides for s in side.steps if len(s.axes) > 1 and not s.opaque}):
         for index, side in enumerate(sides):
             if not any(step.axes == axes for step in side.steps):
-                sides[index] = _fused(title, side, axes)
+                try:
+                    sides[index] = side.fuse(axes)
+                except LayoutError as error:
+                    raise PlanError(f"{title}: {error}; no common refinement") from None
     return sides[0], sides[1]
-
-
-def _fused(title: str, access: Access, axes: tuple[str, ...]) -> Access:
-    try:
-        return access.fuse(axes)
-    except LayoutError as error:
-        raise PlanError(f"{title}: {error}; no common refinement") from None
 
 
 def _modes(title: str, *sides: Access) -> Iterator[Mode]:

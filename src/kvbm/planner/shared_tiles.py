@@ -30,58 +30,31 @@ _MOST_RUNS = 4096
 
 
 class Staged(NamedTuple):
-    """How one part of a page is copied through shared memory.
+    """How one part of a page is copied through shared memory."""
 
-    Attributes
-    ----------
-    part : Part
-        Its loops inside a piece of a page; ``inner[0]`` is a run on the side that is not staged.
-    pieces : Mode
-        The step from piece to piece.
-    word, item : int
-        Bytes per access to shared memory, and to global memory.
-    distance : int
-        Distance in bytes between the words of an item in shared memory.
-    place, held : int
-        Its start in shared memory, and the bytes of the dense segment that starts with it (0: it lies in another part's segment).
-    gathers : bool
-        True if the source is the staged side.
-    """
-
-    part: Part
-    pieces: Mode
+    part: Part  # its loops inside a piece of a page; ``inner[0]`` is a run on the side that is not staged
+    pieces: Mode  # the step from piece to piece
+    #: Bytes per access to shared memory, and to global memory.
     word: int
     item: int
-    distance: int
+    distance: int  # distance in bytes between the words of an item in shared memory
+    #: Its start in shared memory, and the bytes of the dense segment that starts with it (0: it lies in another part's
+    #: segment).
     place: int
     held: int
-    gathers: bool
+    gathers: bool  # True if the source is the staged side
 
 
 def stage(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> list[Staged] | None:
-    """Plan the parts of one page through shared memory, if that is possible and faster.
+    """Plan the parts of one page, planes with the same outer loops, through shared memory, where that is faster.
 
-    Parameters
-    ----------
-    parts : sequence of Part
-        Planes with the same outer loops.
-    src_alignment, dst_alignment : int
-        Alignment of the base addresses.
-
-    Returns
-    -------
-    list of Staged or None
-        None if the rows are whole words and sectors anyway, or if neither side is dense in pieces of whole words.
+    None if the rows are whole words and sectors anyway, or if neither side is dense in pieces of whole words.
     """
     if not _is_slow(parts, src_alignment, dst_alignment):
         return None
     found = [_staged(parts, side, (src_alignment, dst_alignment)) for side in (1, 0)]
     # Take the side with fewer items: the words of the other side are then wider.
-    return min((one for one in found if one is not None), key=_count_items, default=None)
-
-
-def _count_items(staged: Sequence[Staged]) -> int:
-    return sum(one.part.chunk_bytes // one.item for one in staged)
+    return min(filter(None, found), key=lambda some: sum(one.part.chunk_bytes // one.item for one in some), default=None)
 
 
 def _is_slow(parts: Sequence[Part], src_alignment: int, dst_alignment: int) -> bool:

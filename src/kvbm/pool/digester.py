@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core
-from ..compile.prepare import digest_copies
+from ..compile.prepare import digest_copies, warm
 from ..digest.cells import Keys, alone
 from ..errors import BindError
 from ..memory.allocation import find_ranges
@@ -28,15 +28,7 @@ _captured: list[_core.Done] = []
 
 
 class Digester:
-    """Digests the blocks or units of one section of a pool.  The pool keeps it.
-
-    Parameters
-    ----------
-    part : PoolSection
-        The section.
-    keys : Keys
-        Keys of the same coordinates.
-    """
+    """Digests the blocks or units of one section of a pool.  The pool keeps it.  `keys` are those of the same coordinates."""
 
     def __init__(self, part: PoolSection, keys: Keys) -> None:
         pool = part.pool
@@ -48,8 +40,7 @@ class Digester:
         table = _core.Table(pool.steps.shorten(pool.addresses, pool.num_blocks), self.device, watch=pool.watch)
         launches = alone(part.of, keys, pool.alignment, self.title, turns=self.device >= 0)
         copies = digest_copies(launches, keys.lanes, pool.steps)
-        for kernel in dict.fromkeys(copy.kernel for copy in copies) if self.device >= 0 else ():
-            _core.warm(kernel, self.device)
+        warm(copies, self.device)
         self.route = _core.Route(
             self.device, table, table, self.num_ids, _MOST, direct=(), limits=(), digests=(copies, ())
         )
@@ -90,10 +81,7 @@ class Digester:
 def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt.NDArray[np.int64]:
     """The position in its block of each unit's first token.  `ids` are the caller's ids of the source.
 
-    Raises
-    ------
-    BindError
-        The ids are on a GPU: the host does not read them.
+    Raises `BindError` if they are on a GPU: the host does not read them.
     """
     given = ids if isinstance(ids, np.ndarray) else pairs.ids()[0]
     if given is None:
@@ -108,11 +96,8 @@ def unit_positions(ids: Any, pairs: _core.Pairs, units: int, tokens: int) -> npt
 def digest_array(array: Any, count: int, device: int, pools: Iterable[Pool]) -> tuple[int, bool, Any]:
     """The memory for digests: its address, True if GPU kernels write to host memory, and the object that keeps it alive.
 
-    Raises
-    ------
-    BindError
-        The array is not a contiguous, writable array of `count` 64-bit integers, the kernels cannot access it, or it is inside one
-        of the pools.
+    Raises `BindError` if the array is not a contiguous, writable array of `count` 64-bit integers, the kernels cannot
+    access it, or it is inside one of the pools.
     """
     address, where, owner = flat_integers(array, count) or _described(array, count)
     end = address + 8 * count

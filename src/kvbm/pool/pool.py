@@ -87,14 +87,6 @@ class Pool(FromEngines, Shown):
     arrays : sequence
         The arrays, in table order.  The pool keeps them alive.  Arrays of `allocate` have the dtype of their elements; each is made
         when you ask for it (``pool.arrays[3]``, slices, loops).  Empty after `close` if the pool owned the memory.
-    addresses : numpy.ndarray of uint64
-        Base addresses of the arrays, in table order.
-    pinned : bool
-        True if all of the memory is pinned host memory.
-    closed : bool
-        True after `close`.
-    nbytes : int
-        Bytes of all arrays, padding included.
 
     Raises
     ------
@@ -142,16 +134,10 @@ class Pool(FromEngines, Shown):
         return pool
 
     def _bind(
-        self,
-        layout: Layout,
-        shape: BlockShape,
-        found: Sequence[Array],
-        arrays: Sequence[Any],
-        num_blocks: int | None = None,
-        gates: Sequence[Callable[[Any], None]] = ALIKE,
-        resolved: Resolved | None = None,
+        self, layout: Layout, shape: BlockShape, found: Sequence[Array], arrays: Sequence[Any],
+        num_blocks: int | None = None, gates: Sequence[Callable[[Any], None]] = ALIKE, resolved: Resolved | None = None,
         addresses: npt.NDArray[np.uint64] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Bind arrays.  With `addresses` they are kvbm's own and as `resolved` says: `found` then describes the first."""
         if not found:
             raise BindError(f"{layout.name}: expected at least one array, got none")
@@ -346,15 +332,9 @@ class Pool(FromEngines, Shown):
         return self.whole.units(tokens)
 
     def digest(
-        self,
-        ids: Any = None,
-        *,
-        tokens: Any = None,
-        model: Model | None = None,
-        out: Any = None,
-        stream: Any = None,
+        self, ids: Any = None, *, tokens: Any = None, model: Model | None = None, out: Any = None, stream: Any = None,
         wait: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Compute the 64-bit digests of blocks.  A digest depends on the contents of a block, not on its layout.
 
         Equal contents have equal digests in every layout, block size and partition.  The digests of the parts of a block add up to

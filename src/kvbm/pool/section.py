@@ -44,14 +44,9 @@ class PoolSection:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        section: Section,
-        *,
-        is_whole: bool = False,
-        choices: tuple[tuple[str, Any], ...] = (),
+        self, pool: Pool, section: Section, *, is_whole: bool = False, choices: tuple[tuple[str, Any], ...] = (),
         calls: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool = pool
         self.of = section
         self.is_whole = is_whole
@@ -124,17 +119,9 @@ class PoolSection:
         return names
 
     def keys(self, model: Model | None = None) -> Keys:
-        """The keys of this section's cells, for digests.
+        """The keys of this section's cells, for digests, if the pool holds this part of a model; default: all of it.
 
-        Parameters
-        ----------
-        model : Model, optional
-            Which layers, K and V, and heads of a model the pool holds.  Default: the pool holds the whole model.
-
-        Raises
-        ------
-        PlanError
-            The layout has no digests, or `model` does not fit the pool.
+        Raises `PlanError` if the layout has no digests, or `model` does not fit the pool.
         """
         found = self._keys.get(model)
         if found is None:
@@ -142,15 +129,9 @@ class PoolSection:
         return found
 
     def digest(
-        self,
-        ids: Any = None,
-        *,
-        tokens: Any = None,
-        model: Model | None = None,
-        out: Any = None,
-        stream: Any = None,
+        self, ids: Any = None, *, tokens: Any = None, model: Model | None = None, out: Any = None, stream: Any = None,
         wait: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Digests of blocks or units of this section, as for `Pool.digest`."""
         self.pool.require_open()
         require_model(model)
@@ -174,14 +155,10 @@ class PoolSection:
 
 
 def _coordinates(axis: str, given: Any) -> Coordinates:
-    if (
-        isinstance(given, range)
-        and min(given.start, given.stop) >= -(1 << 31)
-        and max(given.start, given.stop) < 1 << 31
-    ):
-        return given
     if isinstance(given, range):
-        raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {quoted(given)}")
+        if min(given.start, given.stop) < -(1 << 31) or max(given.start, given.stop) >= 1 << 31:
+            raise PlanError(f"axis '{axis}': expected coordinates of the axis, got {quoted(given)}")
+        return given
     if (one := whole(given)) is not None and abs(one) < 1 << 31:
         return range(one, one + 1)
     found = wholes(given)

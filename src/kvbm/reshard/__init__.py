@@ -21,49 +21,20 @@ if TYPE_CHECKING:
     from .sequence import Pairs, Rank, Span, pair_up
 
 __all__ = [
-    "Chunk",
-    "ChunksDone",
-    "Cut",
-    "Local",
-    "LocalDone",
-    "Message",
-    "Packer",
-    "Pairs",
-    "Placement",
-    "Rank",
-    "Resharding",
-    "Span",
-    "Trailer",
-    "chunks",
-    "dynamo",
-    "gather",
-    "load",
-    "pair_up",
-    "plan",
-    "prove",
-    "sglang",
-    "trtllm",
-    "vllm",
-]
+    "Chunk", "ChunksDone", "Cut", "Local", "LocalDone", "Message", "Packer", "Pairs", "Placement", "Rank", "Resharding",
+    "Span", "Trailer", "chunks", "dynamo", "gather", "load", "pair_up", "plan", "prove", "sglang", "trtllm", "vllm",
+]  # fmt: skip
 
+#: Name → module.
 _HOME = {
-    "Arrival": "..link.handle",
-    "Chunk": "..link.chunk",
-    "ChunksDone": "..link.chunks",
-    "Cut": "..link.chunks",
+    **dict.fromkeys(("Arrival", "Gathering", "Sending"), "..link.handle"),
+    **dict.fromkeys(("Chunk", "Trailer", "chunks"), "..link.chunk"),
+    **dict.fromkeys(("ChunksDone", "Cut"), "..link.chunks"),
+    **dict.fromkeys(("Local", "LocalDone"), ".local"),
+    **dict.fromkeys(("Pairs", "Rank", "Span", "pair_up"), ".sequence"),
     "Endpoint": "..link.endpoint",
-    "Gathering": "..link.handle",
     "Link": "..link.link",
-    "Local": ".local",
-    "LocalDone": ".local",
     "Packer": ".packer",
-    "Pairs": ".sequence",
-    "Rank": ".sequence",
-    "Sending": "..link.handle",
-    "Span": ".sequence",
-    "Trailer": "..link.chunk",
-    "chunks": "..link.chunk",
-    "pair_up": ".sequence",
 }
 
 

@@ -20,36 +20,21 @@ Layouts = tuple[Layout, Layout]
 
 
 class PlaneCast(NamedTuple):
-    """How the values of one plane change on their way.
+    """How the values of one plane change on their way."""
 
-    Attributes
-    ----------
-    planes, formats : (str, str)
-        Plane and dtype on each side.
-    scaled : int, optional
-        The side that has the scales: 0 the source, 1 the destination.  None: no scales are stored.
-    scale : str
-        The plane of scales on that side; empty if there is none.
-    spans : tuple of str
-        Axes among l, h and t along which all of a block's coordinates share a scale.
-    """
-
+    #: Plane and dtype on each side.
     planes: tuple[str, str]
     formats: tuple[str, str]
+    #: The side that has the scales: 0 the source, 1 the destination.  None: no scales are stored.
     scaled: int | None
-    scale: str
-    spans: tuple[str, ...]
+    scale: str  # the plane of scales on that side; empty if there is none
+    spans: tuple[str, ...]  # axes among l, h and t along which all of a block's coordinates share a scale
 
 
 def as_layouts(given: Any) -> Layouts | None:
     """Two layouts as users give them, or None.
 
-    Raises
-    ------
-    PlanError
-        It is something else.
-    SpecError
-        There is no layout of that name.
+    Raises `PlanError` if it is something else, and `SpecError` if there is no layout of that name.
     """
     if given is None:
         return None
@@ -86,10 +71,8 @@ def require_scales(title: str, model: BlockShape, cast: Scale | None) -> None:
 def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, cast: Scale) -> tuple[PlaneCast, ...]:
     """The planes whose values change between two engines.
 
-    Raises
-    ------
-    PlanError
-        There is no cast between two formats, it needs scales that neither side has, or a plane has no counterpart.
+    Raises `PlanError` if there is no cast between two formats, it needs scales that neither side has, or a plane has no
+    counterpart.
     """
     formats = [formats_of(layout, place.model.dtype) for layout, place in zip(layouts, places, strict=True)]
     scales: list[Mapping[str, str]] = [{data: scale for scale, data in layout.scales.items()} for layout in layouts]
@@ -118,10 +101,7 @@ def casts_of(title: str, places: tuple[Placement, Placement], layouts: Layouts, 
 def require_same_elements(title: str, places: tuple[Placement, Placement], layouts: Layouts) -> None:
     """Check that planes of equal names and formats hold as much of each token: their scales may be those of other groups.
 
-    Raises
-    ------
-    BindError
-        A plane has more elements on one side, or one for all tokens, heads or layers there.
+    Raises `BindError` if a plane has more elements on one side, or one for all tokens, heads or layers there.
     """
     here, there = (_elements(place, layout) for place, layout in zip(places, layouts, strict=True))
     for plane in sorted(here.keys() & there.keys()):

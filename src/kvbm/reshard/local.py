@@ -92,16 +92,9 @@ class Local:
     """
 
     def __init__(
-        self,
-        made: Resharding,
-        src_pools: Sequence[Pool | None],
-        dst_pools: Sequence[Pool | None],
-        *,
-        strategy: Strategy = "auto",
-        max_sms: int | None = None,
-        chunk_bytes: int | None = None,
-        cast: Cast = None,
-    ) -> None:
+        self, made: Resharding, src_pools: Sequence[Pool | None], dst_pools: Sequence[Pool | None], *,
+        strategy: Strategy = "auto", max_sms: int | None = None, chunk_bytes: int | None = None, cast: Cast = None,
+    ) -> None:  # fmt: skip
         require_made(made)
         if (scale := as_cast(cast)) is not None and scale != made.cast:
             if made.cast is not None:
@@ -128,24 +121,15 @@ class Local:
                 Rank(f"{place.name} rank {i}", strips[i].t, place.nt, 0 if pool is None else pool.num_blocks)
                 for i, pool in enumerate(pools)
             ]
-            for place, strips, pools in (
-                (made.src, made.sends, src_pools),
-                (made.dst, made.takes, dst_pools),
-            )
+            for place, strips, pools in ((made.src, made.sends, src_pools), (made.dst, made.takes, dst_pools))
         )
         for message in self.made.messages:
             self._transfer(message, None)
 
     def __call__(
-        self,
-        src_spans: Spans,
-        dst_spans: Spans,
-        *,
-        layers: range | None = None,
-        stream: Streams = None,
-        wait: Any = None,
-        clear_tail: bool = False,
-    ) -> LocalDone:
+        self, src_spans: Spans, dst_spans: Spans, *, layers: range | None = None, stream: Streams = None,
+        wait: Any = None, clear_tail: bool = False,
+    ) -> LocalDone:  # fmt: skip
         """Copy tokens of one or several sequences, from all source ranks to all destination ranks.
 
         Parameters

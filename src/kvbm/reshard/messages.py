@@ -8,21 +8,21 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from .._arguments import flag, number, quoted, require_a, whole
 from .._shown import Shown
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.region import Section
-from ..layout.shapes import ITEMSIZE, BlockShape
+from ..layout.shapes import ITEMSIZE
 from ..planner.cast import Cast, CastPart, Scale, as_cast, is_one, of_layers
 from ..planner.plan import between
 from . import report
 from .casting import Layouts, PlaneCast, as_layouts, casts_of, meaning_of, require_scales
 from .placement import Placement, Strips
 from .proof import prove
-from .strips import ONE_TOKEN, Meeting, Runs, Turns, Unit, count_common, meet, meet_in_unit, share_a_token
+from .strips import ONE_TOKEN, Meeting, Unit, count_common, meet, meet_in_unit, share_a_token
 
 #: Selects which of several equal source ranks sends: ``(destination rank, ranks)`` → one of the ranks.
 Prefer = Callable[[int, Sequence[int]], int]
@@ -71,12 +71,7 @@ class Message(NamedTuple):
     def part(self, side: int, *, single: bool = False) -> tuple[int, dict[str, list[int]]]:
         """What is selected of a rank's blocks: tokens of their units, and coordinates on each axis.
 
-        Parameters
-        ----------
-        side : int
-            0: of the source; 1: of the destination.
-        single : bool
-            Of a single token, not of a unit.
+        `side`: 0 of the source, 1 of the destination.  `single`: of a single token, not of a unit.
         """
         unit, name = ONE_TOKEN if single else self.t, ("src", "dst")[side]
         assert unit.meeting is not None
@@ -151,10 +146,8 @@ class Resharding(Shown):
     def section(self, message: Message, side: int, *, single: bool = False) -> Section:
         """A message's part of the blocks of its source (0) or destination (1), in the layout of that side.
 
-        Raises
-        ------
-        PlanError
-            The layout does not fit the blocks of the rank, or the message would cut what is one element in it.
+        Raises `PlanError` if the layout does not fit the blocks of the rank, or the message would cut what is one
+        element in it.
         """
         assert self.layouts is not None
         place, layout = (self.src, self.dst)[side], self.layouts[side]
@@ -186,16 +179,9 @@ class Resharding(Shown):
         return int(dst < src)
 
     def refit(self, cuts: Cuts, shift: int = 0, layouts: Layouts | None = None) -> Resharding:
-        """The same messages in other units.
+        """The same messages in other units, for these `cuts` and, if given, other layouts.
 
-        Parameters
-        ----------
-        cuts : two sequences of int
-            The tokens at which each side's layout splits a block.
-        shift : int
-            Distance (tokens) of the positions at which both sides' block tables begin.  The units also divide it.
-        layouts : (Layout, Layout), optional
-            Layouts of both sides, instead of those of this plan.
+        The units also divide `shift`, the distance (tokens) of the positions at which both sides' block tables begin.
         """
         cuts, layouts = _whole_cuts(cuts), layouts or self.layouts
         if cuts == self.cuts and layouts is self.layouts and all(shift % m.t.tokens == 0 for m in self.messages):
@@ -226,7 +212,7 @@ class Resharding(Shown):
         if not 0 <= message.src < len(self.sends) or not 0 <= message.dst < len(self.takes):
             raise BindError(f"message: expected one of {self.title}, got one from rank {message.src} to {message.dst}")
         tokens = None if tokens is None else number("tokens", tokens, 0, 1 << 48)
-        model = min(self.src.model, self.dst.model, key=_element_bits)
+        model = min(self.src.model, self.dst.model, key=lambda model: ITEMSIZE[model.dtype] / model.pack)
         src_turns, dst_turns = self.sends[message.src].t, self.takes[message.dst].t
         count = message.tokens if tokens is None else count_common(src_turns, dst_turns, tokens)
         return message.layers * message.heads * model.no * model.hd * count * ITEMSIZE[model.dtype] // model.pack
@@ -262,15 +248,9 @@ def common_shift(made: Resharding, shift: int) -> int:
 
 
 def plan(
-    src: Placement,
-    dst: Placement,
-    *,
-    stripe: bool = False,
-    prefer: Prefer | None = None,
-    cuts: Cuts = ((), ()),
-    cast: Cast = None,
-    layouts: Any = None,
-) -> Resharding:
+    src: Placement, dst: Placement, *, stripe: bool = False, prefer: Prefer | None = None, cuts: Cuts = ((), ()),
+    cast: Cast = None, layouts: Any = None,
+) -> Resharding:  # fmt: skip
     """Plan the copy of a cache from one engine to another, and prove it.
 
     Parameters
@@ -380,8 +360,7 @@ def gather(src: Placement, dst: Placement, **options: Any) -> tuple[Resharding, 
 
 def require_made(made: Any) -> None:
     """Raise `BindError` unless `made` is a resharding."""
-    if not isinstance(made, Resharding):
-        raise BindError(f"made: expected a Resharding of kvbm.reshard.plan, got {quoted(made)}")
+    require_a(Resharding, "made", made, "a Resharding of kvbm.reshard.plan")
 
 
 def require_layers(layers: Any, most: int) -> range:
@@ -392,23 +371,12 @@ def require_layers(layers: Any, most: int) -> range:
     return found
 
 
-def _element_bits(model: BlockShape) -> int:
-    return 8 * ITEMSIZE[model.dtype] // model.pack
-
-
 def _require_one_model(src: Placement, dst: Placement, cast: Scale | None) -> None:
     for what, place in (("src", src), ("dst", dst)):
-        given: object = place
-        if not isinstance(given, Placement):
-            raise PlanError(f"{what}: expected a kvbm.Placement, got {quoted(given)}")
+        require_a(Placement, what, place, "a kvbm.Placement", PlanError)
     src_model, dst_model = src.model, dst.model
-    for axis, what in (
-        ("nl", "layers"),
-        ("no", "of K and V"),
-        ("nh", "KV heads"),
-        ("hd", "elements per head"),
-        *([] if cast else [("dtype", "")]),
-    ):
+    sizes = {"nl": "layers", "no": "of K and V", "nh": "KV heads", "hd": "elements per head"}
+    for axis, what in (sizes if cast else sizes | {"dtype": ""}).items():
         a, b = getattr(src_model, axis), getattr(dst_model, axis)
         # A model of records says uint8, or the dtype of its values: the planes say what is held, and the pools' are compared.
         if a != b and not (axis == "dtype" and {a, b} & {"uint8", "int8"}):
@@ -431,14 +399,9 @@ def _whole_cuts(cuts: Any) -> Cuts:
 
 
 def _messages(
-    src: Placement,
-    dst: Placement,
-    sends: Sequence[Strips],
-    takes: Sequence[Strips],
-    stripe: bool,
-    prefer: Prefer | None,
-    cuts: Cuts,
-) -> tuple[Message, ...]:
+    src: Placement, dst: Placement, sends: Sequence[Strips], takes: Sequence[Strips], stripe: bool,
+    prefer: Prefer | None, cuts: Cuts,
+) -> tuple[Message, ...]:  # fmt: skip
     """For every destination rank: one message from each class of equal source ranks that hold something that it receives."""
     classes: dict[Strips, list[int]] = {}
     for rank, strips in enumerate(sends):
@@ -450,23 +413,13 @@ def _messages(
         for strips, ranks in classes.items()
         if stripe and len(ranks) > 1
     }
-    units: dict[tuple[Turns, Turns], Unit] = {}
-    common: dict[tuple[Runs, Runs], tuple[Meeting, ...]] = {}
-
-    def both(src_runs: Runs, dst_runs: Runs) -> tuple[Meeting, ...]:
-        if (src_runs, dst_runs) not in common:
-            common[src_runs, dst_runs] = meet(src_runs, dst_runs)
-        return common[src_runs, dst_runs]
-
+    both, unit_of = cache(meet), cache(partial(meet_in_unit, sizes=(src.nt, dst.nt), cuts=cuts))
     for rank, wanted in enumerate(takes):
         for held in classes:
             heads = both(held.h, wanted.h)
             if not heads or not both(held.l, wanted.l) or not share_a_token(held.t, wanted.t):
                 continue
-            if (held.t, wanted.t) not in units:
-                units[held.t, wanted.t] = meet_in_unit(held.t, wanted.t, (src.nt, dst.nt), cuts)
-            unit = units[held.t, wanted.t]
-            senders = replicas[held]
+            unit, senders = unit_of(held.t, wanted.t), replicas[held]
             if held in shares:
                 parts = [(one, both(share, wanted.l)) for one, share in shares[held]]
             else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _core
 from .._arguments import quoted, whole
-from ..compile.prepare import digest_copies, prepare
+from ..compile.prepare import digest_copies, prepare, warm
 from ..digest.cells import Keys, alone, fused, keys_of
 from ..digest.run import fused_copies, pinned
 from ..errors import BindError, LayoutError, PlanError
@@ -49,30 +49,14 @@ _MOST_TOKENS = 32
 
 
 class Lane(NamedTuple):
-    """Launches of one message's units, or single tokens, with digests.
+    """Launches of one message's units, or single tokens, with digests."""
 
-    Attributes
-    ----------
-    copies : tuple of Copy
-        Copies between the pool and slots at any address: see `Packer.cells`.
-    is_fused : bool
-        True if the copies also compute digests.
-    digests : tuple of Copy
-        Launches that only digest slots.
-    num_ids : int
-        Number of ids of the rank's pool.
-    nbytes : int
-        Bytes of a unit or token in the slot.
-    first : int
-        Position in a unit of the first token that is sent.
-    """
-
-    copies: tuple[_core.Copy, ...]
-    is_fused: bool
-    digests: tuple[_core.Copy, ...]
-    num_ids: int
-    nbytes: int
-    first: int
+    copies: tuple[_core.Copy, ...]  # copies between the pool and slots at any address: see `Packer.cells`
+    is_fused: bool  # True if the copies also compute digests
+    digests: tuple[_core.Copy, ...]  # launches that only digest slots
+    num_ids: int  # number of ids of the rank's pool
+    nbytes: int  # bytes of a unit or token in the slot
+    first: int  # position in a unit of the first token that is sent
 
 
 class Listed(NamedTuple):
@@ -87,19 +71,12 @@ class Listed(NamedTuple):
 
 
 class _Ids(NamedTuple):
-    """Where a rank's ids of units, or of single tokens, are in the table of any sequence of some tokens.
+    """Where a rank's ids of units, or of single tokens, are in the table of any sequence of some tokens."""
 
-    Attributes
-    ----------
-    entries, rests : array of int64
-        Of each id: its entry of the table, and which of the ids of that block it is.
-    each : int
-        Ids of a block.
-    """
-
+    #: Of each id: its entry of the table, and which of the ids of that block it is.
     entries: Ids
     rests: Ids
-    each: int
+    each: int  # ids of a block
 
     def of(self, table: Ids) -> tuple[Ids, bool]:
         """The ids, -1 if there is no block; and whether all have one."""
@@ -200,23 +177,8 @@ class Packer:
     def zero(self, span: Span, *, origin: int = 0, layers: range, stream: Any = None) -> None:
         """Write zeros where messages with these tokens and layers would be unpacked, and wait until they are there.
 
-        Parameters
-        ----------
-        span : Span
-            Tokens and blocks of the rank.  Tokens without a block are skipped.
-        origin : int
-            The origin of the peers' spans.
-        layers : range
-            Layers of the model.
-        stream : optional
-            On a GPU: the stream to use.
-
-        Raises
-        ------
-        BindError
-            The span does not fit, or the pool is closed.
-        CudaError
-            A call of the driver failed.
+        Tokens without a block are skipped.  `origin` is that of the peers' spans.  Raises `BindError` if the span does
+        not fit, or the pool is closed, and `CudaError` if a call of the driver failed.
         """
         self.require_usable()
         work = []
@@ -360,8 +322,7 @@ class Packer:
         is_fused = isinstance(sums, list)
         copies = sums if isinstance(sums, list) else self._prepared(self._between((part, slot), message))
         digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
-        for kernel in dict.fromkeys(copy.kernel for copy in (*copies, *digests)) if self.device >= 0 else ():
-            _core.warm(kernel, self.device)
+        warm([*copies, *digests], self.device)
         return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
 
     def keys(self, message: Message, single: bool, side: int | None = None) -> tuple[int, Keys]:

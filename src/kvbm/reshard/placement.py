@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .._arguments import quoted, whole, wholes
+from .._arguments import quoted, require_a, whole, wholes
 from ..digest.cells import Model
 from ..errors import SpecError
 from ..layout.shapes import BlockShape, as_shape
@@ -55,20 +55,11 @@ class Digit(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How one axis of the cache is shared by ranks.
+    """How one axis of the cache is shared by ranks."""
 
-    Attributes
-    ----------
-    digit : Digit
-        The number of the share that a rank holds.
-    every : int
-        For tokens: how many consecutive tokens a rank holds per turn.
-    bounds : tuple of int
-        For layers: the first layer of each share, then the number of layers.  Empty: equal shares.
-    """
-
-    digit: Digit
-    every: int = 0
+    digit: Digit  # the number of the share that a rank holds
+    every: int = 0  # for tokens: how many consecutive tokens a rank holds per turn
+    #: For layers: the first layer of each share, then the number of layers.  Empty: equal shares.
     bounds: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -132,24 +123,16 @@ class Placement:
     name: str
 
     def __init__(
-        self,
-        mesh: str | Mapping[str, int],
-        *,
-        shard: Mapping[str, Any] | None = None,
-        model: BlockShape | str,
-        nt: int | None = None,
-        layers: Iterable[int] | None = None,
-        title: str = "",
-        name: str = "placement",
+        self, mesh: str | Mapping[str, int], *, shard: Mapping[str, Any] | None = None, model: BlockShape | str,
+        nt: int | None = None, layers: Iterable[int] | None = None, title: str = "", name: str = "placement",
         **others: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         def put(**values: Any) -> None:
             for key, value in values.items():
                 object.__setattr__(self, key, value)
 
         for what, value in (("name", name), ("title", title)):
-            if not isinstance(value, str):
-                raise SpecError(f"placement: {what}: expected a text, got {quoted(value)}")
+            require_a(str, f"placement: {what}", value, "a text", SpecError)
         if others:  # dataclasses.replace passes the parsed shares
             raise SpecError(
                 f"{name}: expected mesh, shard, model, nt, layers, title and name, got {quoted(next(iter(others)))}; to change a "
@@ -187,8 +170,7 @@ class Placement:
         >>> Placement.load(file, load_shape("llama-3.1-70b,nh=2")).strips(5).t
         Turns(every=1, over=4, index=1)
         """
-        if not isinstance(path, (str, os.PathLike)):
-            raise SpecError(f"placement: expected the path of a file, got {quoted(path)}")
+        require_a((str, os.PathLike), "placement", path, "the path of a file", SpecError)
         file = Path(path)
         return cls.parse(read_text(file, str(file)), model, str(file), **{"name": file.stem, **overrides})
 
@@ -196,8 +178,7 @@ class Placement:
     def parse(cls, text: str, model: BlockShape | str, file: str = "<string>", **overrides: Any) -> Placement:
         """Read the text of a placement file, as `load` does."""
         for what, given in (("text", text), ("file", file)):
-            if not isinstance(given, str):
-                raise SpecError(f"placement: {what}: expected a text, got {quoted(given)}")
+            require_a(str, f"placement: {what}", given, "a text", SpecError)
         reader = _File(file)
         with reader.guarded(text):
             return reader.placement(text, model, overrides)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .._arguments import number, quoted
+from .._arguments import number, quoted, require_a
 from ..engines.vllm import Group
 from ..errors import SpecError
 from ..layout.naming import suggestion
@@ -18,27 +18,18 @@ from .placement import Placement
 
 
 def vllm(
-    model: BlockShape | str,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    dcp: int = 1,
-    interleave: int = 1,
-    nt: int | None = None,
-    layers: Iterable[int] | None = None,
-    name: str = "vllm",
-) -> Placement:
+    model: BlockShape | str, *, tp: int = 1, pp: int = 1, dcp: int = 1, interleave: int = 1, nt: int | None = None,
+    layers: Iterable[int] | None = None, name: str = "vllm",
+) -> Placement:  # fmt: skip
     """The placement of vLLM.  The mesh is ``pp tp``.  A decode context parallel (DCP) group is `dcp` ranks with the same heads.
 
     Parameters
     ----------
-    model : BlockShape or str
-        Shape of the whole model, or its text.
     tp, pp, dcp : int
         Number of ranks.  If `pp` does not divide the layers, stages before the last get one layer more.
     interleave : int
         Tokens per turn of one rank of a DCP group (``cp_kv_cache_interleave_size``).
-    nt, layers, name
+    model, nt, layers, name
         As for `Placement`.
 
     Raises
@@ -71,21 +62,14 @@ def vllm(
 def of_vllm(
     group: Group, *, model: BlockShape | str | None = None, layers: Iterable[int] | None = None
 ) -> tuple[Placement, int]:
-    """The placement of a group of layers of a running vLLM, and the rank of this process.
+    """The placement of a group of layers of a running vLLM (`kvbm.vllm_groups.groups`), and the rank of this process.
 
-    Parameters
-    ----------
-    group : Group
-        A group of `kvbm.vllm_groups.groups`.
-    model : BlockShape or str, optional
-        Shape of the whole model, if not all of its layers have the heads of vLLM's model config.
-    layers : iterable of int, optional
-        The layers of the group on all ranks.  Needed for a hybrid model with several stages: a rank knows only its own layers.
+    `model` is the shape of the whole model, needed if not all of its layers have the heads of vLLM's model config.
+    `layers` are those of the group on all ranks, needed for a hybrid model with several stages: a rank knows only its
+    own.
 
-    Raises
-    ------
-    SpecError
-        The rank has other layers or heads than the preset gives it, or the config does not contain what is needed.
+    Raises `SpecError` if the rank has other layers or heads than the preset gives it, or the config lacks what is
+    needed.
     """
     if len(set(group.layers)) < len(group.layers):
         raise SpecError(
@@ -124,27 +108,18 @@ def of_vllm(
 
 
 def trtllm(
-    model: BlockShape | str,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    order: str = "pp tp cp",
-    nt: int | None = None,
-    layers: Iterable[int] | None = None,
-    name: str = "trtllm",
-) -> Placement:
+    model: BlockShape | str, *, tp: int = 1, pp: int = 1, cp: int = 1, order: str = "pp tp cp", nt: int | None = None,
+    layers: Iterable[int] | None = None, name: str = "trtllm",
+) -> Placement:  # fmt: skip
     """The placement of TensorRT-LLM.  Context parallel ranks hold whole blocks in turns; the first stages have one layer more.
 
     Parameters
     ----------
-    model : BlockShape or str
-        Shape of the whole model, or its text.
     tp, pp, cp : int
         Number of ranks.
     order : str
         Axes of the mesh, slowest first: ``"pp tp cp"`` in the C++ runtime and newer Python versions, ``"pp cp tp"`` in older ones.
-    nt, layers, name
+    model, nt, layers, name
         As for `Placement`.
 
     Raises
@@ -172,23 +147,16 @@ def trtllm(
 
 
 def sglang(
-    model: BlockShape | str,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    nt: int | None = None,
-    layers: Iterable[int] | None = None,
+    model: BlockShape | str, *, tp: int = 1, pp: int = 1, nt: int | None = None, layers: Iterable[int] | None = None,
     name: str = "sglang",
-) -> Placement:
+) -> Placement:  # fmt: skip
     """The placement of SGLang.  The mesh is ``pp tp``; the last stages have one layer more.
 
     Parameters
     ----------
-    model : BlockShape or str
-        Shape of the whole model, or its text.
     tp, pp : int
         Number of ranks.
-    nt, layers, name
+    model, nt, layers, name
         As for `Placement`.
 
     Raises
@@ -271,8 +239,7 @@ def load(text: str, model: BlockShape | str, **overrides: Any) -> Placement:
     >>> print(load("vllm:tp8,pp2,nt32", load_shape("llama-3.1-70b")))
     vllm:tp8,pp2,nt32 (pp2 tp8, 32 tokens per block)
     """
-    if not isinstance(text, str):
-        raise SpecError(f"placement: expected a file, or a preset such as 'vllm:tp8,pp2', got {quoted(text)}")
+    require_a(str, "placement", text, "a file, or a preset such as 'vllm:tp8,pp2'", SpecError)
     kind, colon, rest = text.partition(":")
     if kind not in PRESETS or is_file(Path(text)):
         if not text.endswith((".yaml", ".yml")) and not is_file(Path(text)):
@@ -289,24 +256,9 @@ def load(text: str, model: BlockShape | str, **overrides: Any) -> Placement:
 def options(text: str, numbers: Sequence[str], texts: Sequence[str], where: str) -> dict[str, Any]:
     """Read ``tp8,pp2,order=pp cp tp``: a number stands behind its name, a text behind ``=``.
 
-    ``tp=8`` is ``tp8``, and ``block-size`` is ``nt``.
+    ``tp=8`` is ``tp8``, and ``block-size`` is ``nt``.  `numbers` and `texts` are the names that may be there.  Raises
+    `SpecError`, with `where` in front, if an item is no such name with a value, or a name is there twice.
 
-    Parameters
-    ----------
-    text : str
-        Items with commas between them.
-    numbers, texts : sequence of str
-        The names that may be there.
-    where : str
-        The start of messages.
-
-    Raises
-    ------
-    SpecError
-        An item is no such name with a value, or a name is there twice.
-
-    Examples
-    --------
     >>> options("tp8,block-size=32,layout=LBHNC", ("tp", "nt"), ("layout",), "--to")
     {'tp': 8, 'nt': 32, 'layout': 'LBHNC'}
     """
@@ -340,14 +292,9 @@ def _left_over(model: BlockShape, pp: int, name: str) -> int:
 
 
 def _placement(
-    model: BlockShape,
-    mesh: dict[str, int],
-    extra: range,
-    tokens: dict[str, str],
-    nt: int | None,
-    layers: Iterable[int] | None,
-    name: str,
-) -> Placement:
+    model: BlockShape, mesh: dict[str, int], extra: range, tokens: dict[str, str], nt: int | None,
+    layers: Iterable[int] | None, name: str,
+) -> Placement:  # fmt: skip
     """Stages with equal numbers of layers, those in `extra` with one more; heads shared by ``tp``."""
     stages = [model.nl // mesh["pp"] + (stage in extra) for stage in range(mesh["pp"])]
     shard: dict[str, Any] = {"h": "tp", **tokens}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..layout.shapes import ITEMSIZE
@@ -27,12 +28,7 @@ _MOST_ROWS, _SHOWN = 40, 32
 def table(made: Resharding, tokens: int | None = None) -> str:
     """The table of messages.  Equal messages share a row.  Of very many rows only the first are shown.
 
-    Parameters
-    ----------
-    made : Resharding
-        The resharding.
-    tokens : int, optional
-        Length of the sequence for which bytes are counted.  Default: one unit.
+    Bytes are those of a sequence of so many tokens; default: of one unit.
     """
     groups = list(_groups(made, tokens))
     several = any(len(group) > 1 for group, _ in groups)
@@ -71,20 +67,11 @@ def _groups(made: Resharding, tokens: int | None) -> Iterator[tuple[list[Message
     """Groups of messages that differ only in one of their ranks, and the text of each group."""
     model = made.src.model
     row_bytes = model.hd * ITEMSIZE[model.dtype] // model.pack  # of one head of one token, whatever the layouts are
-    names: dict[tuple[Meeting, ...], str] = {}
+    text_of = functools.cache(_meeting_text)
     alike: dict[tuple[str, ...], list[Message]] = {}
     for m in made.messages:
-        for meetings in (m.h, m.l):
-            if meetings not in names:
-                names[meetings] = _meeting_text(meetings)
-        texts = names[m.h], names[m.l]
-        row: tuple[str, ...] = (
-            *texts,
-            f"{m.tokens} of {m.t.tokens}",
-            size_text(made.nbytes(m, tokens)),
-            f"{row_bytes} B",
-        )
-        alike.setdefault(row, []).append(m)
+        held, size = f"{m.tokens} of {m.t.tokens}", size_text(made.nbytes(m, tokens))
+        alike.setdefault((text_of(m.h), text_of(m.l), held, size, f"{row_bytes} B"), []).append(m)
     found = []
     for row, messages in alike.items():
         sides = [
@@ -285,15 +272,7 @@ def _senders(made: Resharding) -> Iterator[str]:
 
 
 def as_json(made: Resharding, tokens: int | None = None) -> dict[str, Any]:
-    """A resharding as an object for JSON: placements, messages with their loops, units.
-
-    Parameters
-    ----------
-    made : Resharding
-        The resharding.
-    tokens : int, optional
-        Length of the sequence for which bytes are counted.  Default: one unit.
-    """
+    """A resharding as an object for JSON: placements, messages with their loops, units.  `tokens` as for `table`."""
     return {
         "source": _placement(made.src),
         "destination": _placement(made.dst),
@@ -339,7 +318,7 @@ def _placement(placement: Placement) -> dict[str, Any]:
             {
                 "layers": list(strips.l),
                 "heads": list(strips.h),
-                "tokens": {"every": strips.t.every, "over": strips.t.over, "index": strips.t.index},
+                "tokens": asdict(strips.t),
             }
             for strips in ranks
         ],
@@ -347,9 +326,4 @@ def _placement(placement: Placement) -> dict[str, Any]:
 
 
 def _meeting(meeting: Meeting) -> dict[str, Any]:
-    return {
-        "first": meeting.first,
-        "src": meeting.src,
-        "dst": meeting.dst,
-        "loops": [loop._asdict() for loop in meeting.loops],
-    }
+    return {**meeting._asdict(), "loops": [loop._asdict() for loop in meeting.loops]}

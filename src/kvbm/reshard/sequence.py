@@ -166,23 +166,11 @@ class Rank(NamedTuple):
             raise BindError(f"{self.name}: origin {origin}: expected a multiple of {self.turns.period}, a whole turn")
 
     def blocks(self, span: Span, *, tail: bool = False) -> tuple[Ids, int, int]:
-        """The entries of the table that hold the range's tokens; -1: no block.
+        """The entries of the table that hold the range's tokens, or, with `tail`, slots after the last one; -1: no block.
 
-        Parameters
-        ----------
-        span : Span
-        tail : bool
-            With those that hold slots after the last token.
-
-        Returns
-        -------
-        tuple
-            The entries; the first slot of the table that they hold a token in, and the slot behind the last one.
-
-        Raises
-        ------
-        BindError
-            The table is too short or names blocks that the pool does not have, or no turn begins at the table's origin.
+        Returns also the first slot of the table that they hold a token in, and the slot behind the last one.  Raises
+        `BindError` if the table is too short or names blocks that the pool does not have, or no turn begins at the
+        table's origin.
         """
         self.require_origin(span.origin)
         if not len(span.tokens):
@@ -276,16 +264,7 @@ class Parts(NamedTuple):
 def split(unit: Unit, src: Turns, dst: Turns, tokens: range, origin: int) -> Parts:
     """The whole units of a range of tokens that both ranks hold, and the single tokens at its ends that fill no unit.
 
-    Parameters
-    ----------
-    unit : Unit
-        The unit of the message.
-    src, dst : Turns
-        Tokens that the ranks hold.
-    tokens : range
-        Positions of the range.
-    origin : int
-        The position at which the block table of either side begins.  The unit divides the distance of the two.
+    `origin` is the position at which the block table of either side begins: the unit divides the distance of the two.
     """
     base = origin % unit.tokens
     first = base + -(-(tokens.start - base) // unit.tokens) * unit.tokens

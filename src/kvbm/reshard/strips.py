@@ -32,8 +32,6 @@ class Run(NamedTuple):
 class Runs:
     """The layers or heads that a rank holds: runs of coordinates, ascending.
 
-    Examples
-    --------
     >>> print(Runs.of([0, 1, 2, 5, 11, 17]))
     0–2, 5–17 by 6
     """
@@ -42,15 +40,7 @@ class Runs:
 
     @classmethod
     def of(cls, coordinates: Iterable[int], places: Iterable[int] | None = None) -> Runs:
-        """The strip of these coordinates of the model, ascending.
-
-        Parameters
-        ----------
-        coordinates : iterable of int
-            Coordinates of the model.
-        places : iterable of int, optional
-            The rank's coordinate of each.  Default: 0, 1, …
-        """
+        """The strip of these ascending coordinates of the model.  `places`: the rank's of each; default: from 0 on."""
         given = list(coordinates)
         local = list(range(len(given)) if places is None else places)
         runs: list[Run] = []
@@ -103,21 +93,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class Turns:
-    """The tokens of a sequence that a rank holds: `every` consecutive ones, then those of `over - 1` other ranks, and so on.
+    """The tokens of a sequence that a rank holds: `every` consecutive ones, then those of `over - 1` other ranks, and so on."""
 
-    Attributes
-    ----------
-    every : int
-        Consecutive tokens per turn.
-    over : int
-        Number of ranks that share the tokens.
-    index : int
-        Index of this rank among them.
-    """
-
-    every: int = 1
-    over: int = 1
-    index: int = 0
+    every: int = 1  # consecutive tokens per turn
+    over: int = 1  # number of ranks that share the tokens
+    index: int = 0  # index of this rank among them
 
     @functools.cached_property
     def period(self) -> int:
@@ -153,20 +133,13 @@ class Family(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Coordinates of one axis that two ranks have in common.
+    """Coordinates of one axis that two ranks have in common."""
 
-    Attributes
-    ----------
-    first, src, dst : int
-        The first one, in coordinates of the model, the source and the destination.
-    loops : tuple of Family
-        The loops, fastest first.
-    """
-
+    #: The first one, in coordinates of the model, the source and the destination.
     first: int
     src: int
     dst: int
-    loops: tuple[Family, ...]
+    loops: tuple[Family, ...]  # the loops, fastest first
 
     @property
     def size(self) -> int:
@@ -211,20 +184,12 @@ class Meeting(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The largest group of tokens that is inside one block on both sides.  Blocks of different sizes are copied in units.
+    """The largest group of tokens that is inside one block on both sides.  Blocks of different sizes are copied in units."""
 
-    Attributes
-    ----------
-    tokens : int
-        Positions per unit; units begin at multiples of this.
-    meeting : Meeting or None
-        The tokens of a unit that both sides hold, as slots inside the unit; None if there are none.
-    src_slots, dst_slots : int
-        Slots of a unit on each side: fewer than `tokens` if several ranks share a unit.
-    """
-
-    tokens: int
+    tokens: int  # positions per unit; units begin at multiples of this
+    #: The tokens of a unit that both sides hold, as slots inside the unit; None if there are none.
     meeting: Meeting | None
+    #: Slots of a unit on each side: fewer than `tokens` if several ranks share a unit.
     src_slots: int
     dst_slots: int
 
@@ -290,22 +255,10 @@ def meet_in_unit(
 ) -> Unit:
     """The largest unit of two ranks, and its tokens that both hold.
 
-    Parameters
-    ----------
-    src, dst : Turns
-        Turns of the two ranks.
-    sizes : (int, int)
-        Slots of a block on each side.
-    cuts : two sequences of int
-        The tokens at which each side's layout splits a block.
-    shift : int
-        Distance of the positions of both sides' first slots.
-
-    Returns
-    -------
-    Unit
-        A unit divides a block on both sides.  On each side, every rank holds the same slots of each unit, or one rank holds all of
-        a unit.  Layouts split tokens only at borders of units and of their pieces.  A single token is always a valid unit.
+    A unit divides a block on both sides.  On each side, every rank holds the same slots of each unit, or one rank holds
+    all of a unit.  Layouts split tokens only at borders of units and of their pieces (`cuts`).  A single token is
+    always a valid unit.  `sizes` are the slots of a block on each side, and `shift` is the distance of the positions of
+    both sides' first slots.
     """
     whole = math.gcd(sizes[0] * src.over, sizes[1] * dst.over, shift)
     borders: list[int] | None = None

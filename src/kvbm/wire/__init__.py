@@ -19,24 +19,9 @@ if TYPE_CHECKING:
     from ._torch import torch
 
 __all__ = [
-    "NOTE_BYTES",
-    "Fault",
-    "Faulty",
-    "Hub",
-    "Mapped",
-    "Op",
-    "Slab",
-    "Slice",
-    "Wire",
-    "faulty",
-    "mapped",
-    "memory",
-    "nixl",
-    "nixl_files",
-    "nixl_objects",
-    "random_faults",
-    "torch",
-]
+    "NOTE_BYTES", "Fault", "Faulty", "Hub", "Mapped", "Op", "Slab", "Slice", "Wire", "faulty", "mapped", "memory",
+    "nixl", "nixl_files", "nixl_objects", "random_faults", "torch",
+]  # fmt: skip
 
 #: Name → module.  No module may have the name of a transport: importing it would hide the function.
 _HOME = {

@@ -13,8 +13,6 @@ from .._arguments import is_real, listed, number, quoted, require_a, require_tex
 from ..errors import BindError, PeerLostError
 from .protocol import Op, Slab, Slice, Wire, require_wire
 
-__all__ = ["Fault", "Faulty", "faulty", "random_faults"]
-
 #: Faults of received notes, of puts, and of any call.
 NOTES: Final = ("lose", "double", "delay", "swap")
 PUTS: Final = ("bit", "word", "row", "chunk", "late")

@@ -16,8 +16,6 @@ from .. import _core
 from ..errors import BindError
 from ..system.memory_files import memory_file, open_memory_file
 
-__all__ = ["Lane"]
-
 #: Sent by the other wire: this side's later notes are in its box.
 MARKER: Final = b"kvbm mail 1 \x00\xc4\x8f\x1d\x93\x62\xe0\x5b"
 
@@ -30,35 +28,21 @@ _BOX: Final = -(-(_core.MAIL_BYTES + _OWNER) // mmap.PAGESIZE) * mmap.PAGESIZE
 class Lane:
     """The boxes of one connection: this side writes its own, and the peer reads it.
 
-    Notes keep their order.  The last note that goes by the other wire is `MARKER`; a side reads the peer's box after that has come.
-    It is repeated until the peer has taken a note: if it were lost, all notes after it would be.
-    After the first put with a note, all notes go by the other wire again: only that delivers them in the order of its puts.
-
-    Parameters
-    ----------
-    own, peer : str
-        Names of this side and of the peer.
-    send : callable
-        Sends a note to the peer by the other wire.
-
-    Attributes
-    ----------
-    file : int
-        Descriptor of this side's box, which the peer opens.
-    mail : Mail or None
-        Both boxes, after the peer's was opened.
-    takes : bool
-        True if the peer's notes come through its box.
+    Notes keep their order.  The last note that goes by the other wire (`send`) is `MARKER`; a side reads the peer's box
+    after that has come.  It is repeated until the peer has taken a note: if it were lost, all notes after it would be.
+    After the first put with a note, all notes go by the other wire again: only that delivers them in the order of its
+    puts.
     """
 
     def __init__(self, own: str, peer: str, send: Callable[[bytes], None]) -> None:
-        self.file = memory_file("mail", _BOX)
-        self.mail: _core.Mail | None = None
+        self.file = memory_file("mail", _BOX)  # this side's box, which the peer opens
+        self.mail: _core.Mail | None = None  # both boxes, after the peer's was opened
         self._own, self._send = mmap.mmap(self.file, _BOX), send
         self._own[-_OWNER:], self._expected = _owner(own, peer), _owner(peer, own)
         self._pid = os.getpid()
         self._far: mmap.mmap | None = None
-        self.takes = self._posts = self._is_ended = False
+        self.takes = False  # the peer's notes come through its box
+        self._posts = self._is_ended = False
         self._waiting: deque[bytes] = deque()  # for a free slot
 
     def open(self, pid: int, number: int) -> None:

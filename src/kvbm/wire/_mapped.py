@@ -19,14 +19,12 @@ from typing import Any, Final
 import numpy as np
 
 from .. import _core
-from .._arguments import is_real, quoted, require_a
+from .._arguments import quoted, require_a, seconds
 from ..errors import BindError, KvbmError, PeerLostError, TransferTimeoutError
 from ..system.machine import device_of
 from ..system.memory_files import memory_file, open_memory_file
 from ._mail import Lane
 from .protocol import CARD_BYTES, NOTE_BYTES, Op, Slab, Slice, Wire, deadline, inside, require_bytes, require_wire
-
-__all__ = ["Mapped", "mapped"]
 
 #: A page of loans: the name of the end that owns the page, then one line per mapped peer of this end.
 _MAGIC: Final = b"kvbm loans 1\0"
@@ -69,24 +67,18 @@ def mapped(wire: Wire, *, drop_seconds: float = 5.0) -> Mapped:
 
     Notes
     -----
-    A peer is mapped if it runs on this host, in the same PID namespace, as the same user, and if both slabs are rings of endpoints
-    on the CPU, or both are on GPUs that reach each other.  `Mapped.unmapped` lists the other peers; their chunks are put.
+    ``docs/reference/wires.md`` says which peers are mapped; `Mapped.unmapped` lists the others, whose chunks are put.
 
     *Fence.*  A slice is on loan from `borrow` to `give_back`.  Each end has a page that its peers map.  It counts its loans there,
     and marks the peers that it has dropped.  The borrower first raises its count and then reads the lender's mark.  The lender
     first sets its mark and then waits for the borrower's count.  The loans of a process end with the process.
-
-    *Notes.*  If the wrapped wire must be polled, notes to mapped peers go through shared memory: each side writes a box that the
-    other reads, and `Mapped.watch` waits for them without a lock of Python's.
 
     Examples
     --------
     >>> end = wire.mapped(wire.nixl("prefill-0/3"))  # doctest: +SKIP
     """
     require_wire("wire", wire)
-    if not is_real(drop_seconds) or not 0 <= drop_seconds < 1e9:
-        raise BindError(f"drop_seconds: expected seconds, got {quoted(drop_seconds)}")
-    return Mapped(wire, drop_seconds)
+    return Mapped(wire, seconds("drop_seconds", drop_seconds))
 
 
 class Mapped:
@@ -194,10 +186,7 @@ class Mapped:
     def borrow(self, peer: str, remote: Slice) -> Slab | None:
         """Borrow a slice of the peer's slab as memory of this process until `give_back`.  None: use `put` instead.
 
-        Raises
-        ------
-        PeerLostError
-            The peer has ended the connection.
+        Raises `PeerLostError` if the peer has ended the connection.
         """
         known = self._peers.get(peer)
         if known is None:
@@ -210,10 +199,7 @@ class Mapped:
     def hold(self, peer: str) -> bool:
         """Begin a loan of a peer's memory: the peer does not reuse it until `give_back`.  False if this side cannot borrow it.
 
-        Raises
-        ------
-        PeerLostError
-            The peer has ended the connection.
+        Raises `PeerLostError` if the peer has ended the connection.
         """
         known = self._peers.get(peer)
         if known is None or self._page is None:
@@ -222,8 +208,8 @@ class Mapped:
         if known.loans is None:
             if (at := known.page.find(known.key)) is None:
                 return False  # the peer has not connected yet, or cannot read this side's loans
-            (count, own), (dropped, far) = self._page.count_at(peer), known.page.dropped_at(at)
-            known.loans = _core.Loans(count, dropped, (own, far))
+            own, far = self._page.word(self._page.line(peer), _LOANS), known.page.word(at, _DROPPED)
+            known.loans = _core.Loans(ctypes.addressof(own), ctypes.addressof(far), (own, far))
         if not known.loans.begin():
             known.lost = "it has ended the connection"
             self._require(peer)
@@ -243,18 +229,8 @@ class Mapped:
     def open(self, peer: str, handle: str, nbytes: int, address: int) -> Slab:
         """Open memory that a mapped peer shares, to read it.  It stays open until the peer is dropped and its loans have ended.
 
-        Parameters
-        ----------
-        peer : str
-        handle : str
-            The number of a memory file of the peer's process, or the digits of a CUDA IPC handle.
-        nbytes, address : int
-            Bytes of the memory, and where it begins in the peer's process.
-
-        Raises
-        ------
-        BindError
-            The peer is not mapped, or the memory cannot be opened.
+        `handle` is the number of a memory file of the peer's process, or the digits of a CUDA IPC handle; `address` is
+        where the memory begins there.  Raises `BindError` if the peer is not mapped, or the memory cannot be opened.
         """
         self._require(peer)
         if (known := self._peers.get(peer)) is None:
@@ -298,7 +274,7 @@ class Mapped:
         at = known.page.find(known.key)
         if known.process.is_over():
             why = "its process has ended"
-        elif at is not None and known.page.is_dropped(at):
+        elif at is not None and known.page.word(at, _DROPPED).value:
             why = "it has ended the connection"
         else:
             return True
@@ -438,7 +414,7 @@ class _Peer:
         """Open the peer's box of notes, if it has made one.  If that fails, notes go by the other wire."""
         if self.lane is None or self.lane.mail is not None or self.is_closed or self.lost:
             return
-        number = 0 if (at := self.page.find(self.key)) is None else self.page.mail(at)
+        number = 0 if (at := self.page.find(self.key)) is None else int(self.page.word(at, _MAIL).value)
         if number:
             try:
                 self.lane.open(self.shared["pid"], number - 1)
@@ -449,7 +425,7 @@ class _Peer:
     def has_loans(self) -> bool:
         """True if the peer has borrowed slices of this end's slab."""
         at = None if self.is_closed else self.page.find(self.key)
-        return at is not None and self.page.count(at) > 0
+        return at is not None and bool(self.page.word(at, _LOANS).value)
 
     def lends_no_more(self) -> None:
         """Begin no other loan: then who counts none may call `close_memory`."""
@@ -528,7 +504,7 @@ class _Page:
         if at + _LINE > _PAGE_BYTES:
             raise BindError(f"more than {len(self._at)} peers: no room in the page of loans")
         self._at[key] = at
-        self._word(at + _MAIL).value = mail + 1
+        self.word(at, _MAIL).value = mail + 1
         _core.fence()
         self._memory[at : at + len(key)] = key
 
@@ -545,35 +521,20 @@ class _Page:
                     break
         return known
 
-    def _word(self, at: int) -> Any:
-        return ctypes.c_uint64.from_buffer(self._memory, at)
+    def line(self, peer: str) -> int:
+        """Offset of the line of a peer in this end's page."""
+        return self._at[_key(peer)]
 
-    def count(self, at: int) -> int:
-        return int(self._word(at + _LOANS).value)
-
-    def mail(self, at: int) -> int:
-        """One more than the number of the file with the box of notes; 0: there is none."""
-        return int(self._word(at + _MAIL).value)
+    def word(self, line: int, what: int) -> Any:
+        """The number at `_LOANS`, `_DROPPED` or `_MAIL` of a line, in its memory."""
+        return ctypes.c_uint64.from_buffer(self._memory, line + what)
 
     def count_of(self, peer: str) -> int:
         """Number of this end's loans from a peer."""
-        return self.count(self._at[_key(peer)])
-
-    def count_at(self, peer: str) -> tuple[int, Any]:
-        """The address of `count_of`, and what keeps it mapped."""
-        word = self._word(self._at[_key(peer)] + _LOANS)
-        return ctypes.addressof(word), word
-
-    def is_dropped(self, at: int) -> bool:
-        return bool(self._word(at + _DROPPED).value)
-
-    def dropped_at(self, at: int) -> tuple[int, Any]:
-        """The address of `is_dropped`, and what keeps it mapped."""
-        word = self._word(at + _DROPPED)
-        return ctypes.addressof(word), word
+        return int(self.word(self.line(peer), _LOANS).value)
 
     def drop(self, peer: str) -> None:
-        self._word(self._at[_key(peer)] + _DROPPED).value = 1
+        self.word(self.line(peer), _DROPPED).value = 1
 
     def close(self) -> None:
         if self.file >= 0:

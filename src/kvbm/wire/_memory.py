@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 from .._arguments import require_a
 from ..errors import BindError, PeerLostError
-from .protocol import Ends, Peer, Ready, Slab, Slice, move
-
-__all__ = ["Hub", "memory"]
+from .protocol import Ends, Peer, Ready, Slice, move
 
 
 class Hub:
@@ -63,9 +61,6 @@ class _Memory(Ends[Peer]):
         self._inbox: deque[tuple[str, bytes]] = deque()
         self._news: Callable[[], object] = int
         hub.ends[self.name] = self
-
-    def register(self, slab: Slab) -> None:
-        self._take_slab(slab)
 
     def connect(self, card: bytes) -> str:
         peer_card = self._read(card)

@@ -23,8 +23,6 @@ from ..errors import (
 )
 from .protocol import Card, Ends, Op, Peer, Slab, Slice, deadline
 
-__all__ = ["Reached", "Transfers", "nixl"]
-
 T = TypeVar("T")
 
 #: Header of a note: its kind, and its number among the sender's notes to this peer.
@@ -93,9 +91,9 @@ class Agent:
         self.call("deregister", self.nixl.deregister_memory, memory)
 
     def post(self, what: str, local: Any, remote: Any, to: str, note: bytes = b"") -> Any:
-        """Start a transfer with one descriptor per side: the kind of memory, then ``(address, bytes, device)``.
+        """Start a transfer; return its handle, or None if it is already done.
 
-        Returns its handle, or None if it is already done.
+        Each side has one descriptor: the kind of memory, then ``(address, bytes, device)``.
         """
         descriptors = [self.nixl.get_xfer_descs([place], kind) for kind, place in (local, remote)]
         handle = self.call(what, self.nixl.initialize_xfer, what, *descriptors, to, note)
@@ -157,7 +155,7 @@ class Transfers(Ends[R]):
         self._memory: Any = None
 
     def register(self, slab: Slab) -> None:
-        self._take_slab(slab)
+        super().register(slab)
         self._memory = self._agent.register(slab)
 
     def _start(
@@ -249,12 +247,8 @@ def nixl(name: str, *, backend: str = "UCX", drop_seconds: float = 5.0) -> _Nixl
     its puts still arrive.  So ``drop`` asks the peer's wire, which ends its transfers and answers when it polls.  If the peer runs
     but does not poll, ``drop`` raises `TransferTimeoutError`.  If NIXL reports a connection as broken, its peer counts as ended.
 
-    *Order.*  NIXL delivers the note of a put with the put, and other notes immediately.  The wire numbers and sorts them.
-
     *Progress.*  NIXL's own thread is not used, as it keeps one core busy per agent.  `Wire.poll` and `Op.query` do its work, on
     both sides.
-
-    *Time.*  Without a network adapter for the bytes, a put copies them before it returns.
     """
     return _Nixl(name, backend, drop_seconds)
 

@@ -17,8 +17,6 @@ from ..errors import BindError, PeerLostError, TransferError, TransferTimeoutErr
 from ._nixl import Reached, Transfers
 from .protocol import Card, Op, Slab, Slice, deadline
 
-__all__ = ["nixl_files", "nixl_objects"]
-
 #: Wires whose `close` has not returned: transfers may still use their slabs, so their memory is kept.
 _UNSURE: set[_Storage] = set()
 

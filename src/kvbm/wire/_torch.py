@@ -16,11 +16,9 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, Final, Literal
 
-from .._arguments import is_real, quoted
+from .._arguments import quoted, require_a, seconds
 from ..errors import BindError, MissingPackageError, PeerLostError, TransferTimeoutError
 from .protocol import NOTE_BYTES, Ends, Op, Peer, Slab, Slice, deadline, inside
-
-__all__ = ["torch"]
 
 #: Header of a message: kind, bytes of its note, a slice of the receiver's slab, the number of a get.  The note follows, padded so
 #: that all messages have the same size.
@@ -37,13 +35,9 @@ _WINDOW: Final = 2
 
 
 def torch(
-    name: str,
-    store: Any,
-    *,
-    backend: Literal["gloo", "nccl"] = "gloo",
-    meet_seconds: float = 60.0,
+    name: str, store: Any, *, backend: Literal["gloo", "nccl"] = "gloo", meet_seconds: float = 60.0,
     drop_seconds: float = 5.0,
-) -> _Torch:
+) -> _Torch:  # fmt: skip
     """A wire on torch.distributed.
 
     Parameters
@@ -64,10 +58,7 @@ def torch(
     -----
     Each pair of ends has a separate process group, so a lost peer does not affect others.  Each peer has a thread that sends and a
     thread that receives.  The latter receives the header of a message, then the slice into the slab, delivers the note, and sends a
-    receipt.
-
-    *Op.*  A put is done when its receipt has come.  *No hang.*  If a process ends, its connections are closed, and the peer notices
-    at once.  If a machine fails silently, the peer notices when TCP times out.
+    receipt: then the put is done.
 
     If a connection ends, gloo ends the waits for messages that have not begun, but not those for messages of which a part was sent
     or received.  No part of an empty message is sent alone.  So the threads wait for empty messages only: one follows each header
@@ -88,11 +79,9 @@ class _Torch(Ends["_Far"]):
             raise MissingPackageError(f"this wire needs torch ({error}): pip install torch") from None
         if not hasattr(distributed.Store, "clone"):
             raise MissingPackageError(f"this wire needs torch 2.8 or newer, found {torch.__version__}: pip install -U torch")
-        if not isinstance(store, distributed.Store):
-            raise BindError(f"{name}: store: expected a store of torch.distributed, got {quoted(store)}")
-        for what, seconds in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):
-            if not is_real(seconds) or not 0 <= seconds < 1e9:
-                raise BindError(f"{name}: {what}: expected seconds, got {quoted(seconds)}")
+        require_a(distributed.Store, f"{name}: store", store, "a store of torch.distributed")
+        for what, given in (("meet_seconds", meet_seconds), ("drop_seconds", drop_seconds)):
+            seconds(f"{name}: {what}", given)
         if not isinstance(backend, str) or str.__str__(backend) not in ("gloo", "nccl"):  # type: ignore[redundant-expr]
             raise BindError(f"{name}: backend: expected 'gloo' or 'nccl', got {quoted(backend, 40)}")
         self.transport = f"torch/{backend}"
@@ -113,7 +102,7 @@ class _Torch(Ends["_Far"]):
                 else "hosts; use backend='nccl' for GPU memory"
             )
             raise BindError(f"{self.name}: {self.transport} carries memory of {fits}, got {slab.device}")
-        self._take_slab(slab)
+        super().register(slab)
 
     def connect(self, card: bytes) -> str:
         peer_card = self._read(card)
@@ -176,14 +165,9 @@ class _Torch(Ends["_Far"]):
     # ---- the peer's threads ------------------------------------------------------------------------------------------
 
     def _queue(
-        self,
-        far: _Far,
-        kind: int,
-        note: bytes,
-        at: tuple[int, int] = (0, 0),
-        data: Slice | None = None,
+        self, far: _Far, kind: int, note: bytes, at: tuple[int, int] = (0, 0), data: Slice | None = None,
         number: int = 0,
-    ) -> _Op:
+    ) -> _Op:  # fmt: skip
         """Queue a message for the thread that sends."""
         op = _Op(far, data)
         head = _HEAD.pack(kind, len(note), *at, number) + note
@@ -434,10 +418,7 @@ def _tensor(slab: Slab) -> Any:
 
     class Memory:
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            "shape": (slab.nbytes,),
-            "typestr": "|u1",
-            "data": (slab.address, False),
-            "version": 3,
-        }
+            "shape": (slab.nbytes,), "typestr": "|u1", "data": (slab.address, False), "version": 3,
+        }  # fmt: skip
 
     return torch.as_tensor(Memory(), device=slab.device)

@@ -18,22 +18,6 @@ from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 from .._arguments import quoted, require_a, require_like, whole
 from ..errors import BindError, PeerLostError
 
-__all__ = [
-    "CARD_BYTES",
-    "NOTE_BYTES",
-    "Card",
-    "Ends",
-    "Op",
-    "Peer",
-    "Ready",
-    "Slab",
-    "Slice",
-    "Wire",
-    "deadline",
-    "inside",
-    "move",
-]
-
 #: Most bytes of a note.
 NOTE_BYTES: Final = 4096
 #: Most bytes of a card.
@@ -207,21 +191,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Card:
-    """The contents of a card.
+    """The contents of a card."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the endpoint, including its incarnation.
-    slab : Slab
-        Memory of the other process.
-    data : bytes
-        Data of the transport.
-    """
-
-    name: str
-    slab: Slab
-    data: bytes = b""
+    name: str  # name of the endpoint, including its incarnation
+    slab: Slab  # memory of the other process
+    data: bytes = b""  # data of the transport
 
     def write(self, transport: str) -> bytes:
         """The card as JSON."""
@@ -282,18 +256,10 @@ def _refuse(expected: str, got: str) -> NoReturn:
 
 @dataclass
 class Peer:
-    """A wire's record of a peer.
-
-    Attributes
-    ----------
-    card : Card
-        The peer's card.
-    lost : str
-        Why the peer is lost; empty while it is connected.
-    """
+    """A wire's record of a peer."""
 
     card: Card
-    lost: str = ""
+    lost: str = ""  # why the peer is lost; empty while it is connected
 
 
 def require_wire(what: str, given: Any) -> None:
@@ -326,7 +292,7 @@ class Ends(Generic[P]):
             raise BindError(f"{self.name}: no memory is registered; call register(slab) first, once")
         return self._slab
 
-    def _take_slab(self, slab: Slab) -> None:
+    def register(self, slab: Slab) -> None:
         if self._slab is not None:
             raise BindError(f"{self.name}: memory is registered already; expected one slab per wire")
         self._slab = slab
