@@ -40,10 +40,8 @@ class Bridge(NamedTuple):
 
     Attributes
     ----------
-    name : str
-        Name of the framework in messages.
-    expected : str
-        Name of the accepted type.
+    name, expected : str
+        Names of the framework and of the accepted type in messages.
     takes : callable
         Returns True for the framework's arrays.
     contiguous : str

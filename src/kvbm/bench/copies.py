@@ -76,15 +76,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Read one of `PATTERNS`, or ``SRC:DST``.
-
-        Raises
-        ------
-        ValueError
-            The text is neither.
-        SpecError
-            There is no such layout.
-        """
+        """Read one of `PATTERNS`, or ``SRC:DST``; ValueError if the text is neither, `SpecError` if there is no such layout."""
         src, colon, dst = text.partition(":")
         if text in PATTERNS:
             src, dst = PATTERNS[text]
@@ -104,9 +96,6 @@ class Sweep:
     ----------
     shapes : sequence of BlockShape
         Shapes that differ in the tokens per block.
-    batches : sequence of int
-    directions : sequence of str
-    pairs : sequence of Pair
     backends : mapping of str to sequence of str
         Direction → backends.
     peers : mapping of str to function
@@ -115,15 +104,12 @@ class Sweep:
         True to measure PyTorch, CuPy and NumPy, if they are installed.
     place : str
         ``"cuda:N"``; with ``"cpu"`` only ``h2h`` is measured.
-    warmup, iters : int
-    max_sms : int, optional
     replay : bool
         True to time replays of captured graphs instead of calls.
     note : callable
         Called with the reason if something is left out, once per reason.
     step : callable
         ``step(title)`` after every measurement.
-
     measured : set of str
         Directions and backends with at least one row.
     """
@@ -151,25 +137,14 @@ class Sweep:
         return len(self.shapes) * len(self.directions) * len(self.pairs) * len(self.batches)
 
     def plans(self) -> None:
-        """Raise an error now for pairs that cannot be planned.
-
-        Raises
-        ------
-        LayoutError, PlanError
-            There is no copy between the two layouts of a pair.
-        """
+        """Raise `LayoutError` or `PlanError` now for pairs that cannot be planned."""
         for shape, pair in itertools.product(self.shapes, self.pairs):
             plan(pair.src, pair.dst, shape, num_blocks=max(self.batches))
 
     def run(self) -> Iterator[Record]:
         """Measure.  Yields each row as soon as it is known.
 
-        Raises
-        ------
-        WrongCopyError
-            A copy is wrong.  The sweep ends.
-        PeerError
-            A plug-in failed.
+        Raises `WrongCopyError`, which ends the sweep, if a copy is wrong, and `PeerError` if a plug-in failed.
         """
         for direction, shape in itertools.product(self.directions, self.shapes):
             try:

@@ -49,21 +49,10 @@ _REPEATS = {"cpu": 5, "cuda": 20}
 
 
 def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
-    """Run the demo and print its steps.
+    """Run the demo and print its steps.  True if everything was bit-identical and the deliberate mistake was not.
 
-    Parameters
-    ----------
-    console : rich.console.Console
-        Console for the output.
-    device : str, optional
-        ``"cpu"`` or ``"cuda:N"``.  Default: the first GPU if torch and kvbm can both use it, else the CPU.
-    seed : int
-        Seed of the weights, the prompt and the block ids.
-
-    Returns
-    -------
-    bool
-        True if everything was bit-identical and the deliberate mistake was not.
+    Default device: the first GPU if torch and kvbm can both use it, else the CPU.  The seed is that of the weights, the prompt
+    and the block ids.
     """
     with console.status("importing torch and transformers"):
         torch = _torch()

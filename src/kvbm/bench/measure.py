@@ -93,15 +93,7 @@ _FLAT = spec.parse('order: "b d"', "bench", "flat")
 
 
 class Memory:
-    """A range of bytes on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.  `close` releases it.
-
-    Attributes
-    ----------
-    address, nbytes : int
-    place : str
-    device : int
-        CUDA device ordinal, -1 on the host.
-    """
+    """A range of bytes on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``; `device` is -1 on the host.  `close` releases it."""
 
     def __init__(self, nbytes: int, place: str) -> None:
         self._pool = Pool.allocate(_FLAT, BlockShape(1, 1, 1, 1, nbytes, "uint8"), 1, place)
@@ -200,25 +192,9 @@ def is_stacked(layout: Layout) -> bool:
 def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, *, seed: int = 1) -> Iterator[Pool]:
     """A pool with random bytes, in memory as an engine or a store has it.  The memory is released at the end.
 
-    Parameters
-    ----------
-    layout, shape, num_blocks
-        As for `Pool`.
-    place : str
-        ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.
-    seed : int
-        Seed of the random bytes.
-
-    Yields
-    ------
-    Pool
-        A pool in one range of memory.  Stacked chunks are placed as in an engine: ``[no, blocks, chunk]``, one layer after the
-        other.  Other layouts have one allocation after the other, each at a multiple of 256 bytes.
-
-    Raises
-    ------
-    CudaError, MemoryError
-        There is not enough memory.
+    It is in one range of memory on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.  Stacked chunks are placed as in an engine: ``[no,
+    blocks, chunk]``, one layer after the other.  Other layouts have one allocation after the other, each at a multiple of 256
+    bytes.  Raises `CudaError` or MemoryError if there is not enough.
     """
     resolved = layout.resolve(shape, num_blocks)
     allocations = resolved.allocations
@@ -286,14 +262,7 @@ def _disjoint_neighbours(
 class Ids:
     """Sets of random block ids that take turns.
 
-    Parameters
-    ----------
-    src_blocks, dst_blocks : int
-        Blocks of each pool.
-    batch : int
-        Ids per set.
-    least : int
-        Least number of sets.  `for_cache` returns the number that keeps the caches cold.
+    At least `least` of them: `for_cache` returns the number that keeps the caches cold.
 
     Examples
     --------
@@ -327,19 +296,10 @@ class Ids:
 
 
 class Yardstick:
-    """One contiguous copy in one direction, with alternating buffers that together are larger than the cache.
+    """One contiguous copy from place to place, with alternating buffers that together are larger than the cache.
 
-    Parameters
-    ----------
-    src, dst : str
-        Places: ``"cpu"``, ``"pinned"``, ``"cuda:N"``.
-    largest : int
-        Bytes of the largest copy.
-    clock : GpuClock or CpuClock
-
-    Notes
-    -----
-    On the CPU it is NumPy's copy with one thread per core, or torch's if torch is installed and faster.
+    It has room for `largest` bytes.  On the CPU it is NumPy's copy with one thread per core, or torch's if torch is installed
+    and faster.
     """
 
     def __init__(self, src: str, dst: str, largest: int, clock: GpuClock | CpuClock) -> None:

@@ -329,11 +329,8 @@ def draw(
 ) -> dict[str, Figure]:
     """Draw the pictures for which the tables have rows; if `kinds` or `pairs` are given, only these.  `known` are all kinds.
 
-    Returns
-    -------
-    dict of str to matplotlib.figure.Figure
-        The figures by name.  The name is the kind, with the shape and timing if the sweep has several.  `note` is called for each
-        kind that was not requested by name and could not be drawn.
+    The name of a figure is the kind, with the shape and timing if the sweep has several.  `note` is called for each kind that
+    was not requested by name and could not be drawn.
 
     Raises
     ------

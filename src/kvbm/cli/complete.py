@@ -20,13 +20,7 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def some_of(*words: str, names: Callable[[], Iterable[str]] = tuple, files: bool = False) -> Complete:
-    """Complete one of the words, or of the names, which are looked up when they are needed.
-
-    Parameters
-    ----------
-    files : bool
-        The option also takes the path of a file.
-    """
+    """Complete one of the words, or of the names, which are looked up when they are needed; with `files` also a file's path."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
         found = [CompletionItem(word) for word in (*words, *names()) if word.startswith(incomplete)]

@@ -123,15 +123,8 @@ class Group:
     def arrays(self, kv_caches: Mapping[str, Any]) -> list[Any]:
         """The tensors of `kv_caches` for a `Pool` with this layout and shape: views of the same memory.
 
-        Parameters
-        ----------
-        kv_caches : mapping of str to tensor
-            The argument of a connector's ``register_kv_caches``.  It may contain other layers, too.
-
-        Raises
-        ------
-        BindError
-            A layer is missing, or shapes, strides or offsets differ from the config.
+        `kv_caches` is the argument of a connector's ``register_kv_caches``.  It may contain other layers, too.  Raises
+        `BindError` if a layer is missing, or shapes, strides or offsets differ from the config.
         """
         if missing := [name for name in self.names if name not in kv_caches]:
             raise BindError(f"{self}: layer {missing[0]!r}: expected it in kv_caches, got {_some(kv_caches)}")
@@ -477,22 +470,8 @@ def _backend(vllm_config: Any, names: Sequence[str], what: str) -> str:
 def total_heads(model_config: Any, layers: Sequence[int], held: int, tp: int) -> int | None:
     """KV heads of some layers on all ranks together.  In some models layers differ: in Gemma 4 and MiMo V2 by their windows.
 
-    With one head per rank the ranks may hold different heads or copies, and only the model's config can tell.
-
-    Parameters
-    ----------
-    model_config : vllm.config.ModelConfig
-    layers : sequence of int
-        Numbers of the layers.
-    held : int
-        KV heads that a rank holds.
-    tp : int
-        Number of ranks.
-
-    Returns
-    -------
-    int or None
-        None if the config names several numbers that give a rank one head, or none.
+    A rank has `held` of them.  With one head per rank the ranks may hold different heads or copies, and only the model's config
+    can tell; None if it names several numbers that give a rank one head, or none.
     """
     if held > 1 or tp == 1:
         return held * tp

@@ -328,22 +328,11 @@ def reads_as(found: str, wanted: str) -> bool:
 def formats_of(resolved: Resolved, dtypes: Sequence[str], title: str) -> dict[str, str]:
     """The formats of arrays of bytes that say more than their layout: plane → dtype, such as ``{"": "float8_e5m2"}``.
 
-    Where a shape or a plane says uint8 or int8, an array of any dtype of one byte is accepted.  Its own dtype is then the format of
-    its bytes: a copy between arrays of two formats would change values.  Arrays of uint8, int8 and raw bytes have no format.
+    Where a shape or a plane says uint8 or int8, an array of any dtype of one byte is accepted.  Its own dtype is then the
+    format of its bytes: a copy between arrays of two formats would change values.  Arrays of uint8, int8 and raw bytes have no
+    format.
 
-    Parameters
-    ----------
-    resolved : Resolved
-        The layout at a shape.
-    dtypes : sequence of str
-        The dtype of each array, in table order.
-    title : str
-        For messages.
-
-    Raises
-    ------
-    DTypeError
-        Arrays of one plane have two formats.
+    `dtypes` are those of the arrays, in table order.  Raises `DTypeError` if arrays of one plane have two formats.
     """
     which: Sequence[int] = resolved.kind_of_entry if len(resolved.kinds) > 1 else ()
     looks = set(zip(which, dtypes, strict=True)) if which else {(0, dtype) for dtype in set(dtypes)}
@@ -675,14 +664,10 @@ def side_of(layout: str, shape: BlockShape) -> Side:
 
 
 def sides_of(src: str, dst: str, text: str, found: str, out: str | None, cast: Scale | None) -> tuple[Side, Side]:
-    """Both sides of a call.
+    """Both sides of a call, by names of layouts or paths of their files, and a text of the sizes of a block.
 
     Parameters
     ----------
-    src, dst : str
-        Names of layouts, or paths of their files.
-    text : str
-        The sizes of a block.
     found : str
         Dtype of the first array of the source, or of the destination if the source has none.
     out : str, optional

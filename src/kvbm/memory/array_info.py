@@ -28,22 +28,10 @@ _TYPESTRS = tuple(dtype.str for dtype in _INTEGERS)
 
 
 class Array(NamedTuple):
-    """The description of an array.
+    """The description of an array: address of its first element, elements along each axis, bytes between neighbours.
 
-    Attributes
-    ----------
-    address : int
-        Address of the first element.
-    shape, strides : tuple of int
-        Elements along each axis; bytes between neighbours.
-    dtype, device : str
-        Name of the dtype; ``"cpu"`` or ``"cuda:N"``.
-    readonly : bool
-        True if the array may not be written.
-    offset : int
-        Offset in its storage (elements).
-    owner : object
-        The object that must live while the address is used, if it is not the array.
+    `device` is ``"cpu"`` or ``"cuda:N"``, `offset` that in its storage (elements), and `owner` the object that must live while
+    the address is used, if it is not the array.
     """
 
     address: int
@@ -57,14 +45,12 @@ class Array(NamedTuple):
 
 
 def describe(array: Any, what: str = "array") -> Array:
-    """Describe an array without accessing its memory.
+    """Describe an array without accessing its memory.  torch is not imported.
 
     Parameters
     ----------
     array : torch.Tensor, numpy.ndarray, or anything with ``__cuda_array_interface__`` or ``__dlpack__``
-        The array.  torch is not imported.
-    what : str
-        Name of the array in messages.
+        The array; messages call it `what`.
 
     Raises
     ------
@@ -105,18 +91,8 @@ def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
 
     Nothing is cached: another array may have the same name and address, or the array may have become read-only.
 
-    Parameters
-    ----------
-    array : as for `describe`
-        The array.
-    count : int
-        Expected number of items.
-
-    Returns
-    -------
-    tuple or None
-        ``(address, CUDA device ordinal or -1, owner)``.  None if the array is different, or cannot be checked in this way: then
-        call `describe`, and raise an error if it is wrong.
+    Returns ``(address, CUDA device ordinal or -1, owner)``.  None if the array is different, or cannot be checked in this way:
+    then call `describe`, and raise an error if it is wrong.
     """
     kind = type(array)
     torch: Any = sys.modules.get("torch")
@@ -508,18 +484,8 @@ def find_overlap(
 ) -> tuple[int, int] | None:
     """Find two arrays that share a byte of an element; None if there are none.
 
-    An array may lie in the padding of another one, as the rows of several views of one tensor do.
-
-    Parameters
-    ----------
-    addresses : numpy.ndarray of uint64
-        Address of each array.
-    kinds : sequence of Allocation
-        The kinds of arrays.
-    kind_of : sequence of int
-        For each array, the index of its kind.
-    side_of : sequence of int, optional
-        For each kind, its side.  Only arrays of different sides are compared.
+    An array may lie in the padding of another one, as the rows of several views of one tensor do.  `kind_of` has the index in
+    `kinds` of each array.  If `side_of` has a side for each kind, only arrays of different sides are compared.
     """
     order = np.argsort(addresses, kind="stable")
     starts, which = addresses.astype(np.int64)[order], np.asarray(kind_of).astype(np.int64)[order]

@@ -119,16 +119,9 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """The unit that is drawn once: all allocations if they are alike, K or V if their orders differ, or a plane.
+    """The unit that is drawn once: all allocations if they are alike, K or V (`o`) if their orders differ, or a plane (`part`).
 
-    Attributes
-    ----------
-    part : Resolved
-        The plane, or the layout itself.
-    o : int or None
-        0 for K, 1 for V; None for both.
-    shared, own : tuple of Level
-        Slowest first: the levels around the record that planes share, and the levels inside it.  Without a record all are `own`.
+    Levels are slowest first: those around the record that planes share, and those inside it.  Without a record all are `own`.
     """
 
     part: Resolved
@@ -286,14 +279,7 @@ def _index_name(piece: Piece, sizes: Mapping[str, int]) -> str:
 
 
 def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, str]]:
-    """Names and values: the declaration of a layout, and the sizes of its blocks and its pool.
-
-    Parameters
-    ----------
-    resolved : Resolved
-    shape_text : str, optional
-        Name of the shape, e.g. ``llama-3.1-70b/tp8``.
-    """
+    """Names and values: the declaration of a layout, and the sizes of its blocks and its pool."""
     layout, shape = resolved.layout, resolved.shape
     sizes = f"nl {shape.nl}, no {shape.no}, nh {shape.nh}, nt {shape.nt}, hd {shape.hd}, {shape.dtype}"
     found = [("title", printable(layout.title))] if layout.title else []

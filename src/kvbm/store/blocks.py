@@ -59,11 +59,6 @@ Progress = Callable[[int, int], None]
 def layout_of(stored: Stored) -> Layout:
     """The shipped layout that a file names.
 
-    Parameters
-    ----------
-    stored : Stored
-        The header, from `read`.
-
     Raises
     ------
     BindError
@@ -100,21 +95,9 @@ def _open(
 
 
 class _Reader:
-    """Some blocks of a file in memory, in the file's layout.
+    """Some blocks of a file in memory, in the file's layout; `most` bytes are read at a time.
 
-    Parameters
-    ----------
-    source : Source
-        The file.
-    formats : dict of str to str
-        As `Stored.formats`.
-    most : int
-        Bytes to read at a time.
-
-    Attributes
-    ----------
-    pool : Pool
-        The memory: for two times as many blocks, so that some are read while others are used.
+    `pool` has room for two steps, so that some blocks are read while others are used.
     """
 
     def __init__(self, source: Source, formats: dict[str, str], most: int = _READ_BYTES) -> None:

@@ -544,19 +544,7 @@ def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests,
 
     It is for writers of many small files that hold their blocks in one piece.  `create` maps a pool into the file instead.
 
-    Parameters
-    ----------
-    layout : Layout
-        A layout with one allocation and no padding for `num_blocks` blocks.
-    shape, num_blocks, metadata
-        As for `create`.
-    digests : Digests
-        Digests of the blocks.
-
-    Raises
-    ------
-    BindError
-        The layout has several allocations or padding, or the digests do not fit the blocks.
+    Raises `BindError` if the layout has several allocations or padding, or the digests do not fit the blocks.
     """
     resolved = layout.resolve(shape, num_blocks)
     digests.require(shape, num_blocks)

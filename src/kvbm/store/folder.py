@@ -76,13 +76,12 @@ class Folder:
     Parameters
     ----------
     folder : Path
-        The folder.  It may hold units of other contents, each kind in its own subfolder.
+        It may hold units of other contents, each kind in its own subfolder.
     content : Content
         The content of the units.
     most_bytes : int, optional
         Limit of the bytes of all files in the folder.  Above it, the least recently used units are removed.  Each process checks
         this after it has written 1/64 of the limit, so each process may exceed it by that much.  Default: no limit.
-
     key : str, optional
         The key of the content, if it is known.
 
@@ -100,17 +99,9 @@ class Folder:
         self._guard = threading.Lock()
 
     def make(self, model: Mapping[str, Any]) -> None:
-        """Create the folder, with a file that describes its content.
+        """Create the folder, with a file that describes its content and `model`: that of which `Content.model` is the key.
 
-        Parameters
-        ----------
-        model : mapping
-            The model of which `Content.model` is the key: `kvbm.store.keys.model_of`.
-
-        Raises
-        ------
-        BindError
-            The folder cannot be created or written, or is a link: its files would not count.
+        Raises `BindError` if it cannot be created or written, or is a link: its files would not count.
         """
         if self.root.is_symlink():
             raise BindError(f"folder: {self.root}: expected a folder, got a link: the limit of bytes would not count its files")
@@ -166,14 +157,12 @@ class Folder:
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def write(self, name: str, part: Part, first: int, row: npt.NDArray[Any], block: int, heads: Sequence[int]) -> int:
-        """Write a file.  It gets its name when it is complete.
+        """Write a file, which gets its name when it is complete, and return its bytes.
 
         Parameters
         ----------
-        name : str
-            Name of the unit.
-        part : Part
-            The heads of the file.
+        name, part
+            The unit, and the heads of the file.
         first : int
             Position of the unit's first token.
         row : array
@@ -182,16 +171,6 @@ class Folder:
             Their digest at position 0, as in files of `kvbm.store`.
         heads : sequence of int
             The digest of each head, at its place in the model, as for a unit at position 0.
-
-        Returns
-        -------
-        int
-            Bytes of the file.
-
-        Raises
-        ------
-        OSError
-            The disk is full, or the folder is not writable.
         """
         shape = replace(self.content.shape, nh=part.last - part.first)
         metadata = {
@@ -213,10 +192,7 @@ class Folder:
     def open(self, name: str, part: Part) -> tuple[Stored, list[int]]:
         """An open file with its header, and the digests of its heads.
 
-        Raises
-        ------
-        BindError
-            The file is cut short, or its contents do not fit its name.  It is removed.
+        Raises `BindError` for a file that is cut short, or whose contents do not fit its name.  It is removed.
         """
         file = Opened(self.home(name) / part.name)
         try:
@@ -269,12 +245,7 @@ class Folder:
     def trim(self) -> int:
         """Remove the least recently used units, of any content, until the folder is below its limit.
 
-        Only one process at a time does this; the others continue.
-
-        Returns
-        -------
-        int
-            Number of removed bytes.
+        Returns the removed bytes.  Only one process at a time does this; the others continue.
         """
         if self.most_bytes is None:
             return 0
@@ -351,14 +322,8 @@ Problem = Callable[[Path, KvbmError | OSError], object]
 def units_of(content: str, clear: bool = False, problem: Problem = lambda *_: None) -> Iterator[Unit]:
     """The units in the folder of a content.
 
-    Parameters
-    ----------
-    content : str
-        The folder.
-    clear : bool
-        Remove what ended processes have left.
-    problem : callable
-        Told of each folder that cannot be read, is a link, or lies where no engine looks for it.  Its units are left out.
+    With `clear`, what ended processes have left is removed.  `problem` is told of each folder that cannot be read, is a link,
+    or lies where no engine looks for it: its units are left out.
     """
     inside = _files(content, problem)
     if clear:

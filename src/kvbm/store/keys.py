@@ -131,10 +131,8 @@ def model_of(
     ----------
     weights : str
         ``sha256:`` and a hash of the files of weights, and the load format if it counts; or ``named`` and the operator's name.
-    config : mapping
-        The model's ``config.json``.
-    rope : mapping
-        RoPE in effect: `ropes` of the engine's configuration.
+    config, rope : mapping
+        The model's ``config.json``, and RoPE in effect: `ropes` of the engine's configuration.
     dtype : str
         Dtype of the computation.
     more : mapping

@@ -1,7 +1,5 @@
 """The tools that test kvbm's kernels, for your own kernels.
 
-Nothing is imported before it is used: torch only where data are torch's, and never by importing this package.
-
 Examples
 --------
 >>> from kvbm.testing import SMOKE_TESTS

@@ -71,10 +71,7 @@ def require_limit(limit_s: float) -> None:
 def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
     """Call ``function(data)`` and wait until the GPU has done its work.
 
-    Raises
-    ------
-    KernelFailure
-        The function raised an exception, did not return in time, or the GPU was not done in time.
+    Raises `KernelFailure` if the function raised an exception, did not return in time, or the GPU was not done in time.
     """
     device = device_index(data)
 
@@ -137,23 +134,9 @@ def error_text(error: BaseException, own_file: str = __file__) -> str:
 class Deadline:
     """A time limit, which moves while a call is slow, and the progress for its message.
 
-    Made by the thread that waits for the call.
-
-    Parameters
-    ----------
-    limit_s : float
-        Seconds.
-    on_gpu : bool
-        True if processor time says nothing about the call, because a GPU does its work.
-
-    Attributes
-    ----------
-    progress : tuple of two int, or None
-        Number of calls made, and of all calls.
-    pid : int
-        Id of the process.
-    passed : bool
-        True if the caller no longer waits, so that a thread that returns late ends.
+    Made by the thread that waits for the call.  With `on_gpu`, processor time says nothing about the call, because a GPU does
+    its work.  `progress` is the number of calls made, and of all calls.  It has `passed` when the caller no longer waits, so
+    that a thread that returns late ends.  `pid` is the id of the process.
     """
 
     def __init__(self, limit_s: float, on_gpu: bool) -> None:
@@ -191,14 +174,9 @@ class Deadline:
         return _Use.now().busy(self._seen) - self._strangers
 
     def missed(self, what: str, *, returns: bool = False) -> KernelFailure:
-        """What to report.
+        """What to report: `what` did not happen, as a clause: ``"it did not return"``.
 
-        Parameters
-        ----------
-        what : str
-            What did not happen, as a clause: ``"it did not return"``.
-        returns : bool
-            True if single calls return, so that they do not hang.
+        If single calls return, they do not hang.
         """
         limit = f"its limit of {self.limit_s:g} s"
         calls = f" (after {self.progress[0]} of {self.progress[1]} calls)" if self.progress else ""
@@ -219,16 +197,10 @@ class Deadline:
 
 
 class _Use(NamedTuple):
-    """Use of the processor until a moment.
+    """Use of the processor until a moment of the monotonic clock.
 
-    Attributes
-    ----------
-    at : float
-        The moment, in seconds of the monotonic clock.
-    ran : float
-        Seconds that all threads of this process have computed, also those that have ended.
-    tasks : dict of str to (float, float)
-        For each thread, the seconds that it computed, and those that it waited for a core; empty if Linux does not count them.
+    All threads of this process `ran` for so many seconds, also those that have ended.  `tasks` are, for each thread, the
+    seconds that it computed, and those that it waited for a core; empty if Linux does not count them.
     """
 
     at: float
@@ -277,23 +249,11 @@ def _given_up_tasks() -> set[str]:
 
 
 def run(work: Callable[[Deadline], T], limit_s: float, *, on_gpu: bool) -> T:
-    """Run `work` on a thread with the context of this one (context variables, and torch's modes).
+    """Run ``work(deadline)`` on a thread with the context of this one (context variables, and torch's modes).
 
-    Exceptions of `work` are raised here.
-
-    Parameters
-    ----------
-    work : callable
-        Called with the deadline.
-    limit_s : float
-        Seconds after which it is given up if it hangs.  While it is slow, it has up to `MOST` times as long.
-    on_gpu : bool
-        True if a GPU does its work, so that processor time is no sign that it computes.
-
-    Raises
-    ------
-    KernelFailure
-        The time limit has passed.
+    It is given up after `limit_s` seconds if it hangs.  While it is slow, it has up to `MOST` times as long.  If a GPU does its
+    work, processor time is no sign that it computes.  Exceptions of `work` are raised here, and `KernelFailure` if the time
+    limit has passed.
     """
     deadline = Deadline(limit_s, on_gpu)
     outcome: list[tuple[bool, Any]] = []
@@ -371,13 +331,7 @@ def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
 
 class Gpu:
-    """Events on the current stream of torch or CuPy, else on the default stream.
-
-    Parameters
-    ----------
-    device : int
-        CUDA device ordinal; made current for this thread.
-    """
+    """Events on the current stream of torch or CuPy, else on the default stream.  The device is made current for this thread."""
 
     def __init__(self, device: int) -> None:
         from cuda.core import Device
@@ -390,10 +344,7 @@ class Gpu:
     def finish(self, deadline: Deadline) -> None:
         """Wait for all work in the stream.
 
-        Raises
-        ------
-        KernelFailure
-            The deadline has passed, or the work failed on the GPU.
+        Raises `KernelFailure`: the deadline has passed, or the work failed on the GPU.
         """
         event = self.events.make()
         try:

@@ -82,19 +82,8 @@ class Target:
 class Options:
     """The options of ``kvbm smoke --ssh``.
 
-    Attributes
-    ----------
-    target : str
-    key, known_hosts, wheel : Path or None
-    python : str
-        Interpreter on the other machine.
-    gpu : int or None
-        Number of the GPU, as nvidia-smi counts on the other machine.
-    cpu, keep : bool
-    kernel : str or None
-        ``FILE.py:FUNCTION``; the file is copied, too.
-    arguments : sequence of str
-        Further arguments for ``kvbm smoke`` on the other machine.
+    The `kernel` is ``FILE.py:FUNCTION``; the file is copied, too.  The `gpu` is numbered as nvidia-smi counts on the other
+    machine, where `python` is the interpreter, and `arguments` are further ones for ``kvbm smoke`` there.
     """
 
     target: str
@@ -110,13 +99,7 @@ class Options:
 
 
 def run(options: Options, note: Note = _say_nothing) -> Report:
-    """Run ``kvbm smoke`` on another machine.
-
-    Parameters
-    ----------
-    options : Options
-    note : callable, optional
-        Called with one line of text per step.
+    """Run ``kvbm smoke`` on another machine.  `note` is called with one line of text per step.
 
     Raises
     ------
@@ -169,21 +152,12 @@ def _given(path: Path) -> Path:
 
 
 def installed_wheel(folder: Path, note: Note = _say_nothing) -> Path:
-    """A wheel of the running kvbm, packed from the files that its installation has recorded.
+    """A wheel of the running kvbm in a folder, packed from the files that its installation has recorded.
 
     The files are packed in their current state.  `note` is called with the names of files that were edited since the
     installation.  For an editable installation, which has recorded no files, the source tree is built.
 
-    Parameters
-    ----------
-    folder : Path
-        Folder of the wheel.
-    note : callable, optional
-
-    Raises
-    ------
-    RemoteError
-        kvbm is not installed, its installation is incomplete, or its source tree cannot be built.
+    Raises `RemoteError` if kvbm is not installed, its installation is incomplete, or its source tree cannot be built.
     """
     try:
         dist = importlib.metadata.distribution(DISTRIBUTION)

@@ -56,7 +56,7 @@ def run(
     limit_s: float = 60.0,
     step: Callable[[Result], object] | None = None,
 ) -> Report:
-    """Run a suite, and then some copies between layouts.
+    """Run a suite, and then some copies between layouts.  `step` is called with each result.
 
     Parameters
     ----------
@@ -71,8 +71,6 @@ def run(
     limit_s : float
         Time limit of a kernel in seconds, for the test and again for its runs.  On the CPU a kernel that computes has ten times as
         long (see `kvbm.testing.limits`).
-    step : callable, optional
-        Called with each result.
 
     Raises
     ------
@@ -314,10 +312,7 @@ def _print(result: Result) -> None:
 def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
     """``module:function`` or ``file.py:function``.
 
-    Raises
-    ------
-    SpecError
-        The text is neither, or there is no such function.
+    Raises `SpecError`: the text is neither, or there is no such function.
     """
     if text is None:
         return None

@@ -85,10 +85,8 @@ class _Memory(NamedTuple):
 class Copies:
     """Copies between paged blocks and objects.  Pools on the same memory are cached for later copies.
 
-    Notes
-    -----
-    An object holds whole blocks: ``[2, layers, tokens, heads * size]``, or ``[layers, tokens, heads * size]`` for one plane.  On a
-    GPU copies are enqueued on torch's current stream.
+    An object holds whole blocks: ``[2, layers, tokens, heads * size]``, or ``[layers, tokens, heads * size]`` for one plane.
+    On a GPU copies are enqueued on torch's current stream.
     """
 
     def __init__(self) -> None:
@@ -110,28 +108,18 @@ class Copies:
     ) -> None:
         """Copy blocks into objects, or back.
 
+        Raises `BindError` if the format is not known, or tensors or objects do not have it.
+
         Parameters
         ----------
         paged : list of tensors, tensor, or tensor of pointers
+            On `device`, as `desc`, LMCache's ``PageBufferShapeDesc``, says.
         objects : list of tensors, or of addresses
+            Of `chunk` tokens each.
         block_ids : tensor or list of int
-            Block ids of the first object, then of the next, and so on.
-        device : torch.device
-            Device of `paged`.
-        desc : PageBufferShapeDesc
-        chunk : int
-            Tokens per object.
+            Block ids of the first object, then of the next, and so on.  The first `skip` of them are not copied.
         name : str
             Name of the ``EngineKVFormat``.
-        skip : int
-            Number of blocks at the beginning of `block_ids` that are not copied.
-        to_objects : bool
-            True to copy into the objects.
-
-        Raises
-        ------
-        BindError
-            The format is not known, or tensors or objects do not have it.
         """
         form = FORMATS.get(name)
         if form is None:

@@ -58,11 +58,8 @@ _LAYOUTS = {
 def pool_of(host: Any) -> Pool:
     """A pool on the memory of HiCache's host pool: block b is page b.
 
-    Raises
-    ------
-    BindError
-        The class is not ``MHATokenToKVPoolHost`` or ``MLATokenToKVPoolHost``, or ``--hicache-mem-layout`` is not ``layer_first``,
-        ``page_first``, ``page_first_direct`` or (not for latents) ``page_head``.
+    Raises `BindError`: the class is not ``MHATokenToKVPoolHost`` or ``MLATokenToKVPoolHost``, or ``--hicache-mem-layout`` is
+    not ``layer_first``, ``page_first``, ``page_first_direct`` or (not for latents) ``page_head``.
     """
     is_mla = type(host) is MLATokenToKVPoolHost
     if not is_mla and type(host) is not MHATokenToKVPoolHost:

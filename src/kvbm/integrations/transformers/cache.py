@@ -106,16 +106,8 @@ class Group(NamedTuple):
 def groups_of(cache: Any) -> dict[str, Group]:
     """The pools of a ``PagedAttentionCache``, by attention type.
 
-    Parameters
-    ----------
-    cache : PagedAttentionCache
-        ``manager.batch_processor.cache``.
-
-    Raises
-    ------
-    BindError
-        A class lacks an attribute that is used, an attention type is unknown, or the engine's views show that the cache does not
-        have the layout ``hf/paged_attention``.
+    Raises `BindError` if a class lacks an attribute that is used, an attention type is unknown, or the engine's views show that
+    the cache does not have the layout ``hf/paged_attention``.
     """
     require_version("transformers", transformers.__version__, *VERSIONS)
     require("cache", cache)
@@ -213,10 +205,7 @@ class Host:
     def put(self, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> Held:
         """Copy blocks to host memory, in the order of a CUDA stream, if one is given.  They are there when the call returns.
 
-        Raises
-        ------
-        BindError
-            No room.
+        Raises `BindError` if there is no room.
         """
         if not self.room(tables):
             raise BindError(
@@ -244,10 +233,7 @@ class Host:
         If not, all these blocks are zero, in all groups: the request is computed again.  On the CPU blocks are compared before they
         are copied.
 
-        Raises
-        ------
-        BindError
-            The blocks were dropped, or have another shape.
+        Raises `BindError`: the blocks were dropped, or have another shape.
         """
         self._require(held)
         for name in held.ids:  # before anything is compared or copied

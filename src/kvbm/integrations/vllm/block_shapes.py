@@ -24,20 +24,9 @@ def cached_groups(kv_cache_config: Any) -> list[Any]:
 def block_of(group: Any, setting: str, fate: str, vllm_config: Any = None) -> BlockShape:
     """The shape of a rank's block of a group of vLLM, with all layers of the group.
 
-    Parameters
-    ----------
-    group : KVCacheGroupSpec
-    setting : str
-        The setting that asks for it, for messages.
-    fate : str
-        What happens to other blocks: "it is not …".
-    vllm_config : optional
-        vLLM's object, if caches of eight-bit floats with one scale for a layer are welcome, too.
-
-    Raises
-    ------
-    BindError
-        It is not attention with K and V of one size, or a latent, in the elements of the model or such floats.
+    Messages name the `setting` that asks for it, and the `fate` of other blocks: "it is not …".  With `vllm_config`, caches of
+    eight-bit floats with one scale for a layer are welcome, too.  Raises `BindError` unless it is attention with K and V of one
+    size, or a latent, in the elements of the model or such floats.
     """
     what = f"{setting}: layer {group.layer_names[0]!r}"
     whole = group.kv_cache_spec
@@ -71,13 +60,7 @@ def _of_layer(cache_spec: Any, what: str, fate: str, vllm_config: Any) -> BlockS
 
 
 def host_bytes(kv_cache_config: Any, values: HostValues) -> int:
-    """Bytes of host memory that a rank needs for a block of any group, if its values are quantised.
-
-    Raises
-    ------
-    BindError
-        The blocks of a group cannot be quantised.
-    """
+    """Bytes of host memory that a rank needs for a block of any group with quantised values; `BindError` if there is none."""
     found = []
     for group in cached_groups(kv_cache_config):
         shape = block_of(group, "host_values", "quantised on the way to host memory: leave host_values out")

@@ -27,11 +27,6 @@ _BY_POSITION = (
 class Caches:
     """The caches of a vLLM worker.  Raises `BindError` for groups whose block tables are not supported.
 
-    Parameters
-    ----------
-    vllm_config, kv_cache_config, kv_caches
-        The objects that a connector receives.
-
     Attributes
     ----------
     groups : dict of str to (Placement, Pool)
@@ -88,25 +83,12 @@ class Caches:
     ) -> dict[str, Span]:
         """Spans per group: tokens `first` to `last` (exclusive), as far as vLLM holds blocks for them.
 
-        vLLM holds no blocks for tokens before a sliding window: the table has -1.  The first held block is sent completely, even if
-        the window no longer includes all its tokens: vLLM may find it in its prefix cache for a shorter sequence.  If the other
-        engine does not hold all of this block, `begins` has the first token that it holds.
+        `blocks` are ids per vLLM group.  vLLM holds no blocks for tokens before a sliding window: the table has -1.  The first
+        held block is sent completely, even if the window no longer includes all its tokens: vLLM may find it in its prefix
+        cache for a shorter sequence.  If the other engine does not hold all of this block, `begins` has the first token that it
+        holds, by vLLM's group.
 
-        Parameters
-        ----------
-        blocks : tuple of list of int
-            Block ids of a request, per vLLM group.
-        last : int
-            The last token plus one.
-        first : int, optional
-            The first token.
-        begins : mapping of int to int, optional
-            vLLM's group → its first token, if this is later than the first held block.
-
-        Raises
-        ------
-        BindError
-            A block is missing after the first held block.
+        Raises `BindError` if a block is missing after the first held block.
         """
         found = {}
         for name, group in self._read.items():

@@ -37,20 +37,8 @@ _SHM = Path("/dev/shm")  # noqa: S108  (memory, not a temporary file)
 def shared_memory(engine: str, nbytes: int, barrier: Callable[[], Any], folder: Path = _SHM) -> npt.NDArray[np.uint8]:
     """Zeroed memory that the ranks of an engine on this machine share.  It is freed with the last of them.
 
-    Parameters
-    ----------
-    engine : str
-        Name of the engine; the same in all its ranks.
-    nbytes : int
-    barrier : callable
-        Waits until all ranks have called it.
-    folder : Path
-        A folder in memory that all users may write.
-
-    Raises
-    ------
-    BindError
-        The folder has a file of this name of another user, or has no room.
+    `engine` is its name, the same in all ranks, and `barrier` waits until all of them have called it.  Raises `BindError` if
+    `folder`, in memory that all users may write, has a file of this name of another user, or has no room.
     """
     path = folder / f"kvbm_offload_{hashlib.sha256(engine.encode(errors='surrogatepass')).hexdigest()[:32]}"
     try:
@@ -98,7 +86,6 @@ class HostMemory:
     ----------
     stores : list of list of HostStore
         Stores per group, one per kind of layers.  Groups may share a store.
-    is_shared, verify : bool
     """
 
     def __init__(
@@ -192,20 +179,10 @@ def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uin
 
 @dataclass
 class Finished:
-    """A job that is done.
+    """A job that is done: it copied `blocks` of the engine, in `seconds` since it began on its stream.
 
-    Attributes
-    ----------
-    job_id : int
-    is_load : bool
-    blocks, nbytes : int
-        Number of copied blocks of the engine, and bytes copied.
-    seconds : float
-        Time since the job began on its stream.
-    wrong_blocks : list of int
-        For a load: blocks of the engine whose contents would differ from what was stored.  They are zero in all their layers.
-    wrong_chunks : set of int
-        The chunks from which the wrong blocks were loaded.
+    For a load, `wrong_blocks` of the engine would have other contents than were stored: they are zero in all their layers.
+    They were loaded from `wrong_chunks`.
     """
 
     job_id: int
@@ -233,27 +210,13 @@ class _Job:
 
 
 class Copier:
-    """Copies blocks between an engine's pages and chunks of host memory.
+    """Copies blocks between an engine's pages and chunks of host memory, which have `blocks_per_chunk` blocks.
 
-    Parameters
-    ----------
-    memory : HostMemory
-        The host memory.  The copier owns it.
-    blocks_per_chunk : int
-        Blocks of the engine per chunk.
+    It owns the memory.  On a GPU each direction has a stream in `streams`.  Copies run after the work that is enqueued in
+    torch's current stream when they are submitted, and the host does not wait.  On the CPU they are done when the call returns.
 
-    Attributes
-    ----------
-    streams : list of torch.cuda.Stream
-        The streams of stores and of loads; empty on the CPU.
-
-    Notes
-    -----
-    On a GPU each direction has a stream.  Copies run after the work that is enqueued in torch's current stream when they are
-    submitted, and the host does not wait.  On the CPU they are done when the call returns.
-
-    A block that fails its check has zeros in all its layers when `finished` returns its job, and its chunk was not stored or has
-    changed.  On the CPU it is compared before it is copied, so that its contents never reach the engine.
+    A block that fails its check has zeros in all its layers when `finished` returns its job, and its chunk was not stored or
+    has changed.  On the CPU it is compared before it is copied, so that its contents never reach the engine.
     """
 
     def __init__(self, memory: HostMemory, blocks_per_chunk: int) -> None:
@@ -276,26 +239,11 @@ class Copier:
         *,
         is_load: bool,
     ) -> None:
-        """Begin a job.
+        """Begin a job, which copies from the host to the engine if it is a load.
 
-        Parameters
-        ----------
-        job_id : int
-        ids : array of int
-            Block ids of the engine, sorted by group.
-        chunks : array of int
-            Chunks of host memory, sorted by group.  Their number must be the one that the blocks need.
-        group_sizes : sequence of int
-            Number of blocks per group.
-        block_indices : sequence of int
-            Per group, the index of its first block in the sequence.  The block may be in the middle of a chunk.
-        is_load : bool
-            True to copy from the host to the engine.
-
-        Raises
-        ------
-        BindError
-            The number of chunks is not the one that the blocks need, or a block or chunk does not exist.
+        Blocks of the engine and chunks of host memory are sorted by group; the number of chunks must be the one that the blocks
+        need, else a `BindError` is raised.  For each group there are the number of blocks, and the index of its first block in
+        the sequence, which may be in the middle of a chunk.
         """
         began: Any = time.perf_counter()
         pairs = self._pairs(ids, chunks, group_sizes, block_indices)

@@ -50,17 +50,7 @@ _SETTLE = 0.25
 
 
 class Compared(NamedTuple):
-    """The result of a comparison.
-
-    Attributes
-    ----------
-    what : {"compared", "differing", "unanswered"}
-        Name of a counter.
-    why : str
-        What is wrong; empty if nothing is.
-    seconds : float
-        Time that it took.
-    """
+    """The result of a comparison: the name of a counter, what is wrong, empty if nothing is, and the time that it took."""
 
     what: str
     why: str

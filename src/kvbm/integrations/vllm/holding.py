@@ -202,12 +202,8 @@ class Holds:
     def asked(self, want: Want, link: Link) -> None:
         """Send a request, or release it.  May be called twice for the same request.
 
-        Raises
-        ------
-        TransferError
-            The request will not come: it is not held here and will not be, or it was sent to another engine.
-        BindError
-            It is wanted in parts that are no groups here.
+        Raises `TransferError` if the request will not come, as it is not held here and will not be, or was sent to another
+        engine; and `BindError` if it is wanted in parts that are no groups here.
         """
         if not self._whole.issuperset(want.groups):
             raise BindError(f"want: groups: expected some of {sorted(self._whole)}, got {want.groups!r:.200}")

@@ -90,15 +90,7 @@ _KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 class Layers(NamedTuple):
-    """A group of vLLM: layers that share a block table.
-
-    Attributes
-    ----------
-    layers : tuple of int
-        Numbers of the layers.
-    sliding_window : int or None
-        Tokens of the sliding window; None without one.
-    """
+    """A group of vLLM: numbers of layers that share a block table, and tokens of their sliding window; None without one."""
 
     layers: tuple[int, ...]
     sliding_window: int | None
@@ -110,10 +102,8 @@ class Model:
 
     Attributes
     ----------
-    name : str
-        The argument of `read`.
-    kind : str
-        Its ``model_type``.
+    name, kind : str
+        The argument of `read`, and the model's ``model_type``.
     shape : BlockShape
         Block shape of the whole model, with one token per block.
     attention_heads : int
@@ -148,21 +138,10 @@ class Model:
 
 
 def read(given: str, cache_dtype: str = "auto", dtype: str | None = None) -> Model:
-    """Read the KV cache of a model.
+    """Read the KV cache of a model: from a config.json, its folder, or the name of a model in Hugging Face's local cache.
 
-    Parameters
-    ----------
-    given : str
-        A config.json, its folder, or the name of a model in Hugging Face's local cache.
-    cache_dtype : str
-        As ``--kv-cache-dtype``.
-    dtype : str, optional
-        Dtype of the model, as ``--dtype``.  Default: the config's.
-
-    Raises
-    ------
-    SpecError
-        The file does not exist, the model's cache is not supported here, or the file does not contain what is needed.
+    `cache_dtype` and `dtype` are those of vLLM's command; by default the config's.  Raises `SpecError` if the file does not
+    exist or lacks what is needed, or the model's cache is not supported here.
     """
     path = _find(given)
     try:

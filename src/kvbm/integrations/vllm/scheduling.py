@@ -41,14 +41,8 @@ _FOREVER = 1e9
 class Source:
     """The engine that prefilled a request, from the request's untrusted parameters.
 
-    Attributes
-    ----------
-    tokens : int
-        Number of the prompt's tokens that the engine holds.
-    firsts : dict of int to int
-        vLLM's group → first token that the engine holds, if it is not the first token of the prompt.
-    is_early : bool
-        True if the request may still be computed: the router has named it, and the whole prompt will be held.
+    It holds the prompt's first `tokens`, from `firsts` on where that is not the first token of the prompt, by vLLM's group.
+    `is_early`: the request may still be computed; the router has named it, and the whole prompt will be held.
     """
 
     request: str

@@ -58,25 +58,9 @@ _MULTIPLES = {
 class Engine:
     """A vLLM engine, described by its flags.
 
-    Parameters
-    ----------
-    model : Model
-        The model, from `models.read`.
-    tp, pp, dcp : int
-        Number of ranks.
-    nt : int
-        Tokens per block.
-    order : str
-        As ``VLLM_KV_CACHE_LAYOUT``.
-    cache_dtype : str
-        As ``--kv-cache-dtype``.
-    backend : str, optional
-        The attention backend.  Default: FLASH_ATTN, or FLASH_ATTN_MLA for a latent.
-
-    Raises
-    ------
-    SpecError, BindError
-        vLLM, or kvbm in vLLM, does not support this.
+    Raises `SpecError` or `BindError` if vLLM, or kvbm in vLLM, does not support them.  `tp`, `pp` and `dcp` are numbers of
+    ranks, `nt` tokens per block, `order` and `cache_dtype` as ``VLLM_KV_CACHE_LAYOUT`` and ``--kv-cache-dtype``.  The default
+    `backend` is FLASH_ATTN, or FLASH_ATTN_MLA for a latent.
     """
 
     model: Model
@@ -432,9 +416,8 @@ def as_json(
 
     Parameters
     ----------
-    engine : Engine
     host_bytes : int
-        Host memory of all its ranks.
+        Host memory of all ranks of the engine.
     host_layout : str
         `PAGES`, or a layout: a name of the catalogue, or a file.
     blocks : int
@@ -442,15 +425,10 @@ def as_json(
     device : int
         The GPU whose tuning table is used, if one exists.
     to : Engine, optional
-        The decode engine, for which `engine` prefills.
-    tokens : int
-        Length of a request between the two engines.
-    host_values : str, optional
-        The setting: values are quantised on the way to host memory.
-    cast : {"amax"} or kvbm.Scale, optional
-        The setting: values change on the way between the two engines.
-    folder : mapping, optional
-        The settings ``folder`` and ``folder_bytes``: files behind host memory.
+        The decode engine, for which `engine` prefills a request of so many `tokens`.
+    host_values, cast, folder : optional
+        The settings: values are quantised on the way to host memory, or change on the way between the two engines; ``folder`` and
+        ``folder_bytes``, files behind host memory.
 
     Returns
     -------

@@ -49,19 +49,7 @@ SEARCHERS, THREADS = 2, 4
 
 
 class Units(NamedTuple):
-    """The units of a chunk.
-
-    Attributes
-    ----------
-    group : int
-        Index of the offloaded group, from 0.
-    chunk : int
-        Number of the chunk in host memory.
-    first : int
-        Position of the first token.
-    names : tuple of str
-        Names of the units.
-    """
+    """The units of a chunk: index of the offloaded group, number of the chunk in host memory, first token, and names."""
 
     group: int
     chunk: int
@@ -94,10 +82,7 @@ def contents_of(
 ) -> tuple[Content, ...]:
     """The contents of the units of each group of layers, whose chunks have `chunks` tokens, without their model.
 
-    Raises
-    ------
-    BindError
-        Something cannot be stored in files; the message names it.
+    Raises `BindError` for what cannot be stored in files; the message names it.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     require_ranks({name: int(getattr(parallel, name, 1)) for name in RANKS})
@@ -126,13 +111,7 @@ def contents_of(
 
 
 def _model_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
-    """The model of the contents.
-
-    Raises
-    ------
-    BindError
-        There are no files of weights on this machine.
-    """
+    """The model of the contents; `BindError` if there are no files of weights on this machine."""
     try:
         return stored_model_of(vllm_config, settings.model_key)
     except BindError as error:
@@ -142,23 +121,10 @@ def _model_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
 
 
 class Search:
-    """A search for the files of a request's units.  It runs on a thread beside the scheduler.
+    """A search for the files of a request's units, from token `first` on.  It runs on a thread beside the scheduler.
 
-    Parameters
-    ----------
-    first : int
-        The first token of the search.
-
-    Attributes
-    ----------
-    began : float
-        Time (`time.monotonic`) of its begin.
-    done : threading.Event
-        Set when the search has ended.
-    held : set of (int, str)
-        Group and name of the units that were found.
-    until : float
-        Time (`time.monotonic`) after which to search again.
+    `held` are group and name of the units that were found.  It `began` at one time (`time.monotonic`), and after another one,
+    `until`, it is searched again.
     """
 
     def __init__(self, first: int) -> None:
@@ -189,21 +155,8 @@ class _Granted:
 class TierIndex:
     """The scheduler's index of a folder: which chunks of a request are in files.
 
-    Parameters
-    ----------
-    vllm_config, kv_cache_config
-        vLLM's objects, as a connector receives them.
-    settings : Settings
-        Settings of the folder.
-    chunk_tokens : dict of int to int
-        vLLM's group → tokens per chunk, in the order of the offloaded groups.
-    values : HostValues, optional
-        Values of the blocks in host memory and in files.
-
-    Raises
-    ------
-    BindError
-        Something cannot be stored in files, or the folder is not writable.
+    `chunk_tokens` has the tokens per chunk of vLLM's offloaded groups, in their order, and `values` are those of the blocks in
+    host memory and in files.  Raises `BindError` if something cannot be stored in files, or the folder is not writable.
     """
 
     def __init__(
@@ -352,27 +305,10 @@ class _Reading:
 
 
 class TierWorker:
-    """Reads and writes files in a worker, on separate threads.
+    """Reads and writes files in a worker, on separate threads; `count` adds to a counter.
 
-    Parameters
-    ----------
-    vllm_config, kv_cache_config
-        vLLM's objects, as a connector receives them.
-    settings : Settings
-        Settings of the folder.
-    copier : Copier
-        The copier of the worker.
-    group_ids : sequence of int
-        vLLM's offloaded groups.
-    count : callable
-        Called with the name of a counter and a number to add.
-    values : HostValues, optional
-        Values of the blocks in host memory and in files.
-
-    Raises
-    ------
-    BindError
-        Something cannot be stored in files.
+    `group_ids` are vLLM's offloaded groups, and `values` are those of the blocks in host memory and in files.  Raises
+    `BindError` if something cannot be stored in files.
     """
 
     def __init__(
