@@ -157,10 +157,6 @@ def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
 
 
 _BRIDGE = _bridge.Bridge(
-    "jax",
-    "a jax.Array",
-    lambda array: isinstance(array, jax.Array | _Memory),
-    "jax.numpy.array(x, copy=True)",
-    _empty,
+    "jax", "a jax.Array", lambda array: isinstance(array, jax.Array | _Memory), "jax.numpy.array(x, copy=True)", _empty,
     _look,
-)
+)  # fmt: skip

@@ -34,17 +34,9 @@ from .planner.plan import plan
 from .pool.pool import Pool
 
 __all__ = [
-    "MemcpyBatchMode",
-    "block_to_operational",
-    "block_to_universal",
-    "is_memcpy_batch_available",
-    "is_using_stubs",
-    "memcpy_batch",
-    "nhd_hnd_transpose",
-    "operational_to_block",
-    "universal_to_block",
-    "vectorized_copy",
-]
+    "MemcpyBatchMode", "block_to_operational", "block_to_universal", "is_memcpy_batch_available", "is_using_stubs",
+    "memcpy_batch", "nhd_hnd_transpose", "operational_to_block", "universal_to_block", "vectorized_copy",
+]  # fmt: skip
 
 
 class MemcpyBatchMode(enum.IntEnum):
@@ -471,15 +463,9 @@ def _written(sides: _Sides, dst: Any, *, are_chunks: bool) -> None:
 
 @functools.lru_cache(maxsize=1024)  # a loop over the layers of a model has one for each
 def _prepared(
-    layout: str,
-    sizes: tuple[int, ...],
-    dtype: str,
-    batch: int,
-    alignments: tuple[int, int],
-    device: int,
-    to_whole: bool,
-    layers: range | None,
-) -> tuple[_core.Copy, ...]:
+    layout: str, sizes: tuple[int, ...], dtype: str, batch: int, alignments: tuple[int, int], device: int,
+    to_whole: bool, layers: range | None,
+) -> tuple[_core.Copy, ...]:  # fmt: skip
     """The launches between blocks and whole tensors."""
     shape, _ = _block_shape(layout, sizes, dtype)
     src, dst = _pair(layout) if to_whole else _pair(layout)[::-1]

@@ -52,19 +52,10 @@ PATTERNS = {
 
 #: Default pairs.
 PAIRS = (
-    "nhd:universal",
-    "universal:nhd",
-    "hnd:universal",
-    "universal:hnd",
-    "nhd:hnd",
-    "hnd:nhd",
-    "nhd:operational",
-    "operational:nhd",
-    "vllm/LBHNC:universal",
-    "universal:vllm/LBHNC",
-    "nhd:vllm/paged_attn_v0",
+    "nhd:universal", "universal:nhd", "hnd:universal", "universal:hnd", "nhd:hnd", "hnd:nhd", "nhd:operational",
+    "operational:nhd", "vllm/LBHNC:universal", "universal:vllm/LBHNC", "nhd:vllm/paged_attn_v0",
     "vllm/paged_attn_v0:nhd",
-)
+)  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -233,16 +224,9 @@ class Sweep:
     # ---- one pair
 
     def _of_pair(
-        self,
-        direction: str,
-        shape: BlockShape,
-        ends: tuple[str, str],
-        clock: GpuClock | CpuClock,
-        yardstick: measure.Yardstick,
-        pair: Pair,
-        batches: Sequence[int],
-        yielded: set[int],
-    ) -> Iterator[Record]:
+        self, direction: str, shape: BlockShape, ends: tuple[str, str], clock: GpuClock | CpuClock,
+        yardstick: measure.Yardstick, pair: Pair, batches: Sequence[int], yielded: set[int],
+    ) -> Iterator[Record]:  # fmt: skip
         with contextlib.ExitStack() as stack:
             src, dst = (
                 stack.enter_context(
@@ -314,16 +298,9 @@ class Sweep:
                 self._leave_out(f"{direction} {name}", reason)
 
     def _of_backend(
-        self,
-        name: str,
-        backend: Backend,
-        clock: GpuClock | CpuClock,
-        check: Check,
-        batch: int,
-        sets: Sequence[Any],
-        made: Plan,
-        title: str,
-    ) -> tuple[Timed, str]:
+        self, name: str, backend: Backend, clock: GpuClock | CpuClock, check: Check, batch: int, sets: Sequence[Any],
+        made: Plan, title: str,
+    ) -> tuple[Timed, str]:  # fmt: skip
         copies = batch * num_runs(made)
         if copies > MOST_COPIES and name in (*RAW, "engine"):
             raise NotApplicable(f"more than {MOST_COPIES:,} copies a batch (runs of {_shortest(made)})")

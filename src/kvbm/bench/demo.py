@@ -143,25 +143,15 @@ def _model(device: str, seed: int) -> tuple[Any, BlockShape]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-    )
+        vocab_size=1024, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(device=device, dtype=torch.bfloat16).eval()
     shape = BlockShape(
-        nl=config.num_hidden_layers,
-        no=2,
-        nh=config.num_key_value_heads,
-        nt=_BLOCK_TOKENS,
-        hd=config.head_dim,
+        nl=config.num_hidden_layers, no=2, nh=config.num_key_value_heads, nt=_BLOCK_TOKENS, hd=config.head_dim,
         dtype="bfloat16",
-    )
+    )  # fmt: skip
     return model, shape
 
 
@@ -260,13 +250,9 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _print_logits(
-    console: Console,
-    reference: Sequence[torch.Tensor],
-    continued: Sequence[torch.Tensor],
-    control: Sequence[torch.Tensor],
-    tokens: Sequence[int],
-    continued_tokens: Sequence[int],
-) -> bool:
+    console: Console, reference: Sequence[torch.Tensor], continued: Sequence[torch.Tensor],
+    control: Sequence[torch.Tensor], tokens: Sequence[int], continued_tokens: Sequence[int],
+) -> bool:  # fmt: skip
     same = [_same_bits(a, b) for a, b in zip(reference, continued, strict=True)]
     differ = [not _same_bits(a, b) for a, b in zip(reference, control, strict=True)]
     yes, no = ("yes", "NO")

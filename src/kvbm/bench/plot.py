@@ -319,14 +319,9 @@ KINDS = {"roofline": Kind(_SWEEP, _roofline), "bars": Kind(_SWEEP, _bars)}
 
 
 def draw(
-    tables: Sequence[Table],
-    kinds: Sequence[str] = (),
-    *,
-    pairs: Sequence[str] = (),
-    dark: bool = False,
-    note: Callable[[str], None] = lambda _: None,
-    known: Mapping[str, Kind] = KINDS,
-) -> dict[str, Figure]:
+    tables: Sequence[Table], kinds: Sequence[str] = (), *, pairs: Sequence[str] = (), dark: bool = False,
+    note: Callable[[str], None] = lambda _: None, known: Mapping[str, Kind] = KINDS,
+) -> dict[str, Figure]:  # fmt: skip
     """Draw the pictures for which the tables have rows; if `kinds` or `pairs` are given, only these.  `known` are all kinds.
 
     The name of a figure is the kind, with the shape and timing if the sweep has several.  `note` is called for each kind that
@@ -425,22 +420,14 @@ def command(known: Mapping[str, Kind]) -> click.Command:
     @click.option("--format", "formats", default="png,svg", show_default=True, callback=comma_list(("png", "svg")),
                   metavar="FORMAT,...", shell_complete=items_of("png", "svg"), help="png, svg or both.")  # fmt: skip
     @click.option(
-        "--pair",
-        "pairs",
-        multiple=True,
-        shell_complete=complete_pair,
-        metavar="SRC:DST",
+        "--pair", "pairs", multiple=True, shell_complete=complete_pair, metavar="SRC:DST",
         help="Only this pair, as the CSV names it (may be repeated).",
-    )
+    )  # fmt: skip
     @click.option("--dark/--light", default=False, help="Light on dark, or dark on light (the default).")
     def plot(
-        files: tuple[Path, ...],
-        out: Path,
-        kinds: tuple[str, ...],
-        formats: tuple[str, ...],
-        pairs: tuple[str, ...],
+        files: tuple[Path, ...], out: Path, kinds: tuple[str, ...], formats: tuple[str, ...], pairs: tuple[str, ...],
         dark: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Draw pictures of what was measured, from the CSV files that the measurements wrote.
 
         Comment lines at the top of the files become the footers. Writes one file a picture and format, and prints their names.
@@ -448,13 +435,9 @@ def command(known: Mapping[str, Kind]) -> click.Command:
         """
         tables = [table for path in files for table in read(path)]
         figures = draw(
-            tables,
-            kinds,
-            pairs=pairs,
-            dark=dark,
-            note=lambda text: None if is_quiet() else click.echo(text, err=True),
+            tables, kinds, pairs=pairs, dark=dark, note=lambda text: None if is_quiet() else click.echo(text, err=True),
             known=known,
-        )
+        )  # fmt: skip
         for path in save(figures, out, formats or ("png", "svg"), dark=dark):
             if not is_quiet():
                 click.echo(path)

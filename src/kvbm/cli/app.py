@@ -108,13 +108,9 @@ def main() -> None:
 @num_blocks_option("With --shape: blocks in the pool.  [default: 1024]")
 @json_option("a list of layouts; with --aliases an object")
 def layouts(
-    part: str | None,
-    paths: tuple[Path, ...],
-    only_aliases: bool,
-    shape_text: str | None,
-    num_blocks: int | None,
+    part: str | None, paths: tuple[Path, ...], only_aliases: bool, shape_text: str | None, num_blocks: int | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """List the shipped layouts: all of them, or those that have PART in their name (mla), or start with it (vllm/)."""
     listed = spec.load_all([spec.layouts_dir(), *paths])
     if shape_text is not None and not only_aliases:
@@ -250,14 +246,9 @@ def shapes(part: str | None, as_json: bool) -> None:
 @picture_option("html", "a page with the picture, the axes and the address")
 @json_option("allocations, and the stride of every axis")
 def show(
-    layout_name: str,
-    shape_text: str | None,
-    num_blocks: int,
-    svg: Path | None,
-    png: Path | None,
-    html: Path | None,
+    layout_name: str, shape_text: str | None, num_blocks: int, svg: Path | None, png: Path | None, html: Path | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Draw a layout: its allocations, how the axes nest, and which bytes are contiguous."""
     layout = spec.load(layout_name)
     shape_text = fitting_shape(shape_text, layout)
@@ -355,14 +346,9 @@ def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool,
 @num_blocks_option("Blocks that the arrays hold; derived from their sizes if it is not given.")
 @json_option()
 def which(
-    arrays: tuple[str, ...],
-    shape_text: str,
-    dtype: str | None,
-    engine: str | None,
-    paths: tuple[Path, ...],
-    num_blocks: int | None,
-    as_json: bool,
-) -> None:
+    arrays: tuple[str, ...], shape_text: str, dtype: str | None, engine: str | None, paths: tuple[Path, ...],
+    num_blocks: int | None, as_json: bool,
+) -> None:  # fmt: skip
     """List the layouts that fit arrays of these shapes and strides; in Python: kvbm.match(tensors, shape).
 
     An ARRAY is [COUNTx]SHAPE[:STRIDES]; strides are in elements, as torch prints them, and those of a contiguous array if not
@@ -405,17 +391,9 @@ def which(
 @picture_option("html", "a page with the picture, the loops and the explanation")
 @json_option("the loop nest, the kernels and the explanation")
 def plan(
-    src: str,
-    dst: str,
-    shape_text: str | None,
-    num_blocks: int,
-    cast: Cast,
-    dtype: str | None,
-    svg: Path | None,
-    png: Path | None,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+    src: str, dst: str, shape_text: str | None, num_blocks: int, cast: Cast, dtype: str | None, svg: Path | None,
+    png: Path | None, html: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Print how blocks are copied from SRC to DST: the loops, the kernel, and the reasons."""
     from ..planner import plan as planner
 

@@ -177,12 +177,9 @@ class Group(_Common, click.Group):
     command_class = Command
 
     def __init__(
-        self,
-        *args: Any,
-        lazy: Mapping[str, str] | None = None,
-        sections: Mapping[str, Sequence[str]] | None = None,
+        self, *args: Any, lazy: Mapping[str, str] | None = None, sections: Mapping[str, Sequence[str]] | None = None,
         **rest: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*args, **rest)
         self.lazy = lazy or {}
         self.sections = sections or {}

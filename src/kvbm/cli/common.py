@@ -18,14 +18,7 @@ from ..errors import LayoutError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
 from .commands import Whole, is_coloured, is_quiet
-from .complete import (
-    complete_any_device,
-    complete_device,
-    complete_dtype,
-    complete_layout,
-    complete_shape,
-    some_of,
-)
+from .complete import complete_any_device, complete_device, complete_dtype, complete_layout, complete_shape, some_of
 from .values import device
 
 if TYPE_CHECKING:
@@ -360,14 +353,9 @@ def picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
 
 
 def write_pictures(
-    make: Callable[[], Any],
-    svg: Path | None,
-    png: Path | None = None,
-    html: Path | None = None,
-    page: Callable[[], str] | None = None,
-    *,
-    quiet: bool = False,
-) -> None:
+    make: Callable[[], Any], svg: Path | None, png: Path | None = None, html: Path | None = None,
+    page: Callable[[], str] | None = None, *, quiet: bool = False,
+) -> None:  # fmt: skip
     """Write the picture, and the `page` for `html`, to the given files.  All paths are checked before drawing.
 
     The paths are printed, unless `quiet`.

@@ -120,18 +120,9 @@ def link() -> None:
 @click.option("--once", is_flag=True, help="Serve one sender, then exit with its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead, one object per line: address, then senders.")
 def serve(
-    address: tuple[str, int] | None,
-    secret_file: str | None,
-    insecure: bool,
-    only: str | None,
-    device: str,
-    layout: str,
-    nt: int,
-    memory: int,
-    timeout: float,
-    once: bool,
-    as_json: bool,
-) -> None:
+    address: tuple[str, int] | None, secret_file: str | None, insecure: bool, only: str | None, device: str,
+    layout: str, nt: int, memory: int, timeout: float, once: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Receive from `kvbm link send` until Ctrl-C.
 
     Who has the secret, or without one who reaches the port, can use memory of this machine and write to what this command
@@ -207,14 +198,9 @@ class Senders:
         try:
             with _telling_peer(talk, f"{talk.peer}: the memory that was asked for"):
                 serve_sender(
-                    talk,
-                    self._side,
-                    talk.here,
-                    only=self._only,
-                    memory=self._memory,
-                    served=served,
+                    talk, self._side, talk.here, only=self._only, memory=self._memory, served=served,
                     timeout=self._timeout,
-                )
+                )  # fmt: skip
         except (KvbmError, OSError) as error:
             failed = error
         except Exception as error:  # for any error, so that the command goes on
@@ -262,21 +248,10 @@ class Senders:
               help="Seconds that a connection, an answer or a sequence may take.")  # fmt: skip
 @json_option()
 def send(
-    address: tuple[str, int],
-    secret_file: str | None,
-    wire: str,
-    sizes: tuple[int, ...],
-    tokens: tuple[int, ...],
-    shape_text: str | None,
-    device: str,
-    layout: str,
-    nt: int,
-    repeat: int,
-    chunk_bytes: int | None,
-    ring_bytes: int | None,
-    timeout: float,
-    as_json: bool,
-) -> None:
+    address: tuple[str, int], secret_file: str | None, wire: str, sizes: tuple[int, ...], tokens: tuple[int, ...],
+    shape_text: str | None, device: str, layout: str, nt: int, repeat: int, chunk_bytes: int | None,
+    ring_bytes: int | None, timeout: float, as_json: bool,
+) -> None:  # fmt: skip
     """Send sequences to a machine that runs `kvbm link serve`, and print the speed.
 
     A sequence is packed, sent in chunks, unpacked into another layout and block size, and verified by digests. The time ends

@@ -82,24 +82,15 @@ def _backends() -> tuple[str, ...]:
     ],
 )
 @click.option(
-    "--vllm",
-    "given",
-    required=True,
-    metavar="MODEL",
-    shell_complete=some_of(files=True),
+    "--vllm", "given", required=True, metavar="MODEL", shell_complete=some_of(files=True),
     help="A config.json, its folder, or a model in Hugging Face's cache.",
-)
+)  # fmt: skip
 @_ranks
 @click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens per block.")
 @click.option(
-    "--kv-cache-dtype",
-    "cache_dtype",
-    default="auto",
-    show_default=True,
-    metavar="TYPE",
-    help="As vLLM's flag.",
+    "--kv-cache-dtype", "cache_dtype", default="auto", show_default=True, metavar="TYPE", help="As vLLM's flag.",
     shell_complete=some_of(names=_cache_dtypes),
-)
+)  # fmt: skip
 @click.option(
     "--dtype",
     metavar="TYPE",
@@ -107,37 +98,22 @@ def _backends() -> tuple[str, ...]:
     shell_complete=complete_dtype,
 )
 @click.option(
-    "--layout",
-    "order",
-    default="LBHNC",
-    show_default=True,
-    metavar="ORDER",
-    help="VLLM_KV_CACHE_LAYOUT.",
+    "--layout", "order", default="LBHNC", show_default=True, metavar="ORDER", help="VLLM_KV_CACHE_LAYOUT.",
     shell_complete=some_of(names=_orders),
-)
+)  # fmt: skip
 @click.option(
-    "--backend",
-    default="",
-    metavar="NAME",
-    shell_complete=some_of(names=_backends),
+    "--backend", default="", metavar="NAME", shell_complete=some_of(names=_backends),
     help="Attention backend; FLASH_ATTN or FLASH_ATTN_MLA if not given.",
-)
+)  # fmt: skip
 @click.option(
-    "--host-gib",
-    default=64.0,
-    show_default=True,
-    type=Real(0, 1 << 20, min_open=True),
-    metavar="GIB",
+    "--host-gib", default=64.0, show_default=True, type=Real(0, 1 << 20, min_open=True), metavar="GIB",
     help="Host memory of all ranks.",
-)
+)  # fmt: skip
 @click.option(
-    "--host-layout",
-    default="pages",
-    show_default=True,
-    metavar="LAYOUT",
+    "--host-layout", default="pages", show_default=True, metavar="LAYOUT",
     shell_complete=some_of("pages", names=spec.layouts),
     help="Layout of blocks in host memory; pages: as the engine has them.",
-)
+)  # fmt: skip
 @click.option(
     "--host-values",
     metavar="VALUES",
@@ -157,29 +133,17 @@ def _backends() -> tuple[str, ...]:
     help="With --folder: the most bytes of all its files, such as 500GiB.",
 )
 @click.option(
-    "--num-blocks",
-    "blocks",
-    default=64,
-    show_default=True,
-    type=_COUNT,
-    metavar="N",
+    "--num-blocks", "blocks", default=64, show_default=True, type=_COUNT, metavar="N",
     help="Blocks of the store and the load that are planned.",
-)
+)  # fmt: skip
 @click.option(
-    "--to",
-    "to_text",
-    metavar="PLACEMENT",
-    shell_complete=items_of(*_NUMBERS, *(f"{name}=" for name in _TEXTS)),
+    "--to", "to_text", metavar="PLACEMENT", shell_complete=items_of(*_NUMBERS, *(f"{name}=" for name in _TEXTS)),
     help="The engine that decodes: tp1,nt64,layout=LBNHC; what it does not say is as in this engine.",
-)
+)  # fmt: skip
 @click.option(
-    "--tokens",
-    default=8192,
-    show_default=True,
-    type=Whole(1, 1 << 20),
-    metavar="N",
+    "--tokens", default=8192, show_default=True, type=Whole(1, 1 << 20), metavar="N",
     help="Tokens of a request, with --to.",
-)
+)  # fmt: skip
 @cast_option(
     'With --to and another kv-cache-dtype: "cast" of both engines, amax, a number, or JSON, as kvbm convert has it.'
 )

@@ -361,12 +361,9 @@ def _by_cells(part: Part) -> Iterator[Part]:
         held = part.run_bytes - over
         yield replace(part, inner=(run._replace(extent=held), *part.inner[1:]))
         part = replace(
-            part,
-            src_offset=part.src_offset + held,
-            dst_offset=part.dst_offset + held,
-            key=part.key + held * run.key,
+            part, src_offset=part.src_offset + held, dst_offset=part.dst_offset + held, key=part.key + held * run.key,
             inner=(run._replace(extent=over), *part.inner[1:]),
-        )
+        )  # fmt: skip
     yield part
 
 

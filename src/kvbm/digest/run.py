@@ -100,14 +100,9 @@ class Proof:
     _is_asked = True  # also True before there is a copy
 
     def __init__(
-        self,
-        title: str,
-        count: int,
-        device: int,
-        unreported: list[DigestError],
-        pairs: _core.Pairs,
+        self, title: str, count: int, device: int, unreported: list[DigestError], pairs: _core.Pairs,
         where: Callable[[Sequence[int]], str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.title, self.count = title, count
         self._pairs, self._where, self._unreported = pairs, where, unreported
         self._pinned = pinned if device >= 0 else None

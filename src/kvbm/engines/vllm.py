@@ -213,15 +213,9 @@ def groups(
 
 
 def _group(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    kv_group: Any,
-    index: int,
-    tensor: Any,
-    names: tuple[str, ...],
-    order: str,
+    vllm_config: Any, kv_cache_config: Any, kv_group: Any, index: int, tensor: Any, names: tuple[str, ...], order: str,
     layout: Any,
-) -> Group:
+) -> Group:  # fmt: skip
     what = f"vLLM: group {index}, layer {names[0]!r}"
     cache_spec = kv_group.kv_cache_spec
     cache_spec = getattr(cache_spec, "kv_cache_specs", {}).get(names[0], cache_spec)  # layers of one type with different sizes
@@ -231,9 +225,7 @@ def _group(
             + _readable(kv_cache_config)
         )
     if getattr(tensor, "host_resident", False):
-        raise BindError(
-            f"{what}: its blocks are in a host pool with separate numbers; expected blocks on the device"
-        )
+        raise BindError(f"{what}: its blocks are in a host pool with separate numbers; expected blocks on the device")
     tokens, per_state = int(cache_spec.block_size), getattr(cache_spec, "tokens_per_state", 1)
     if per_state != 1:
         raise BindError(

@@ -82,16 +82,9 @@ class HostStore:
     """
 
     def __init__(
-        self,
-        engine: Pool,
-        host: Pool,
-        *,
-        verify: bool = True,
-        strategy: Strategy = "auto",
-        digests: npt.NDArray[np.uint64] | None = None,
-        known: npt.NDArray[np.bool_] | None = None,
-        cast: Cast = None,
-    ) -> None:
+        self, engine: Pool, host: Pool, *, verify: bool = True, strategy: Strategy = "auto",
+        digests: npt.NDArray[np.uint64] | None = None, known: npt.NDArray[np.bool_] | None = None, cast: Cast = None,
+    ) -> None:  # fmt: skip
         self.engine, self.host, self.verify = engine, host, verify
         self.out = Transfer(engine, host, strategy, cast=cast)
         self.back = Transfer(host, engine, strategy, cast=cast)
@@ -128,12 +121,9 @@ class HostStore:
         return wrong
 
     def load(
-        self,
-        units: Sequence[int] | Ids,
-        ids: Sequence[int] | Ids,
-        parts: Iterable[range | None] = (None,),
+        self, units: Sequence[int] | Ids, ids: Sequence[int] | Ids, parts: Iterable[range | None] = (None,),
         stream: Any = None,
-    ) -> Iterator[Copying]:
+    ) -> Iterator[Copying]:  # fmt: skip
         """Begin to copy units to blocks of the engine, one part per step: a range of layers, None for all.
 
         Yields the same object each time.  A unit that was not stored is not copied.  On the CPU neither is one that has

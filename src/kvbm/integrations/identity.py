@@ -353,15 +353,9 @@ def key_of(model: Mapping[str, Any]) -> str:
 
 
 def stored_model(
-    config: Mapping[str, Any],
-    files: Path | None,
-    overrides: object,
-    dtype: object,
-    quantization: tuple[object, object],
-    weights: str,
-    longest: int,
-    more: Mapping[str, Any],
-) -> dict[str, Any]:
+    config: Mapping[str, Any], files: Path | None, overrides: object, dtype: object,
+    quantization: tuple[object, object], weights: str, longest: int, more: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     """The model of contents in a folder that engines share, by the rule of `kvbm.store.keys`.
 
     Parameters

@@ -271,13 +271,9 @@ class Pins:
         self.close.atexit = False
 
     def add(
-        self,
-        pages: Iterable[tuple[int, int, int]],
-        starts: npt.NDArray[np.uint64],
-        resolved: Resolved,
-        progress: Progress | None,
-        what: str,
-    ) -> None:
+        self, pages: Iterable[tuple[int, int, int]], starts: npt.NDArray[np.uint64], resolved: Resolved,
+        progress: Progress | None, what: str,
+    ) -> None:  # fmt: skip
         """Touch and register pages (begin, end, how) in pieces.  If one fails, nothing stays registered.
 
         Pieces begin at starts of allocations (`starts`, sorted), or of their blocks.

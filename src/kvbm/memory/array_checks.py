@@ -249,13 +249,9 @@ def require(who: Caller, seen: Sequence[Array], sized: Sized) -> None:
 
 
 def require_each(
-    who: Caller,
-    seen: Sequence[Array],
-    kinds: Sequence[Kind],
-    which: Sequence[int] | None,
-    shape: BlockShape,
+    who: Caller, seen: Sequence[Array], kinds: Sequence[Kind], which: Sequence[int] | None, shape: BlockShape,
     gates: Sequence[Callable[[Look], None]] = GATES,
-) -> None:
+) -> None:  # fmt: skip
     """Run checks on arrays, one by one.  The kind of an array is ``kinds[which[index]]``, or the only kind."""
     passed: dict[int, Array] = {}  # the last of each kind: an equal one passes, too
     for index, array in enumerate(seen):

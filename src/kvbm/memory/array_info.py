@@ -141,9 +141,7 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
     if device.type not in ("cpu", "cuda"):
         raise BindError(f"{what}: expected a CPU or CUDA tensor, got one on {device}")
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # fake, masked, distributed, …
-        raise BindError(
-            f"{what}: a {kind.__name__} does not hold its values itself; pass the plain tensor that does"
-        )
+        raise BindError(f"{what}: a {kind.__name__} does not hold its values itself; pass the plain tensor that does")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         odd = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
         found = odd or str(tensor.layout).removeprefix("torch.")
@@ -161,9 +159,7 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
         address, storage = tensor.data_ptr(), tensor.untyped_storage()
         room = storage.data_ptr() + storage.nbytes() - address
     except (NotImplementedError, RuntimeError):
-        raise BindError(
-            f"{what}: the tensor has no memory; expected a plain tensor outside of torch.func"
-        ) from None
+        raise BindError(f"{what}: the tensor has no memory; expected a plain tensor outside of torch.func") from None
     extent = span(shape, strides, size)
     if extent > room:
         raise BindError(
@@ -171,15 +167,9 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
             "storage was resized"
         )
     return Array(
-        address,
-        shape,
-        strides,
-        str(tensor.dtype).removeprefix("torch."),
-        "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-        False,
-        tensor.storage_offset(),
-        storage,
-    )
+        address, shape, strides, str(tensor.dtype).removeprefix("torch."),
+        "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", False, tensor.storage_offset(), storage,
+    )  # fmt: skip
 
 
 def _numpy(array: npt.NDArray[Any], what: str, owner: Any = None) -> Array:

@@ -37,13 +37,9 @@ class Borrowed:
     """
 
     def __init__(
-        self,
-        pool: object,
-        arrays: Sequence[Any] = (),
-        found: Sequence[Array] = (),
-        extent: Callable[[int], int] = lambda _: 0,
-        readonly: bool = False,
-    ) -> None:
+        self, pool: object, arrays: Sequence[Any] = (), found: Sequence[Array] = (),
+        extent: Callable[[int], int] = lambda _: 0, readonly: bool = False,
+    ) -> None:  # fmt: skip
         from .. import _core
 
         self._arrays, self._found, self._extent = list(arrays), list(found), extent

@@ -224,9 +224,7 @@ def _runs(orders: Sequence[Sequence[Piece]], fixed: Sequence[str], times: str, i
     )
 
 
-def _joined(
-    pieces: Sequence[Piece], held: Set[str], count: int, run: int, *, is_whole: bool = True
-) -> tuple[int, int]:
+def _joined(pieces: Sequence[Piece], held: Set[str], count: int, run: int, *, is_whole: bool = True) -> tuple[int, int]:
     """Number and bytes of the runs after these pieces.  Unless the runs are `is_whole`, pieces repeat and do not join them."""
     free = (piece for piece in pieces if not held & set(piece.term.axes))
     for piece in sorted(free, key=lambda piece: (piece.table > 0, piece.stride)):

@@ -18,20 +18,9 @@ if TYPE_CHECKING:
     from .file import Stored, create, read
 
 __all__ = [
-    "CastFrom",
-    "Damage",
-    "Digests",
-    "Stored",
-    "add_digests",
-    "convert",
-    "create",
-    "digest",
-    "layout_of",
-    "load",
-    "read",
-    "save",
-    "verify",
-]
+    "CastFrom", "Damage", "Digests", "Stored", "add_digests", "convert", "create", "digest", "layout_of", "load",
+    "read", "save", "verify",
+]  # fmt: skip
 
 _HOME = {
     **dict.fromkeys(("add_digests", "convert", "digest", "layout_of", "load", "save", "verify"), "blocks"),

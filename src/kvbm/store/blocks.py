@@ -256,16 +256,9 @@ def _mover(src: Pool, dst: Pool, step: int, stream: Any = None, cast: Scale | No
 
 
 def _copy(
-    src: _Side,
-    dst: _Side,
-    move: _Move,
-    *,
-    verify: bool,
-    rows: Digests | None = None,
-    casts: bool = False,
-    stream: Any = None,
-    progress: Progress | None = None,
-) -> None:
+    src: _Side, dst: _Side, move: _Move, *, verify: bool, rows: Digests | None = None, casts: bool = False,
+    stream: Any = None, progress: Progress | None = None,
+) -> None:  # fmt: skip
     """Copy all of `src.names` to blocks 0, 1, 2, … of `dst`.  Compare digests, and store those of the source in `rows`.
 
     The stored digests of the source are compared with those of the destination: this covers the file, the read and the copy.  If

@@ -144,9 +144,7 @@ class Stored:
             if not all(isinstance(one, str) and one in ITEMSIZE for one in found.values()):
                 raise ValueError("expected names of dtypes")
         except ValueError as error:
-            raise BindError(
-                f"{self.path}: metadata {FORMATS!r}: {printable(str(error))}, got {quoted(text)}"
-            ) from None
+            raise BindError(f"{self.path}: metadata {FORMATS!r}: {printable(str(error))}, got {quoted(text)}") from None
         return found
 
     @functools.cached_property
@@ -656,7 +654,6 @@ def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mma
     from ..pool.pool import Pool
 
     arrays = [
-        array_on(pages, allocation, offset)
-        for allocation, offset in zip(resolved.allocations, offsets, strict=True)
+        array_on(pages, allocation, offset) for allocation, offset in zip(resolved.allocations, offsets, strict=True)
     ]
     return Pool(layout, shape, arrays, num_blocks=resolved.num_blocks)

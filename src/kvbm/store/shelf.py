@@ -143,9 +143,7 @@ class Shelf:
         found: Sums = sums.reshape(len(blocks), self.each).sum(axis=1, dtype=np.uint64)
         return found
 
-    def write(
-        self, folder: Folder, blocks: Ids, digests: Sums, names: Sequence[str], firsts: Sequence[int]
-    ) -> Shelved:
+    def write(self, folder: Folder, blocks: Ids, digests: Sums, names: Sequence[str], firsts: Sequence[int]) -> Shelved:
         """Write blocks of host memory: whole units, at most `step`.
 
         Units whose heads are in files already are left as they are.  A unit of a block with another digest than in `digests` is
@@ -182,13 +180,9 @@ class Shelf:
         return done
 
     def read(
-        self,
-        folder: Folder,
-        blocks: Ids,
-        names: Sequence[str],
-        firsts: Sequence[int],
+        self, folder: Folder, blocks: Ids, names: Sequence[str], firsts: Sequence[int],
         wanted: contextlib.AbstractContextManager[bool] | None = None,
-    ) -> Shelved:
+    ) -> Shelved:  # fmt: skip
         """Read blocks into host memory.  The parameters are those of `write`.
 
         Host memory is written inside `wanted`, and only if it is true: while files are read, the blocks may be reused.

@@ -135,13 +135,9 @@ def layout_cases(
 
 
 def _of_pair(
-    src: Layout,
-    dst: Layout,
-    given: Sequence[BlockShape] | None,
-    dtypes: Sequence[str],
-    batches: Sequence[int],
+    src: Layout, dst: Layout, given: Sequence[BlockShape] | None, dtypes: Sequence[str], batches: Sequence[int],
     rest: tuple[str, str, int],
-) -> Iterator[LayoutCase]:
+) -> Iterator[LayoutCase]:  # fmt: skip
     seen: list[tuple[Access, ...]] = []
     first_error: LayoutError | PlanError | None = None
     for dtype in dtypes:

@@ -48,14 +48,9 @@ COPIES = "copies"
 
 
 def run(
-    suite: str = "smoke",
-    *,
-    device: str = "cpu",
-    kernel: Callable[[Any], Any] | None = None,
-    num_runs: int = 20,
-    limit_s: float = 60.0,
-    step: Callable[[Result], object] | None = None,
-) -> Report:
+    suite: str = "smoke", *, device: str = "cpu", kernel: Callable[[Any], Any] | None = None, num_runs: int = 20,
+    limit_s: float = 60.0, step: Callable[[Result], object] | None = None,
+) -> Report:  # fmt: skip
     """Run a suite, and then some copies between layouts.  `step` is called with each result.
 
     Parameters
@@ -160,12 +155,7 @@ class _Convert:
 
 
 @click.command(
-    cls=Command,
-    examples=[
-        "kvbm smoke",
-        "kvbm smoke --cpu --suite copies --json",
-        "kvbm smoke --ssh me@gpu-box",
-    ],
+    cls=Command, examples=["kvbm smoke", "kvbm smoke --cpu --suite copies --json", "kvbm smoke --ssh me@gpu-box"]
 )
 @click.option(
     "--suite",
@@ -184,12 +174,9 @@ class _Convert:
 )
 @click.option("--iters", "runs", default=20, show_default=True, type=Whole(1), help="Timed runs of each test.")
 @click.option(
-    "--limit",
-    default=60.0,
-    show_default=True,
-    type=Real(0, min_open=True),
+    "--limit", default=60.0, show_default=True, type=Real(0, min_open=True),
     help="Seconds after which a kernel counts as hung. One that still computes on the CPU has ten times as long.",
-)
+)  # fmt: skip
 @json_option()
 @click.option("--ssh", "target", metavar="USER@HOST:PORT", help="Run on another machine: needs kvbm-layouts[remote].")
 @click.option("--ssh-key", type=click.Path(path_type=Path), metavar="FILE", help="Private key.  [default: ssh's own]")
@@ -209,21 +196,10 @@ class _Convert:
 @click.option("--keep", is_flag=True, help="Keep the environment there, and print its path.")
 @click.option("--report", type=click.Path(path_type=Path), hidden=True, help="Run here, and write the JSON there, too.")
 def smoke(
-    suite: str | None,
-    gpu: int | None,
-    cpu: bool,
-    kernel: str | None,
-    runs: int,
-    limit: float,
-    as_json: bool,
-    target: str | None,
-    ssh_key: Path | None,
-    known_hosts: Path | None,
-    wheel: Path | None,
-    python: str | None,
-    keep: bool,
-    report: Path | None,
-) -> None:
+    suite: str | None, gpu: int | None, cpu: bool, kernel: str | None, runs: int, limit: float, as_json: bool,
+    target: str | None, ssh_key: Path | None, known_hosts: Path | None, wheel: Path | None, python: str | None,
+    keep: bool, report: Path | None,
+) -> None:  # fmt: skip
     """Test kvbm on this machine, or with --ssh on another: a suite of NVFP4 products, and copies between layouts.
 
     Prints the sizes, the result and the time of each test. Exits with 1 if a test fails, or if your kernel ends its process.

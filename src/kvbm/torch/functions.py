@@ -261,12 +261,9 @@ def _listeners() -> tuple[Callable[[], Any], ...]:
     PyTorch has no public names for them.  If one is missing, it is assumed that something is always called.
     """
     names = (
-        "_len_torch_dispatch_stack",
-        "_len_torch_function_stack",
-        "_functorch.peek_interpreter_stack",
-        "_get_tracing_state",
-        "_autograd._profiler_enabled",
-    )
+        "_len_torch_dispatch_stack", "_len_torch_function_stack", "_functorch.peek_interpreter_stack",
+        "_get_tracing_state", "_autograd._profiler_enabled",
+    )  # fmt: skip
     try:
         return tuple(attrgetter(name)(torch._C) for name in names)
     except AttributeError:

@@ -94,18 +94,9 @@ class Copies:
         self._pointers: Any = WeakIdKeyDictionary()
 
     def copy(
-        self,
-        paged: Any,
-        objects: Sequence[Any],
-        block_ids: Any,
-        device: torch.device,
-        desc: Any,
-        chunk: int,
-        name: str,
-        skip: int,
-        *,
-        to_objects: bool,
-    ) -> None:
+        self, paged: Any, objects: Sequence[Any], block_ids: Any, device: torch.device, desc: Any, chunk: int,
+        name: str, skip: int, *, to_objects: bool,
+    ) -> None:  # fmt: skip
         """Copy blocks into objects, or back.
 
         Raises `BindError` if the format is not known, or tensors or objects do not have it.

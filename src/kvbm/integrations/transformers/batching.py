@@ -36,16 +36,7 @@ except ImportError as error:
     ) from None
 
 __all__ = [
-    "VERSIONS",
-    "Batching",
-    "Group",
-    "HandOver",
-    "Held",
-    "Host",
-    "Offloading",
-    "Parked",
-    "groups_of",
-    "offloading",
+    "VERSIONS", "Batching", "Group", "HandOver", "Held", "Host", "Offloading", "Parked", "groups_of", "offloading"
 ]
 
 

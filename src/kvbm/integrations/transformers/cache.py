@@ -179,12 +179,7 @@ class Host:
     """
 
     def __init__(
-        self,
-        groups: Mapping[str, Group],
-        num_blocks: int,
-        layout: str | Layout = "universal",
-        *,
-        check: bool = True,
+        self, groups: Mapping[str, Group], num_blocks: int, layout: str | Layout = "universal", *, check: bool = True
     ) -> None:
         chosen = spec.load(layout) if isinstance(layout, str) else layout
         self.pools = {

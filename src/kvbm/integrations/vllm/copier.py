@@ -89,15 +89,9 @@ class HostMemory:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        groups: Sequence[Sequence[Pages]],
-        units: int,
-        device: str,
-        shared: npt.NDArray[np.uint8] | None = None,
-        verify: bool = True,
-        cast: Cast = None,
-    ) -> None:
+        self, layout: Layout, groups: Sequence[Sequence[Pages]], units: int, device: str,
+        shared: npt.NDArray[np.uint8] | None = None, verify: bool = True, cast: Cast = None,
+    ) -> None:  # fmt: skip
         places, row = _places(layout, groups)
         self.is_shared, self.verify = shared is not None, verify
         self._pools: list[Pool] = []
@@ -230,15 +224,9 @@ class Copier:
         self._running: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
 
     def submit(
-        self,
-        job_id: int,
-        ids: npt.NDArray[np.integer[Any]],
-        chunks: npt.NDArray[np.integer[Any]],
-        group_sizes: Sequence[int],
-        block_indices: Sequence[int],
-        *,
-        is_load: bool,
-    ) -> None:
+        self, job_id: int, ids: npt.NDArray[np.integer[Any]], chunks: npt.NDArray[np.integer[Any]],
+        group_sizes: Sequence[int], block_indices: Sequence[int], *, is_load: bool,
+    ) -> None:  # fmt: skip
         """Begin a job, which copies from the host to the engine if it is a load.
 
         Blocks of the engine and chunks of host memory are sorted by group; the number of chunks must be the one that the blocks
@@ -268,12 +256,9 @@ class Copier:
         self._running[is_load].append(_Job(job_id, copies, len(ids), began, ended))
 
     def _pairs(
-        self,
-        ids: npt.NDArray[np.integer[Any]],
-        chunks: npt.NDArray[np.integer[Any]],
-        group_sizes: Sequence[int],
+        self, ids: npt.NDArray[np.integer[Any]], chunks: npt.NDArray[np.integer[Any]], group_sizes: Sequence[int],
         block_indices: Sequence[int],
-    ) -> list[tuple[HostStore, Ids, Ids, Ids]]:
+    ) -> list[tuple[HostStore, Ids, Ids, Ids]]:  # fmt: skip
         """Per store: the blocks of the engine, as many units of the host, and all units of the chunks."""
         each = self.blocks_per_chunk
         blocks: Ids = ids.astype(np.int64)

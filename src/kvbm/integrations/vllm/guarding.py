@@ -187,13 +187,9 @@ class Origin:
 
 
 def compare(
-    own: Callable[[], Mapping[str, tuple[Kept, int]]],
-    origin: Origin,
-    seconds: float,
-    secret: Secret | None,
-    settle: float,
-    whole: Collection[str] = (),
-) -> str:
+    own: Callable[[], Mapping[str, tuple[Kept, int]]], origin: Origin, seconds: float, secret: Secret | None,
+    settle: float, whole: Collection[str] = (),
+) -> str:  # fmt: skip
     """Compare own digests with those of the engine that computed the tokens.  Returns what is wrong; empty if all are equal.
 
     Parameters
@@ -243,14 +239,9 @@ def _wrong(mine: Mapping[str, tuple[Kept, int]], theirs: Sequence[tuple[str, tup
 
 
 def _ask(
-    origin: Origin,
-    rank: int,
-    mine: Mapping[str, tuple[Kept, int]],
-    left: dict[str, set[int]],
-    end: float,
-    secret: Secret | None,
-    whole: Collection[str],
-) -> list[tuple[str, tuple[int, ...], int, Digests]]:
+    origin: Origin, rank: int, mine: Mapping[str, tuple[Kept, int]], left: dict[str, set[int]], end: float,
+    secret: Secret | None, whole: Collection[str],
+) -> list[tuple[str, tuple[int, ...], int, Digests]]:  # fmt: skip
     """Sums of a rank's heads that are in `left`, which loses them: group, heads, first token, one sum per block."""
     found = []
     with connect(origin.host, origin.port + rank, _rest(end), secret, "the guard of a worker") as talk:

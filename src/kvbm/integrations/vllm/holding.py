@@ -161,18 +161,10 @@ class Holds:
     """
 
     def __init__(
-        self,
-        spans: Callable[..., dict[str, Span]],
-        *,
-        whole: Iterable[str],
-        layers: Mapping[str, int],
-        count: int,
-        each: int,
-        seconds: float,
-        wait_seconds: float,
-        queued: Callable[[], Any],
+        self, spans: Callable[..., dict[str, Span]], *, whole: Iterable[str], layers: Mapping[str, int], count: int,
+        each: int, seconds: float, wait_seconds: float, queued: Callable[[], Any],
         tell: Callable[[Link, str, str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._spans, self._whole, self._count, self._seconds = spans, frozenset(whole), count, seconds
         self._wait_seconds, self._queued, self._tell = wait_seconds, queued, tell
         bounds = [*range(each, count, each), count] if each else [count]

@@ -207,15 +207,9 @@ class Door:
     """
 
     def __init__(
-        self,
-        links: Links,
-        host: str,
-        port: int,
-        begin: Callable[[Want, Link], None],
-        word: float = WORD,
-        *,
+        self, links: Links, host: str, port: int, begin: Callable[[Want, Link], None], word: float = WORD, *,
         is_insecure: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._links, self._begin, self._word = links, begin, word
         self._met = threading.Condition()
         self._clients: dict[tuple[str, str], _Client] = {}
@@ -410,9 +404,7 @@ class Visit:
         try:
             cards = []
             for number in range(self._ports):
-                talk = connect(
-                    self._host, self._port + number, self._left(end), self._links.endpoint.secret, _SERVER
-                )
+                talk = connect(self._host, self._port + number, self._left(end), self._links.endpoint.secret, _SERVER)
                 self._talks.append(talk)
                 if self._is_closed:
                     raise BindError("this engine is shutting down")

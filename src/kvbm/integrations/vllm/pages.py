@@ -30,15 +30,9 @@ class Pages:
 
 
 def pages_of(
-    tensors: Mapping[str, Any],
-    canonical: Any,
-    config: Any,
-    vllm_config: Any,
-    kv_cache_config: Any,
-    *,
-    declared: bool = True,
-    values: HostValues | None = None,
-) -> list[list[Pages]]:
+    tensors: Mapping[str, Any], canonical: Any, config: Any, vllm_config: Any, kv_cache_config: Any, *,
+    declared: bool = True, values: HostValues | None = None,
+) -> list[list[Pages]]:  # fmt: skip
     """The pages of each group's blocks.
 
     A group with layers in several places has several.  Groups that use the same pages share them.

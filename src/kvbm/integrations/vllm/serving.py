@@ -400,18 +400,10 @@ def _between(src: Engine, dst: Engine, tokens: int, cast: Cast) -> dict[str, Any
 
 
 def as_json(
-    engine: Engine,
-    host_bytes: int,
-    host_layout: str = PAGES,
-    *,
-    blocks: int = 64,
-    device: int = 0,
-    to: Engine | None = None,
-    tokens: int = 8192,
-    host_values: str | None = None,
-    cast: Cast = None,
+    engine: Engine, host_bytes: int, host_layout: str = PAGES, *, blocks: int = 64, device: int = 0,
+    to: Engine | None = None, tokens: int = 8192, host_values: str | None = None, cast: Cast = None,
     folder: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return what would happen as an object for JSON.
 
     Parameters
@@ -518,14 +510,9 @@ def _engine(engine: Engine) -> dict[str, Any]:
 
 
 def _offloading(
-    engine: Engine,
-    host_bytes: int,
-    host_layout: str,
-    blocks: int,
-    device: int,
-    host_values: str | None,
+    engine: Engine, host_bytes: int, host_layout: str, blocks: int, device: int, host_values: str | None,
     folder: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes, **folder}
     if host_layout != PAGES:
         extra["host_layout"] = host_layout

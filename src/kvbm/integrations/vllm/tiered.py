@@ -74,11 +74,7 @@ class TierSpec(CPULoadStoreSpec):  # type: ignore[misc]  # vLLM is not typed
 
 
 def contents_of(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    settings: Settings,
-    chunks: Sequence[int],
-    values: HostValues | None = None,
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, chunks: Sequence[int], values: HostValues | None = None
 ) -> tuple[Content, ...]:
     """The contents of the units of each group of layers, whose chunks have `chunks` tokens, without their model.
 
@@ -160,13 +156,9 @@ class TierIndex:
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        settings: Settings,
-        chunk_tokens: dict[int, int],
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, chunk_tokens: dict[int, int],
         values: HostValues | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         found = contents_of(vllm_config, kv_cache_config, settings, list(chunk_tokens.values()), values)
         model = _model_of(vllm_config, settings)  # it reads the weights: after all other errors
         self._settings = settings
@@ -177,9 +169,7 @@ class TierIndex:
         for line in {line: None for tier in self._tiers for line in neighbours(tier.root, tier.content, model)}:
             logger.info("kvbm: blocks beside these are not used: %s", line)
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
-        self._windows = [
-            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in cached_groups(kv_cache_config)
-        ]
+        self._windows = [isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in cached_groups(kv_cache_config)]
         self._shunned: set[tuple[int, str]] = set()
         self._is_open = True
         self._threads = ThreadPoolExecutor(SEARCHERS, "kvbm tier search")
@@ -312,15 +302,9 @@ class TierWorker:
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        settings: Settings,
-        copier: Copier,
-        group_ids: Sequence[int],
-        count: Callable[[str, int], None],
-        values: HostValues | None = None,
-    ) -> None:
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, copier: Copier, group_ids: Sequence[int],
+        count: Callable[[str, int], None], values: HostValues | None = None,
+    ) -> None:  # fmt: skip
         self._copier, self._count = copier, count
         chunks = [group.kv_cache_spec.block_size * copier.blocks_per_chunk for group in cached_groups(kv_cache_config)]
         self._unit_contents = contents_of(vllm_config, kv_cache_config, settings, chunks, values)
