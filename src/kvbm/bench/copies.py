@@ -81,45 +81,23 @@ class Pair(NamedTuple):
 
 @dataclass
 class Sweep:
-    """The plan of a sweep, and the record of what was measured.
+    """The plan of a sweep, and the record of what was measured."""
 
-    Attributes
-    ----------
-    shapes : sequence of BlockShape
-        Shapes that differ in the tokens per block.
-    backends : mapping of str to sequence of str
-        Direction → backends.
-    peers : mapping of str to function
-        Name in the CSV → plug-in.
-    built_in_peers : bool
-        True to measure PyTorch, CuPy and NumPy, if they are installed.
-    place : str
-        ``"cuda:N"``; with ``"cpu"`` only ``h2h`` is measured.
-    replay : bool
-        True to time replays of captured graphs instead of calls.
-    note : callable
-        Called with the reason if something is left out, once per reason.
-    step : callable
-        ``step(title)`` after every measurement.
-    measured : set of str
-        Directions and backends with at least one row.
-    """
-
-    shapes: Sequence[BlockShape]
+    shapes: Sequence[BlockShape]  # they differ in the tokens per block
     batches: Sequence[int]
     directions: Sequence[str]
     pairs: Sequence[Pair]
-    backends: dict[str, Sequence[str]]
-    peers: dict[str, peers.Peer]
-    built_in_peers: bool
-    place: str
+    backends: dict[str, Sequence[str]]  # direction → backends
+    peers: dict[str, peers.Peer]  # name in the CSV → plug-in
+    built_in_peers: bool  # also measure PyTorch, CuPy and NumPy, if they are installed
+    place: str  # ``"cuda:N"``; with ``"cpu"`` only ``h2h`` is measured
     warmup: int = 3
     iters: int = 30
     max_sms: int | None = None
-    replay: bool = False
-    note: Callable[[str], object] = print
-    step: Callable[[str], object] = lambda _: None
-    measured: set[str] = field(default_factory=set)
+    replay: bool = False  # time replays of captured graphs instead of calls
+    note: Callable[[str], object] = print  # called with the reason if something is left out, once per reason
+    step: Callable[[str], object] = lambda _: None  # ``step(title)`` after every measurement
+    measured: set[str] = field(default_factory=set)  # directions and backends with at least one row
     _noted: set[str] = field(default_factory=set)
 
     @property

@@ -86,42 +86,25 @@ def _table(path: Path, comments: Sequence[str], held: Sequence[tuple[int, str]])
 
 @dataclass(frozen=True)
 class Record:
-    """One row of the sweep's CSV; its fields are the columns.
-
-    Attributes
-    ----------
-    pattern : str
-        ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``.
-    direction : {"d2d", "h2d", "d2h", "h2h", "p2p"}
-    backend : str
-        Name of the backend; ``memcpy`` is the yardstick.
-    total_bytes, inner_bytes : int
-        Bytes of the batch; bytes of one layer's K or V in one block.
-    copy_size, num_copies : int
-        Bytes of the shortest run that is contiguous on both sides, and number of such runs in the batch.
-    bandwidth_gbps : float
-        `total_bytes` over the median.  Every byte counts once, even if it is read and written in the same memory.
-    memcpy_ms, ratio : float
-        The yardstick's median time in the same run, and this time over `median_ms`.
-    timing : {"events", "replay", "clock"}
-    """
+    """One row of the sweep's CSV; its fields are the columns."""
 
     tokens_per_block: int
     num_blocks: int
-    pattern: str
-    direction: str
-    backend: str
-    total_bytes: int
-    inner_bytes: int
-    copy_size: int
-    num_copies: int
+    pattern: str  # ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``
+    direction: str  # of `copies.DIRECTIONS`
+    backend: str  # name of the backend; ``memcpy`` is the yardstick
+    total_bytes: int  # of the batch
+    inner_bytes: int  # of one layer's K or V in one block
+    copy_size: int  # bytes of the shortest run that is contiguous on both sides
+    num_copies: int  # number of such runs in the batch
     median_ms: float
+    #: `total_bytes` over the median.  Every byte counts once, even if it is read and written in the same memory.
     bandwidth_gbps: float
     min_ms: float
     max_ms: float
-    memcpy_ms: float
-    ratio: float
-    timing: str
+    memcpy_ms: float  # the yardstick's median time in the same run
+    ratio: float  # this time over `median_ms`
+    timing: str  # "events", "replay" or "clock"
     kernel: str
     shape: str
     gpu: str

@@ -164,12 +164,7 @@ def serve(
 class Senders:
     """Serves senders, each on the thread of its conversation, so none waits for another.  All of them share the memory.
 
-    Attributes
-    ----------
-    count : int
-        Number of senders that said what they want.
-    ended : SimpleQueue of int
-        Exit codes of the senders that have ended.
+    `count` is the number of those that said what they want, and `ended` has the exit codes of those that have ended.
     """
 
     def __init__(self, side: Side, *, only: str | None, memory: int, timeout: float, once: bool, as_json: bool) -> None:

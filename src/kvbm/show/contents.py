@@ -38,41 +38,20 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One level of a layout: the table of allocations, or an axis inside an allocation.
+    """One level of a layout: the table of allocations, or an axis inside an allocation."""
 
-    Attributes
-    ----------
-    term, about : str
-        As declared, and in prose.
-    extent, step : int
-        Number of members; bytes from one member to the next (for allocations: bytes of the first shown).
-    cells : tuple of (Cell or int)
-        A number stands for that many members that are not shown.
-    opened : int
-        Index in `cells` of the member that the next row shows.
-    turns : int
-        Number of alternating runs of K and V inside a member; 0 if they do not alternate there.
-    opaque : bool
-        The order of the elements is unspecified: one cell stands for all.
-    blocks : tuple of (int, int, str)
-        If a block has several allocations: first and last index in `cells` of each block shown, and its name.
-    is_record : bool
-        The members are runs of planes, of different sizes.
-    between : bool
-        Other planes lie between the members, so not all of that space is padding.
-    """
-
-    term: str
-    about: str
-    extent: int
-    step: int
-    cells: tuple[Cell | int, ...]
-    opened: int = 0
-    turns: int = 0
-    opaque: bool = False
+    term: str  # as declared
+    about: str  # in prose
+    extent: int  # number of members
+    step: int  # bytes from one member to the next; for allocations: bytes of the first shown
+    cells: tuple[Cell | int, ...]  # a number stands for that many members that are not shown
+    opened: int = 0  # index in `cells` of the member that the next row shows
+    turns: int = 0  # number of alternating runs of K and V inside a member; 0 if they do not alternate there
+    opaque: bool = False  # the order of the elements is unspecified: one cell stands for all
+    #: If a block has several allocations: first and last index in `cells` of each block shown, and its name.
     blocks: tuple[tuple[int, int, str], ...] = ()
-    is_record: bool = False
-    between: bool = False
+    is_record: bool = False  # the members are runs of planes, of different sizes
+    between: bool = False  # other planes lie between the members, so not all of that space is padding
 
     @property
     def members(self) -> list[Cell]:

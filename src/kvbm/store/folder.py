@@ -407,23 +407,12 @@ def remove(unit: Unit) -> int:
 
 @dataclass(frozen=True)
 class Described:
-    """What the folder of a content says of itself.
+    """What the folder of a content says of itself."""
 
-    Attributes
-    ----------
-    title : str
-        Name of the model.
-    fields : dict
-        The content, with the model in place of its key; empty if the folder is of another rule.
-    problem : str
-        Why its units are not found under the rule of this version; empty if they are.
-    is_damaged : bool
-        True if that is not another rule: the description was changed, or cannot be read.  Engines may use the units all the same.
-    """
-
-    title: str
-    fields: dict[str, Any]
-    problem: str
+    title: str  # name of the model
+    fields: dict[str, Any]  # the content, with the model in place of its key; empty if the folder is of another rule
+    problem: str  # why its units are not found under the rule of this version; empty if they are
+    #: Not another rule: the description was changed, or cannot be read.  Engines may use the units all the same.
     is_damaged: bool = False
 
 

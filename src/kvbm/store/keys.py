@@ -144,30 +144,15 @@ def model_of(
 
 @dataclass(frozen=True)
 class Content:
-    """What two caches must have in common.  Units are found only by an equal content.
+    """What two caches must have in common.  Units are found only by an equal content."""
 
-    Attributes
-    ----------
-    model : str
-        `key_of_json` of the model: of its weights and configuration (`model_of`).
-    title : str
-        Name of the model for readers; it is not part of the key.
-    layers : tuple of int
-        The layers' numbers in the model.
-    shape : BlockShape
-        Shape of a unit of the whole model: all KV heads, and the tokens of a unit.
-    layout : Layout
-        Order of elements in the files: heads outermost.
-    values : str
-        What quantised values are; empty for those of the shape's dtype.
-    """
-
-    model: str
-    title: str
-    layers: tuple[int, ...]
-    shape: BlockShape
+    model: str  # `key_of_json` of the model: of its weights and configuration (`model_of`)
+    title: str  # name of the model for readers; it is not part of the key
+    layers: tuple[int, ...]  # the layers' numbers in the model
+    shape: BlockShape  # shape of a unit of the whole model: all KV heads, and the tokens of a unit
+    #: Order of elements in the files: heads outermost.
     layout: Layout = field(default_factory=lambda: layouts.load(LAYOUT))
-    values: str = ""
+    values: str = ""  # what quantised values are; empty for those of the shape's dtype
 
     @property
     def fields(self) -> dict[str, Any]:

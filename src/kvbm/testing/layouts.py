@@ -466,13 +466,8 @@ class _Side:
 class Elements:
     """The elements of a plane in a block, in the same order on both sides of a copy.  A layout without planes has one plane.
 
-    Axes of an opaque group are last, in their order in memory, as their order is unspecified.  Of elements that share a byte only
-    the first is listed: no copy splits a byte.
-
-    Attributes
-    ----------
-    number, entry, offset : numpy.ndarray
-        Number, table entry and byte of every element of block 0.
+    Axes of an opaque group are last, in their order in memory, as their order is unspecified.  Of elements that share a byte
+    only the first is listed: no copy splits a byte.  Of every element of block 0 there are its number, table entry and byte.
     """
 
     def __init__(self, part: Resolved, opaque: Iterable[str]) -> None:

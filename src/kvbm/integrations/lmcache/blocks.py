@@ -27,21 +27,12 @@ _MOST_PAIRS = 512
 
 
 class Form(NamedTuple):
-    """The shape of an engine's tensors.
+    """The shape of an engine's tensors."""
 
-    Attributes
-    ----------
-    table : str
-        Axes of the list of tensors, slowest first; empty for one tensor.
-    dims : str
-        Dimensions of a tensor.  ``s`` is the slots of all blocks; ``1`` is a dimension of one element.
-    scale : int
-        Bytes of a token's scale, if a block has all values first and then all scales; else 0.  In an object the scale of a token
-        is behind its values, as LMCache's compiled kernels write it.
-    """
-
-    table: str
-    dims: str
+    table: str  # axes of the list of tensors, slowest first; empty for one tensor
+    dims: str  # dimensions of a tensor.  ``s`` is the slots of all blocks; ``1`` is a dimension of one element.
+    #: Bytes of a token's scale, if a block has all values first and then all scales; else 0.  In an object the scale of a token
+    #: is behind its values, as LMCache's compiled kernels write it.
     scale: int = 0
 
 

@@ -64,25 +64,14 @@ def away(request_id: str) -> tuple[str, str]:
 
 
 class Group(NamedTuple):
-    """The layers of one attention type, their pool, and the blocks of requests.
+    """The layers of one attention type, their pool, and the blocks of requests."""
 
-    Attributes
-    ----------
-    name : str
-        ``"full_attention"`` or ``"sliding_attention"``.
-    pool : Pool
-        A pool over the whole tensor of the cache, with the block ids of the block tables.  The pools of several groups share the
-        tensor, but a block belongs to one group at a time.
-    layers : tuple of int
-        The layers' numbers in the model, in the pool's order.
-    window : int or None
-        For sliding layers: the token at position ``p`` is in slot ``p % window`` of the table.
-    """
-
-    name: str
+    name: str  # ``"full_attention"`` or ``"sliding_attention"``
+    #: A pool over the whole tensor of the cache, with the block ids of the block tables.  The pools of several groups share the
+    #: tensor, but a block belongs to one group at a time.
     pool: Pool
-    layers: tuple[int, ...]
-    window: int | None
+    layers: tuple[int, ...]  # the layers' numbers in the model, in the pool's order
+    window: int | None  # for sliding layers: the token at position ``p`` is in slot ``p % window`` of the table
     allocator: Any
 
     def table(self, request_id: str) -> list[int]:

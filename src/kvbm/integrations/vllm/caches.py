@@ -25,25 +25,13 @@ _BY_POSITION = (
 
 
 class Caches:
-    """The caches of a vLLM worker.  Raises `BindError` for groups whose block tables are not supported.
-
-    Attributes
-    ----------
-    groups : dict of str to (Placement, Pool)
-        The groups for an `Endpoint`.
-    rank : int
-        Rank of this worker.
-    whole : frozenset of str
-        Groups without a window: they keep a block for each token of a sequence while it is computed.
-    layers : dict of str to int
-        vLLM's names of this worker's layers → their numbers in the model.
-    """
+    """The caches of a vLLM worker.  Raises `BindError` for groups whose block tables are not supported."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> None:
-        self.groups: dict[str, tuple[Placement, Pool]] = {}
+        self.groups: dict[str, tuple[Placement, Pool]] = {}  # for an `Endpoint`
         self._read: dict[str, Group] = {}
         self.rank = 0
-        self.layers: dict[str, int] = {}
+        self.layers: dict[str, int] = {}  # vLLM's names of this worker's layers → their numbers in the model
         whole = []
         parts: Counter[int] = Counter()
         _require_no_states(kv_cache_config)
@@ -76,6 +64,7 @@ class Caches:
             self.layers.update(zip(group.names, group.layers, strict=True))
             if window_of(cache_spec) == (0, 0):
                 whole.append(name)
+        #: Groups without a window: they keep a block for each token of a sequence while it is computed.
         self.whole = frozenset(whole)
 
     def spans(

@@ -69,8 +69,6 @@ class HostMemory:
 
     Parameters
     ----------
-    layout : Layout
-        Layout of the blocks in host memory.
     groups : list of list of Pages
         The pages of a block, per group.
     units : int
@@ -80,12 +78,7 @@ class HostMemory:
     shared : numpy.ndarray, optional
         Bytes of memory that the ranks of this machine share; `shared_bytes` gives their number.
     verify, cast
-        As for `HostStore`.
-
-    Attributes
-    ----------
-    stores : list of list of HostStore
-        Stores per group, one per kind of layers.  Groups may share a store.
+        As for `HostStore`, of which `stores` has one per group and kind of layers.  Groups may share one.
     """
 
     def __init__(

@@ -98,30 +98,15 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model's KV cache.
+    """A model's KV cache."""
 
-    Attributes
-    ----------
-    name, kind : str
-        The argument of `read`, and the model's ``model_type``.
-    shape : BlockShape
-        Block shape of the whole model, with one token per block.
-    attention_heads : int
-        Number of query heads, which tensor parallelism divides.
-    groups : tuple of Layers
-        The groups that vLLM makes.
-    rope : int
-        Elements of a latent that hold positions; 0 for K and V.
-    readers : int
-        Number of layers behind those of `shape` that keep nothing: they read the cache of a layer before them.
-    """
-
-    name: str
-    kind: str
-    shape: BlockShape
-    attention_heads: int
-    groups: tuple[Layers, ...]
-    rope: int = 0
+    name: str  # the argument of `read`
+    kind: str  # its ``model_type``
+    shape: BlockShape  # block shape of the whole model, with one token per block
+    attention_heads: int  # number of query heads, which tensor parallelism divides
+    groups: tuple[Layers, ...]  # the groups that vLLM makes
+    rope: int = 0  # elements of a latent that hold positions; 0 for K and V
+    #: Number of layers behind those of `shape` that keep nothing: they read the cache of a layer before them.
     readers: int = 0
 
     @property
