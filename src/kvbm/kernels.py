@@ -58,15 +58,9 @@ Backend = Literal[
 ]
 
 _BACKENDS = {
-    "auto": "kernel",
-    "kernel": "kernel",
-    "kernel_only": "kernel",
-    "batch": "batch",
-    "memcpy_batch": "batch",
-    "cuda_memcpy_batch": "batch",
-    "async": "async",
-    "memcpy_async": "async",
-    "cuda_memcpy_async": "async",
+    **dict.fromkeys(("auto", "kernel", "kernel_only"), "kernel"),
+    **dict.fromkeys(("batch", "memcpy_batch", "cuda_memcpy_batch"), "batch"),
+    **dict.fromkeys(("async", "memcpy_async", "cuda_memcpy_async"), "async"),
 }
 
 
@@ -370,23 +364,25 @@ def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool, layers: 
     flat, chunks = _chunks(blocks, len(arrays), per, chunk, exact=exact, count=count)
     layouts, held = _pair(layout), replace(shape, nl=len(window))
     pools = (Pool.trusted(layouts[0], held, chunks, flat), Pool.trusted(layouts[1], shape, arrays, tensors))
-    ends = pools if to_whole else pools[::-1]
-    device = _require_fitting(*ends)
-    # These lists exist for one call: the launch passes their addresses, instead of uploading and keeping a table.
-    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
-    alignments = pools[0].alignment, pools[1].alignment
-    return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, ends, layers)
+    return _fitting(pools, arrays[0].shape, to_whole=to_whole, layers=layers)
 
 
-def _require_fitting(src: Pool, dst: Pool) -> int:
-    """The one GPU of both pools, whose blocks can be copied."""
+def _fitting(
+    pools: tuple[Pool, Pool], sizes: tuple[int, ...], *, to_whole: bool = True, layers: range | None = None
+) -> _Sides:
+    """Both sides, whose blocks can be copied on their one GPU."""
+    src, dst = ends = pools if to_whole else pools[::-1]
     require_compatible(src, dst)
     if src.device != dst.device:
         title = f"{src.layout.name} → {dst.layout.name}"
         raise BindError(f"{title}: the source is on {src.device}, the destination on {dst.device}; expected one device")
     require_disjoint(src, dst)
     dst.require_distinct()
-    return int(src.device.partition(":")[2])
+    device = int(src.device.partition(":")[2])
+    # These lists exist for one call: the launch passes their addresses, instead of uploading and keeping a table.
+    blocks, whole = (_core.Table(pool.addresses, device, upload=False) for pool in pools)
+    alignments = pools[0].alignment, pools[1].alignment
+    return _Sides(blocks, whole, sizes, pools[0].shape.dtype, device, alignments, ends, layers)
 
 
 def _require_empty(blocks: Any, name: str) -> None:
@@ -439,10 +435,7 @@ def _look_closely_at_chunks(src: Any, dst: Any, name: str) -> _Sides | None:
     layouts = _turned(name)
     # Each chunk is a block of one layer.
     pools = Pool.trusted(layouts[0], shape, arrays, ours), Pool.trusted(layouts[1], shape, others, theirs)
-    device = _require_fitting(*pools)
-    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
-    alignments = pools[0].alignment, pools[1].alignment
-    return _Sides(tables[0], tables[1], expected, shape.dtype, device, alignments, pools)
+    return _fitting(pools, expected)
 
 
 def _stream_of(sides: _Sides, stream: Any) -> int:

@@ -10,7 +10,7 @@ import itertools
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, numpy_name
 from ..memory.allocation import available_bytes, free_on_gpu
+from ..memory.array_info import View as View
 from ..pool.pool import Pool
 from ..system.clock import CpuClock, GpuClock, Timed
 from ..system.machine import cache_bytes as cache_bytes
@@ -162,21 +163,6 @@ def _move(device: int, starts: Numbers, sizes: Numbers, host: Bytes, *, is_read:
         return
     for near, far, size in zip(here.tolist(), starts.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(*((near, far) if is_read else (far, near)), size)
-
-
-class View:
-    """An array on a GPU, in memory that another object owns."""
-
-    def __init__(self, device: int, address: int, shape: Sequence[int], strides: Sequence[int], typestr: str) -> None:
-        self.device = device
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": tuple(shape),
-            "strides": tuple(strides),
-            "typestr": typestr,
-            "data": (address, False),
-            "stream": None,
-        }
 
 
 def is_stacked(layout: Layout) -> bool:

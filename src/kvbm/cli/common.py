@@ -300,17 +300,7 @@ def json_option(what: str = "") -> Callable[[Any], Any]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print JSON instead{f': {what}' if what else ''}.")
 
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
 def size_of(text: str, most_tib: int = 1) -> int:

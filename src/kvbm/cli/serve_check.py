@@ -6,7 +6,9 @@ Only click is imported here before something runs, as for every command.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,28 +42,9 @@ def _ranks(command: Any) -> Any:
     return command
 
 
-def _orders() -> tuple[str, ...]:
-    from ..engines.vllm import ORDERS
-
-    return ORDERS
-
-
-def _cache_dtypes() -> tuple[str, ...]:
-    from ..integrations.vllm.models import CACHE_DTYPES
-
-    return tuple(CACHE_DTYPES)
-
-
-def _host_values() -> tuple[str, ...]:
-    from ..integrations.host_values import FORMATS
-
-    return tuple(FORMATS)
-
-
-def _backends() -> tuple[str, ...]:
-    from ..engines.vllm import LATENT, SIDE_BY_SIDE
-
-    return (*SIDE_BY_SIDE, *LATENT)
+def _of(module: str, *tables: str) -> Callable[[], Iterator[str]]:
+    """The names in these tables of a module, which is imported when the shell asks for them."""
+    return lambda: chain.from_iterable(getattr(import_module(module, __package__), table) for table in tables)
 
 
 @click.command(
@@ -89,7 +72,7 @@ def _backends() -> tuple[str, ...]:
 @click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens per block.")
 @click.option(
     "--kv-cache-dtype", "cache_dtype", default="auto", show_default=True, metavar="TYPE", help="As vLLM's flag.",
-    shell_complete=some_of(names=_cache_dtypes),
+    shell_complete=some_of(names=_of("..integrations.vllm.models", "CACHE_DTYPES")),
 )  # fmt: skip
 @click.option(
     "--dtype",
@@ -99,10 +82,10 @@ def _backends() -> tuple[str, ...]:
 )
 @click.option(
     "--layout", "order", default="LBHNC", show_default=True, metavar="ORDER", help="VLLM_KV_CACHE_LAYOUT.",
-    shell_complete=some_of(names=_orders),
+    shell_complete=some_of(names=_of("..engines.vllm", "ORDERS")),
 )  # fmt: skip
 @click.option(
-    "--backend", default="", metavar="NAME", shell_complete=some_of(names=_backends),
+    "--backend", default="", metavar="NAME", shell_complete=some_of(names=_of("..engines.vllm", "SIDE_BY_SIDE", "LATENT")),
     help="Attention backend; FLASH_ATTN or FLASH_ATTN_MLA if not given.",
 )  # fmt: skip
 @click.option(
@@ -117,7 +100,7 @@ def _backends() -> tuple[str, ...]:
 @click.option(
     "--host-values",
     metavar="VALUES",
-    shell_complete=some_of(names=_host_values),
+    shell_complete=some_of(names=_of("..integrations.host_values", "FORMATS")),
     help="Quantise blocks on the way to host memory: fp8, mxfp8 or nvfp4.",
 )
 @click.option(

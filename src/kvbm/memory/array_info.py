@@ -300,6 +300,19 @@ def other_order(axes: Sequence[str], strides: Sequence[int], copier: str = "") -
     return f"{found}. Do not pass a contiguous copy: the result would not be in your array"
 
 
+class View:
+    """An array on a GPU, in memory that another object owns.  Without a `device`, CUDA is asked whose the address is."""
+
+    def __init__(
+        self, device: int | None, address: int, shape: Sequence[int], strides: Sequence[int], typestr: str
+    ) -> None:
+        self.device = device
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3, "shape": tuple(shape), "strides": tuple(strides), "typestr": typestr, "data": (address, False),
+            "stream": None,
+        }  # fmt: skip
+
+
 class PackedArray(np.ndarray[Any, Any]):
     """Bytes of which each holds two elements of four bits (``float4_e2m1fn``, ``int4``, ``uint4``).
 

@@ -18,6 +18,7 @@ from ...errors import BindError
 from ...layout import spec as layouts
 from ...layout.layout import Layout
 from ...layout.shapes import BlockShape
+from ...memory.array_info import View
 from ...pool.pool import Pool
 
 __all__ = ["FORMATS", "Copies", "Form"]
@@ -308,20 +309,11 @@ def _layout(table: str, dims: str, sizes: tuple[int, ...], strides: tuple[int, .
     return layouts.parse(text, name="LMCache blocks")
 
 
-class _CudaArray:
-    """GPU memory that someone else owns."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": shape, "strides": strides, "typestr": typestr, "version": 3,
-        }  # fmt: skip
-
-
 def _array(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int) -> Any:
     found = np.dtype(dtype)
     steps = tuple(stride * found.itemsize for stride in strides)
     if device >= 0:
-        return _CudaArray(address, sizes, steps, found.str)
+        return View(None, address, sizes, steps, found.str)
     nbytes = found.itemsize + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     return np.ndarray(sizes, found, memoryview(memory), 0, steps)
