@@ -21,12 +21,15 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
+from .. import kernels
 from ..cli.common import progress
+from ..copy.transfer import convert
 from ..errors import CudaUnavailableError, DeviceNotFoundError, MissingPackageError
 from ..layout.shapes import BlockShape, load_shape
 from ..layout.spec import load
 from ..memory.allocation import require_memory
 from ..planner.plan import plan
+from ..pool.pool import Pool
 from ..show.text import table_box
 from ..system.machine import device_of
 from .copies import MEMCPY, Pair, Sweep
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..layout.layout import Layout
-    from ..pool.pool import Pool
 
 PATH = ("hf/dynamic_cache", "nhd", "universal", "vllm/LBHNC", "hf/dynamic_cache")
 _PROMPT_TOKENS = 203  # 12 blocks of 16 and a tail of 11, which does not fill a block
@@ -73,8 +75,6 @@ def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
 
 def _roundtrip(console: Console, device: str, seed: int) -> bool:
     import torch
-
-    from ..copy.transfer import convert
 
     rng = random.Random(seed)
     model, shape = _model(device, seed)
@@ -192,8 +192,6 @@ def _generate(
 
 def _hf_pool(source: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: BlockShape, num_blocks: int) -> Pool:
     """Bind the cache's full blocks: ``[l o] h b t d`` is a view of (1, nh, tokens, hd) with tokens = (b t)."""
-    from ..pool.pool import Pool
-
     body = num_blocks * shape.nt
     tensors = [
         tensor[0, :, :body].contiguous().view(shape.nh, num_blocks, shape.nt, shape.hd)
@@ -219,8 +217,6 @@ def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str)
     """A pool over one tensor, not initialised."""
     import torch
 
-    from ..pool.pool import Pool
-
     resolved = layout.resolve(shape, num_blocks)
     if device == "cpu":
         require_memory(resolved.nbytes, f"{layout.name}: {num_blocks:,} blocks of {shape}")
@@ -231,8 +227,6 @@ def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str)
 
 def _reinterpret(pool: Pool, layout: Layout) -> Pool:
     """Bind the same bytes under another layout with the same number of allocations, as a wrong guess would."""
-    from ..pool.pool import Pool
-
     allocations = layout.resolve(pool.shape, pool.num_blocks).allocations
     tensors = [array.view(a.shape) for array, a in zip(pool.arrays, allocations, strict=True)]
     return Pool(layout, pool.shape, tensors)
@@ -335,8 +329,6 @@ def _torch() -> Any:
 
 
 def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
-    from .. import kernels
-
     if wanted == "cpu":
         return "cpu"
     index = device_of(wanted or "cuda:0")
