@@ -68,9 +68,7 @@ def number(what: str, value: Any, least: int, most: int | None = None, error: ty
     """
     found = whole(value)
     if found is None or found < least or (most is not None and found > most):
-        raise error(
-            f"{what}: expected an integer from {least} {'on' if most is None else f'to {most}'}, got {quoted(value)}"
-        )
+        raise error(f"{what}: expected an integer from {least} {'on' if most is None else f'to {most}'}, got {quoted(value)}")
     return found
 
 

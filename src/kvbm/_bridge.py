@@ -108,9 +108,7 @@ class Bridge(NamedTuple):
             if not source.arrays:
                 if sides[1].arrays_a_block:
                     return []
-                raise BindError(
-                    f"inputs: expected at least one array, which gives the dtype and the device of {sides[1]}"
-                )
+                raise BindError(f"inputs: expected at least one array, which gives the dtype and the device of {sides[1]}")
             like = source.arrays[0]
             pool = source.pool(sides[0], blocks, source.seen[0].device)
             sized = sides[1].sized(blocks)

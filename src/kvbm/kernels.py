@@ -236,9 +236,7 @@ def _whole(tensors: Any, name: str, rank: int) -> tuple[list[Any], list[Array]]:
 def _described(tensor: Any, what: str) -> Array:
     array = describe(tensor, what)
     if array.device == "cpu":
-        raise BindError(
-            f"{what}: expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU"
-        )
+        raise BindError(f"{what}: expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU")
     itemsize = ITEMSIZE.get(array.dtype)
     if itemsize is None:
         raise DTypeError(f"{what}: expected one of {', '.join(ITEMSIZE)}, got {array.dtype}")
@@ -706,6 +704,4 @@ def _raw_stream(stream: Any, device: int) -> int:
         return _core.stream_handle(stream)
     if (torch := imported("torch")) is not None and torch.version.cuda:
         return torch_stream(device)
-    raise BindError(
-        "stream: addresses have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
-    )
+    raise BindError("stream: addresses have no current stream; pass stream= (an object with __cuda_stream__, or a handle)")

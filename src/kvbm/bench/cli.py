@@ -36,9 +36,7 @@ class _Bench(Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in STUDIES:
-            ctx.fail(
-                f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm"
-            )
+            ctx.fail(f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm")
         return super().get_command(ctx, cmd_name)
 
 
@@ -68,9 +66,7 @@ def _list_option(name: str, *rest: str, table: str, **more: Any) -> Callable[[An
     "--num-blocks", "batches", metavar="N,N,…", default="1,2,4,8,16,32,64,128,256", show_default=True, callback=numbers,
     help="Blocks of a batch.",
 )  # fmt: skip
-@click.option(
-    "--tokens-per-block", "tokens", metavar="N,N,…", callback=numbers, help="Tokens of a block.  [default: the shape's]"
-)
+@click.option("--tokens-per-block", "tokens", metavar="N,N,…", callback=numbers, help="Tokens of a block.  [default: the shape's]")
 @_list_option(
     "--direction",
     "directions",

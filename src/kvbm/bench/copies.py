@@ -176,10 +176,10 @@ class Sweep:
             need: dict[str, int] = {}
             for place, layouts in zip(ends, ([p.src for p in self.pairs], [p.dst for p in self.pairs]), strict=True):
                 where = place if place.startswith("cuda") else "host"
-                pool = max(_pool_bytes(layout, shape, batch, place) for layout in layouts)
-                cache = max(
-                    measure.cache_bytes(each) for each in ends if (measure.device_of(each) >= 0) or ends[0] == "cpu"
-                )
+                held = [one.resolve(shape, measure.held_blocks(one, shape, batch, place)) for one in layouts]
+                pool = max(one.nbytes for one in held)
+                caches = (each for each in ends if measure.device_of(each) >= 0 or ends[0] == "cpu")
+                cache = max(map(measure.cache_bytes, caches))
                 stick = measure.Yardstick.needs(batch * self._block_bytes(shape), cache)
                 need[where] = need.get(where, 0) + pool + stick
             # The additional memory of a staged ring, or of a peer's own copies.
@@ -191,10 +191,8 @@ class Sweep:
                 if nbytes > 0.9 * (free := measure.free_bytes("cpu" if where == "host" else where))
             ]
             if short:
-                self._leave_out(
-                    f"{direction}, {batch} blocks of {size_text(self._block_bytes(shape))}",
-                    f"needs {' and '.join(short)}",
-                )
+                what = f"{direction}, {batch} blocks of {size_text(self._block_bytes(shape))}"
+                self._leave_out(what, f"needs {' and '.join(short)}")
             else:
                 fit.append(batch)
         return fit
@@ -206,14 +204,11 @@ class Sweep:
         yardstick: measure.Yardstick, pair: Pair, batches: Sequence[int], yielded: set[int],
     ) -> Iterator[Record]:  # fmt: skip
         with contextlib.ExitStack() as stack:
-            src, dst = (
-                stack.enter_context(
-                    measure.random_pool(
-                        layout, shape, measure.held_blocks(layout, shape, max(batches), place), place, seed=seed
-                    )
-                )
-                for seed, (layout, place) in enumerate(zip((pair.src, pair.dst), ends, strict=True), 1)
-            )
+            pools = []
+            for seed, (layout, place) in enumerate(zip((pair.src, pair.dst), ends, strict=True), 1):
+                count = measure.held_blocks(layout, shape, max(batches), place)
+                pools.append(stack.enter_context(measure.random_pool(layout, shape, count, place, seed=seed)))
+            src, dst = pools
             stack.callback(peers.release)
             stack.callback(_settle, clock)  # before the memory is released, also after an error
             made = plan(pair.src, pair.dst, shape, num_blocks=(src.num_blocks, dst.num_blocks))
@@ -281,7 +276,8 @@ class Sweep:
     ) -> tuple[Timed, str]:  # fmt: skip
         copies = batch * num_runs(made)
         if copies > MOST_COPIES and name in (*RAW, "engine"):
-            raise NotApplicable(f"more than {MOST_COPIES:,} copies a batch (runs of {_shortest(made)})")
+            runs = size_text(min(part.run_bytes for part in made.parts))
+            raise NotApplicable(f"more than {MOST_COPIES:,} copies a batch (runs of {runs})")
 
         def once(src_ids: Any, dst_ids: Any) -> None:
             backend.bind(src_ids, dst_ids)(clock.stream)
@@ -300,9 +296,8 @@ class Sweep:
                     raise
                 raise NotApplicable(f"it cannot be captured into a graph: {error}") from error
         turns = itertools.cycle(calls)
-        return clock.time(lambda stream: next(turns)(stream), iters=self.iters, warmup=self.warmup), backend.kernel(
-            batch
-        )
+        timed = clock.time(lambda stream: next(turns)(stream), iters=self.iters, warmup=self.warmup)
+        return timed, backend.kernel(batch)
 
     # ---- rows and reasons
 
@@ -354,15 +349,6 @@ def _times(nbytes: int, timed: Timed, stick: Timed) -> dict[str, Any]:
 def _rounded(value: float) -> float:
     """Round to five significant digits."""
     return round(value, 4 - math.floor(math.log10(value))) if value > 0 else 0.0
-
-
-def _shortest(made: Plan) -> str:
-    return size_text(min(part.run_bytes for part in made.parts))
-
-
-def _pool_bytes(layout: Layout, shape: BlockShape, batch: int, place: str) -> int:
-    held = measure.held_blocks(layout, shape, batch, place)
-    return layout.resolve(shape, held).nbytes
 
 
 def _settle(clock: GpuClock | CpuClock) -> None:

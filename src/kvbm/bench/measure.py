@@ -225,9 +225,8 @@ def block_bytes(layout: Layout, shape: BlockShape) -> int:
 
 def held_blocks(layout: Layout, shape: BlockShape, largest: int, place: str) -> int:
     """Number of blocks of a pool so that consecutive batches of `largest` use other blocks, and the pool exceeds the cache."""
-    beyond = -(
-        -2 * cache_bytes(place) // block_bytes(layout, shape)
-    )  # source and destination together: four times the cache
+    # Source and destination together: four times the cache.
+    beyond = -(-2 * cache_bytes(place) // block_bytes(layout, shape))
     table = layout.resolve(shape, 1).table_size if layout.b_in_table else 1
     return max(2 * largest, min(beyond, max(MOST_ARRAYS // table, 1)))
 
@@ -334,10 +333,8 @@ class Yardstick:
 
             def pieces(_: Any) -> None:
                 at = next(turns)
-                jobs = zip(edges[:-1], edges[1:], strict=True)
-                list(
-                    workers.map(lambda ab: np.copyto(dst[at + ab[0] : at + ab[1]], src[at + ab[0] : at + ab[1]]), jobs)
-                )
+                parts = [slice(at + begin, at + end) for begin, end in itertools.pairwise(edges)]
+                list(workers.map(lambda part: np.copyto(dst[part], src[part]), parts))
 
             found.append(self.clock.time(pieces, iters=iters, warmup=warmup))
         with contextlib.suppress(ImportError):

@@ -162,9 +162,7 @@ def line(rows: Iterable[Row], x: str, y: str, *, is_log: bool = True) -> tuple[l
     for row in rows:
         at = row.positive(x) if is_log else row.number(x)
         if at in found:
-            raise SpecError(
-                f"{row.where}: the same measurement stands at {found[at].where} already; plot the files of one run"
-            )
+            raise SpecError(f"{row.where}: the same measurement stands at {found[at].where} already; plot the files of one run")
         found[at] = row
     order = sorted(found)
     return order, [found[at].positive(y) if is_log else found[at].number(y) for at in order]
@@ -374,9 +372,7 @@ def _jobs(name: str, kind: Kind, tables: Sequence[Table], pairs: tuple[str, ...]
     machines = [(gpu, held[0].where) for (gpu,), held in grouped(rows, "gpu").items()]
     if len(machines) > 1:
         (one, here), (other, there) = machines[:2]
-        raise SpecError(
-            f"{name}: a picture shows one machine, got {one} ({here}) and {other} ({there}); plot them apart"
-        )
+        raise SpecError(f"{name}: a picture shows one machine, got {one} ({here}) and {other} ({there}); plot them apart")
     footer = "\n".join(dict.fromkeys(comment for table in tables for comment in table.comments))
     groups = grouped(rows, *(column for column in ("shape", "timing") if column in kind.columns)) if rows else {}
     several = [len(set(column)) > 1 for column in zip(*groups, strict=True)]

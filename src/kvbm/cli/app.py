@@ -101,9 +101,7 @@ def main() -> None:
 ])  # fmt: skip
 @click.argument("part", required=False, metavar="[PART]", shell_complete=complete_layout)
 @layouts_option("Also list the layouts in these files or folders (may be repeated).")
-@click.option(
-    "--aliases", "only_aliases", is_flag=True, help="List names of equal layouts, with --shape also those equal there."
-)
+@click.option("--aliases", "only_aliases", is_flag=True, help="List names of equal layouts, with --shape also those equal there.")
 @shape_option(default=None)
 @num_blocks_option("With --shape: blocks in the pool.  [default: 1024]")
 @json_option("a list of layouts; with --aliases an object")
@@ -274,9 +272,7 @@ def show(
     "--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Check at this shape (may be repeated).",
     shell_complete=complete_shape,
 )  # fmt: skip
-@click.option(
-    "--ambiguous", is_flag=True, help="Also list the layouts that accept the same arrays and read other elements."
-)
+@click.option("--ambiguous", is_flag=True, help="Also list the layouts that accept the same arrays and read other elements.")
 @json_option("a list with an object per layout")
 def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool, as_json: bool) -> None:
     """Check that layouts are valid and one-to-one at every --shape, or at the shipped shapes that fit them.
@@ -558,9 +554,7 @@ def _print_choices(rows: Sequence[dict[str, Any]]) -> None:
         fastest = ", ".join([*ranges, f"then {last}" if ranges else last])
         table.add_row(row["direction"], size_text(row["run_bytes"]), fastest, *cells)
     print_table(table)
-    print_prose(
-        "The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table."
-    )
+    print_prose("The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table.")
 
 
 @main.command(examples=["kvbm doctor", "kvbm doctor --json"])

@@ -109,9 +109,7 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 @_BLOCKS
 @cast_options("OUT")
 @device_option("Where to convert.")
-@click.option(
-    "--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast."
-)
+@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")  # fmt: skip
 def convert(
     source: Path, target: Path, src_name: str | None, dst_name: str, shape_text: str | None, num_blocks: int | None,
@@ -192,9 +190,7 @@ def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range
         if not as_json:
             for one in found:
                 click.echo(f"{shown(path)}: {one}")
-            click.echo(
-                f"{shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
-            )
+            click.echo(f"{shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}")
         return {"num_blocks": stored.num_blocks, "compared": checked, "wrong": [_as_json(one) for one in found]}
 
     code = _each(paths, look, as_json)

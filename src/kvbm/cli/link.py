@@ -109,9 +109,7 @@ def link() -> None:
               help="Address to listen on; port 0 selects a free port. Without a secret, a loopback or private one.  "
               f"[default: 127.0.0.1:{PORT}; with a secret 0.0.0.0:{PORT}]")  # fmt: skip
 @_secret_option
-@click.option(
-    "--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in."
-)
+@click.option("--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in.")
 @click.option("--wire", "only", type=_WIRES, help="Accept only this wire.  [default: any]")
 @_side_options("vllm/flash_attn_hnd", 64)
 @size_option("--memory", default="16GiB", help="The most memory that senders may request, together.")
@@ -332,13 +330,9 @@ def _print_table(head: dict[str, Any], rows: Sequence[Row], error: BaseException
     console = terminal()
     for way in ("from", "to"):
         one = head[way]
-        click.echo(
-            f"{way:4}  {one['host']}: {one['device']}, {one['layout']}, {one['tokens_per_block']} tokens per block"
-        )
+        click.echo(f"{way:4}  {one['host']}: {one['device']}, {one['layout']}, {one['tokens_per_block']} tokens per block")
     note = head["note_us"]
-    click.echo(
-        f"by    {head['wire']}; a note there and back takes {note['median']:,.0f} µs (at least {note['min']:,.0f})"
-    )
+    click.echo(f"by    {head['wire']}; a note there and back takes {note['median']:,.0f} µs (at least {note['min']:,.0f})")
     titles = ("tokens", "MB", "chunks", "ms", "GB/s", "wire", "of it", "memcpy", "µs per chunk", "again", "stalls")
     table = new_table(*titles, right=titles)
     table.padding = (0, 1 if console.width >= 92 else 0, 0, 0)

@@ -127,9 +127,7 @@ def _of(module: str, *tables: str) -> Callable[[], Iterator[str]]:
     "--tokens", default=8192, show_default=True, type=Whole(1, 1 << 20), metavar="N",
     help="Tokens of a request, with --to.",
 )  # fmt: skip
-@cast_option(
-    'With --to and another kv-cache-dtype: "cast" of both engines, amax, a number, or JSON, as kvbm convert has it.'
-)
+@cast_option('With --to and another kv-cache-dtype: "cast" of both engines, amax, a number, or JSON, as kvbm convert has it.')
 @gpu_option("GPU whose measured speeds are printed.")
 @json_option()  # fmt: skip
 def serve_check(
@@ -276,9 +274,7 @@ def _groups(names: list[str]) -> str:
 
 
 def _copy(one: dict[str, Any]) -> str:
-    speed = (
-        f"{one['gbps']:g} GB/s ({one['measured']})" if one["gbps"] else "speed not measured on this machine (kvbm tune)"
-    )
+    speed = f"{one['gbps']:g} GB/s ({one['measured']})" if one["gbps"] else "speed not measured on this machine (kvbm tune)"
     kvbm_work = f"{one['launches']} {'launch' if one['launches'] == 1 else 'launches'} of a kernel"
     if one["descriptors"]:
         kvbm_work += f", {one['descriptors']:,} descriptors"

@@ -106,9 +106,7 @@ class Model:
         """Yield axis, coordinates, and the model's number of coordinates."""
         for axis, held, count in (("l", self.layers, self.nl), ("h", self.heads, self.nh)):
             if (held is None) != (count is None):
-                raise LayoutError(
-                    f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
-                )
+                raise LayoutError(f"axis '{axis}': expected its coordinates and how many the model has, got one of them")
             if held is not None and count is not None:
                 held = _coordinates(held) or ()
                 ends = (held[0], held[-1]) if isinstance(held, range) and held else held
@@ -439,9 +437,7 @@ def _cell_params(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Cell
     keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
     reach = sum((mode.extent - 1) * mode.key for mode in part.inner)
     if max(keys, default=0) >= _KEY_LIMIT or reach >= _KEY_LIMIT * CELL:
-        raise PlanError(
-            f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens per block, got {part.inner}"
-        )
+        raise PlanError(f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens per block, got {part.inner}")
     count = len(part.outer)
     return CellParams(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps, word)
 

@@ -196,9 +196,7 @@ def groups(
         names = tuple(_of(tensor, "kv_cache_config.kv_cache_tensors[…]", "layers"))
         indices = [index for index, one in enumerate(kv_groups) if names[0] in one.layer_names]
         if len(indices) != 1:
-            raise BindError(
-                f"vLLM: layer {names[0]!r}: expected it in one group of kv_cache_groups, got it in {len(indices)}"
-            )
+            raise BindError(f"vLLM: layer {names[0]!r}: expected it in one group of kv_cache_groups, got it in {len(indices)}")
         if group in (None, indices[0]):
             found.append(
                 _group(vllm_config, kv_cache_config, kv_groups[indices[0]], indices[0], tensor, names, order, layout)
@@ -228,9 +226,7 @@ def _group(
         raise BindError(f"{what}: its blocks are in a host pool with separate numbers; expected blocks on the device")
     tokens, per_state = int(cache_spec.block_size), getattr(cache_spec, "tokens_per_state", 1)
     if per_state != 1:
-        raise BindError(
-            f"{what}: {per_state} tokens share a state (compressed); expected one state per token: no layout is known"
-        )
+        raise BindError(f"{what}: {per_state} tokens share a state (compressed); expected one state per token: no layout is known")
     heads = int(getattr(cache_spec, "num_head_slots", None) or cache_spec.num_kv_heads)
     blocks = int(kv_cache_config.num_blocks)
     content = int(cache_spec.state_content_size_bytes)
@@ -242,9 +238,7 @@ def _group(
     chosen = spec.as_layout(name)
     parallel = vllm_config.parallel_config
     if (pcp := getattr(parallel, "prefill_context_parallel_size", 1)) != 1:
-        raise BindError(
-            f"{what}: prefill_context_parallel_size: expected 1, got {pcp}: a placement cannot describe its ranks"
-        )
+        raise BindError(f"{what}: prefill_context_parallel_size: expected 1, got {pcp}: a placement cannot describe its ranks")
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
     model, layers = vllm_config.model_config, tuple(number_of_layer(name) for name in names)
     return Group(
@@ -430,9 +424,7 @@ def _order(vllm_config: Any, kv_cache_config: Any) -> str:
             "before 0.26, or not resolved yet; bind with Pool.from_vllm(kv_caches, layout), such as 'vllm/flash_attn_nhd'"
         )
     if len(names) > 1 or not names <= set(ORDERS):
-        raise BindError(
-            f"vLLM: kv_cache_layout: expected one of {', '.join(ORDERS)}, got {' and '.join(sorted(names))}"
-        )
+        raise BindError(f"vLLM: kv_cache_layout: expected one of {', '.join(ORDERS)}, got {' and '.join(sorted(names))}")
     return names.pop()
 
 
@@ -454,9 +446,7 @@ def _backend(vllm_config: Any, names: Sequence[str], what: str) -> str:
             f"{what}: expected the layer in vllm_config.compilation_config.static_forward_context, which names its attention "
             "backend, got none: the config of a worker has it; elsewhere bind with Pool.from_vllm(kv_caches, layout)"
         )
-    raise BindError(
-        f"{what}: expected one attention backend for all layers of a tensor, got {', '.join(sorted(map(str, found)))}"
-    )
+    raise BindError(f"{what}: expected one attention backend for all layers of a tensor, got {', '.join(sorted(map(str, found)))}")
 
 
 def total_heads(model_config: Any, layers: Sequence[int], held: int, tp: int) -> int | None:
@@ -484,9 +474,7 @@ def number_of_layer(name: str) -> int:
     """A layer's number in the model, from its name; `BindError` unless the name has exactly one number."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     if len(numbers) != 1:
-        raise BindError(
-            f"vLLM: layer {name!r}: expected one number between dots, got {len(numbers)}; pass a list in order"
-        )
+        raise BindError(f"vLLM: layer {name!r}: expected one number between dots, got {len(numbers)}; pass a list in order")
     return int(numbers[0])
 
 

@@ -307,9 +307,7 @@ class Pins:
                 self.close()
             if not isinstance(error, CudaError | MemoryError):
                 raise  # such as an exception of `progress`
-            advice = (
-                "Raise the limits of the process (`ulimit -l`; in a container also its memory), or pin fewer blocks"
-            )
+            advice = "Raise the limits of the process (`ulimit -l`; in a container also its memory), or pin fewer blocks"
             if pieces[0][2] != NEW:
                 advice += "; a file on disk that is mapped to be written may not be pinnable at all, one in /dev/shm is"
             where = f"{what}: bytes {start} to {start + end - begin} of {total}"

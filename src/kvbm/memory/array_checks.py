@@ -152,17 +152,13 @@ def of_steps_forward(at: Look) -> None:
         if type(stride) is not int or stride > 0 or type(n) is not int or n < 2:
             continue
         if stride < 0:
-            why = (
-                "it is a reversed view, such as [::-1], and no layout counts down: pass the array that it is a view of"
-            )
+            why = "it is a reversed view, such as [::-1], and no layout counts down: pass the array that it is a view of"
         else:
             why = (
                 "its items are all in one place, as after expand or broadcast_to: pass an array with an item for each index, as "
                 ".copy() (NumPy) or .contiguous() (torch) returns"
             )
-        raise BindError(
-            f"{at.name}: expected strides above 0, got a stride of {stride} bytes along axis {axis} of {n}; {why}"
-        )
+        raise BindError(f"{at.name}: expected strides above 0, got a stride of {stride} bytes along axis {axis} of {n}; {why}")
 
 
 def of_the_bytes(at: Look) -> None:
@@ -533,9 +529,8 @@ class Side:
         axes, first = self._one.axes, shapes[0]
         any_shape = self._one.is_record and "b" in axes and axes.index("b") < len(first)
         if len(first) != len(axes) and not any_shape:
-            expected = ", ".join(
-                "blocks" if axis == "b" else str(n) for axis, n in zip(axes, self._one.shape, strict=True)
-            )
+            sizes = zip(axes, self._one.shape, strict=True)
+            expected = ", ".join("blocks" if axis == "b" else str(n) for axis, n in sizes)
             raise BindError(
                 f"{who(0)}: expected {len(axes)} axes ({' '.join(axes)}) of ({expected}), got shape {_tuple(tuple(first))}; "
                 "check the shape; .reshape(…) of a contiguous array changes it without a copy"
@@ -552,9 +547,7 @@ class Side:
             return blocks
         blocks, rest = divmod(first[0], self._one.shape[0])
         if rest:
-            raise BindError(
-                f"{who(0)}: expected a multiple of the {self._one.shape[0]} elements of a block, got {first[0]}"
-            )
+            raise BindError(f"{who(0)}: expected a multiple of the {self._one.shape[0]} elements of a block, got {first[0]}")
         return blocks
 
     def _is_exact(self, shape: Sequence[int], blocks: int) -> bool:

@@ -145,9 +145,7 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         odd = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
         found = odd or str(tensor.layout).removeprefix("torch.")
-        raise BindError(
-            f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it consists of"
-        )
+        raise BindError(f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it consists of")
     if tensor.is_neg() or tensor.is_conj():
         raise BindError(
             f"{what}: a view of the {'negative' if tensor.is_neg() else 'conjugate'} of its memory's values; pass the tensor "

@@ -293,9 +293,7 @@ def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, 
     padding = total - resolved.num_blocks * resolved.block_bytes
     padded = f", and {padding * 100 / total:.1f} % of the pool is padding" if padding else ""
     found.append(("one block", f"{exact_size(resolved.block_bytes)}{padded}"))
-    each = (
-        f" of {' or '.join(dict.fromkeys(exact_size(half.nbytes) for half in halves(resolved)))}" if count > 1 else ""
-    )
+    each = f" of {' or '.join(dict.fromkeys(exact_size(half.nbytes) for half in halves(resolved)))}" if count > 1 else ""
     pool = f"{count_text(count, 'allocation')}{each}, {exact_size(total)}"
     found.append(("pool", f"{count_text(resolved.num_blocks, 'block')} in {pool}"))
     return found

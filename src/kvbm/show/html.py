@@ -214,9 +214,7 @@ def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
         written.append(out / _file(first))
         shape = spec.example_shape(first)
         if shape is None:
-            raise LayoutError(
-                f"{first.name} ({first.order_text}): no shape is known at which it is legal, so it has no picture"
-            )
+            raise LayoutError(f"{first.name} ({first.order_text}): no shape is known at which it is legal, so it has no picture")
         save(draw_layout(first.resolve(load_shape(shape), _GALLERY_BLOCKS)), written[-1])
     written.append(out / "README.md")
     written[-1].write_text(gallery_index(layouts), encoding="utf-8")

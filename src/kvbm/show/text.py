@@ -158,9 +158,7 @@ class _Drawing:
         if half.part.plane:
             title = f"Inside an array of {' of '.join(half.name.split())}, {half.part.shape.dtype}"
         elif half.o is not None:
-            title = (
-                f"Inside the allocation, the half of {half.name}" if is_one else f"Inside an allocation of {half.name}"
-            )
+            title = f"Inside the allocation, the half of {half.name}" if is_one else f"Inside an allocation of {half.name}"
         else:
             title = "Inside the allocation" if is_one else "Inside an allocation (all are alike)"
         self.head(title)

@@ -302,9 +302,7 @@ def _refuse(src: _Side, dst: _Side | None, known: Digests, rows: Sequence[int], 
     if not found and dst is not None:
         title, found = f"{src.title} → {dst.title}", damages(known, dst.pool, rows, names, dst.stream())
     if not found:  # memory or disk returned other bytes the second time
-        raise DigestError(
-            f"{title}: block {names[0]} was wrong, and was right when it was read again", pairs=tuple(names)
-        )
+        raise DigestError(f"{title}: block {names[0]} was wrong, and was right when it was read again", pairs=tuple(names))
     more = f"; and {len(found) - 1} more of the blocks that were compared" if len(found) > 1 else ""
     raise DigestError(f"{title}: {found[0]}{more}", pairs=tuple(one.block for one in found))
 
@@ -636,9 +634,7 @@ def verify(
     given = None if src_layout is None else as_layout(src_layout, "src_layout")
     stored = path if isinstance(path, Stored) else read(path)
     if stored.digests is None:
-        raise BindError(
-            f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of its current contents"
-        )
+        raise BindError(f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of its current contents")
     _, reader = _open(stored, given)
     names = _chosen(stored.path, ids, reader.source.num_blocks)
     found = []

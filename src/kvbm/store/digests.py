@@ -66,10 +66,8 @@ class Kinds:
         except (LayoutError, PlanError) as error:
             return cls(reason=str(error))
         layers = _has(lambda: _plan(whole.select("l", range(1)), [("l", range(1))]))
-        tokens = whole.num_blocks * whole.count("t") <= _MOST_IDS and _has(
-            lambda: _plan(whole.cut(1), [("t", range(1))])
-        )
-        return cls(True, layers, tokens)
+        is_countable = whole.num_blocks * whole.count("t") <= _MOST_IDS
+        return cls(True, layers, is_countable and _has(lambda: _plan(whole.cut(1), [("t", range(1))])))
 
     def __and__(self, other: Kinds) -> Kinds:
         return Kinds(self.blocks and other.blocks, self.layers and other.layers, self.tokens and other.tokens)

@@ -210,9 +210,7 @@ class Stored:
                 continue
             if entry is None or (entry.dtype, entry.shape) != (_DIGEST_CODE, sizes):
                 got = "none" if entry is None else f"{printable(entry.dtype, 60)} {quoted(list(entry.shape))}"
-                raise BindError(
-                    f"{self.path}: tensor {PARTS[kind]!r}: expected {_DIGEST_CODE} {list(sizes)}, got {got}"
-                )
+                raise BindError(f"{self.path}: tensor {PARTS[kind]!r}: expected {_DIGEST_CODE} {list(sizes)}, got {got}")
             raw = np.empty(sizes, "<u8")
             self.file.fill(raw.data, entry.begin)
             found[kind] = raw.astype(np.uint64, copy=False)
@@ -342,9 +340,8 @@ class Stored:
 
     def _check_tensors(self, layout: Layout, resolved: Resolved) -> list[int]:
         """Check that every tensor is as the layout expects, and return each allocation's offset in the file."""
-        count = (
-            resolved.table_size
-        )  # there may be far more than the file has bytes: check the count before listing them
+        # There may be far more than the file has bytes: check the count before listing them.
+        count = resolved.table_size
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
             names = [printable(name, 60) for name in list(self.tensors)[:3]]

@@ -224,9 +224,7 @@ class Folder:
             raise BindError(f"{stored.path}: expected one block, {expected}, got {stored.shape}")
         words = metadata.get("store.digests", "").split(" ")
         if len(words) != expected.nh or not all(map(_DIGEST.fullmatch, words)):
-            raise BindError(
-                f"{stored.path}: store.digests: expected {expected.nh}, got {metadata.get('store.digests')!r:.200}"
-            )
+            raise BindError(f"{stored.path}: store.digests: expected {expected.nh}, got {metadata.get('store.digests')!r:.200}")
         return stored, [int(word, 16) for word in words]
 
     # ---- the limit -------------------------------------------------------------------------------------------------

@@ -218,9 +218,7 @@ class Chain:
             The range does not begin or end at a unit, or is beyond the sequence, or a token is none.
         """
         if first % self.unit or last % self.unit or not 0 <= first <= last <= len(self._tokens):
-            raise BindError(
-                f"store: expected tokens of {len(self._tokens)}, in whole units of {self.unit}, got {first} to {last}"
-            )
+            raise BindError(f"store: expected tokens of {len(self._tokens)}, in whole units of {self.unit}, got {first} to {last}")
         for at in range(len(self._keys) * self.unit, last, self.unit):
             tokens = self._tokens[at : at + self.unit]
             try:

@@ -72,9 +72,7 @@ class Target:
             text,
         )
         if not match or not 0 < int(match["port"] or 22) < 65536:
-            raise SpecError(
-                f"--ssh {text!r}: expected USER@HOST:PORT, such as me@gpu7:2222 (user and port may be left out)"
-            )
+            raise SpecError(f"--ssh {text!r}: expected USER@HOST:PORT, such as me@gpu7:2222 (user and port may be left out)")
         return cls(match["six"] or match["host"], match["user"], int(match["port"]) if match["port"] else None)
 
 
@@ -162,18 +160,14 @@ def installed_wheel(folder: Path, note: Note = _say_nothing) -> Path:
     try:
         dist = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        raise RemoteError(
-            f"{DISTRIBUTION} is not installed, so there is nothing to pack: give a wheel with --wheel"
-        ) from None
+        raise RemoteError(f"{DISTRIBUTION} is not installed, so there is nothing to pack: give a wheel with --wheel") from None
     origin = json.loads(dist.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return _built(Path(origin["url"].removeprefix("file://")), folder, note)
     wheel = Parser().parsestr(dist.read_text("WHEEL") or "")
     tags = [tag.split("-") for tag in wheel.get_all("Tag", [])]
     if not tags or dist.files is None:
-        raise RemoteError(
-            f"the installation of {DISTRIBUTION} has no RECORD or no WHEEL file: give a wheel with --wheel"
-        )
+        raise RemoteError(f"the installation of {DISTRIBUTION} has no RECORD or no WHEEL file: give a wheel with --wheel")
     tag = "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*tags, strict=True))
     path = folder / f"{DISTRIBUTION.replace('-', '_')}-{dist.version}-{tag}.whl"
     edited, rows = [], []
@@ -208,9 +202,7 @@ def _require_fit(wheel: Path, platform: str, for_gpu: bool, machine: str) -> Non
     tag = wheel.stem.rpartition("-")[2]
     processor = platform.partition("-")[2].replace("-", "_")
     if tag != "any" and not tag.endswith(processor):
-        raise RemoteError(
-            f"{machine} is a {platform}: expected a wheel for it, got {wheel.name}; give one with --wheel"
-        )
+        raise RemoteError(f"{machine} is a {platform}: expected a wheel for it, got {wheel.name}; give one with --wheel")
     try:
         with zipfile.ZipFile(wheel) as archive:
             built = json.loads(archive.read("kvbm/_build.json"))
@@ -349,9 +341,7 @@ class _Machine:
                     raise AuthenticationError(
                         f"ssh {name}: no key to log in with ({error}); expected a private key: name it with --ssh-key"
                     ) from None
-                raise UnreachableError(
-                    f"ssh {name}: what answers there does not speak SSH as expected: {error}"
-                ) from None
+                raise UnreachableError(f"ssh {name}: what answers there does not speak SSH as expected: {error}") from None
             except (OSError, EOFError) as error:
                 why = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise UnreachableError(
@@ -368,8 +358,8 @@ class _Machine:
 
         try:
             return self._connection.run(
-                f"sh -c {shlex.quote(command)}", hide=True, warn=True, in_stream=False, timeout=timeout
-            )
+            f"sh -c {shlex.quote(command)}", hide=True, warn=True, in_stream=False, timeout=timeout
+        )
         except invoke.exceptions.CommandTimedOut:
             raise RemoteError(f"{self}: a command did not end within {timeout:g} s: {command[:60]} …") from None
         except (OSError, EOFError) as error:
@@ -393,9 +383,7 @@ class _Machine:
         answer = json.loads(match[1])
         version = ".".join(map(str, answer["version"]))
         if tuple(answer["version"]) < (3, 11):
-            raise RemoteError(
-                f"{self}: {self._python} is Python {version}; expected 3.11 or newer: name one with --python"
-            )
+            raise RemoteError(f"{self}: {self._python} is Python {version}; expected 3.11 or newer: name one with --python")
         if options.gpu is not None and options.gpu >= len(answer["gpus"]):
             names = ", ".join(f"{index}: {name}" for index, name in enumerate(answer["gpus"]))
             there = f"it has {names}" if names else answer["why"] or "it has none"

@@ -162,9 +162,7 @@ class _Convert:
     type=click.Choice(["smoke", "correctness", "performance", "all", COPIES]),
     help="Which sizes of the NVFP4 example, or the copies between layouts alone.  [default: smoke; copies on a CPU without torch]",
 )
-@click.option(
-    "--gpu", type=Whole(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
-)
+@click.option("--gpu", type=Whole(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]")
 @click.option("--cpu", is_flag=True, help="Test the CPU's kernels, also where there is a GPU.")
 @click.option(
     "--kernel",
@@ -180,9 +178,7 @@ class _Convert:
 @json_option()
 @click.option("--ssh", "target", metavar="USER@HOST:PORT", help="Run on another machine: needs kvbm-layouts[remote].")
 @click.option("--ssh-key", type=click.Path(path_type=Path), metavar="FILE", help="Private key.  [default: ssh's own]")
-@click.option(
-    "--known-hosts", type=click.Path(path_type=Path), metavar="FILE", help="Host keys.  [default: ~/.ssh/known_hosts]"
-)
+@click.option("--known-hosts", type=click.Path(path_type=Path), metavar="FILE", help="Host keys.  [default: ~/.ssh/known_hosts]")
 @click.option(
     "--wheel",
     type=click.Path(path_type=Path),

@@ -189,9 +189,7 @@ def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             f"{dtype_name(dtype)}; .to({dtype}) converts values"
         )
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise BindError(
-            f"reinterpret: the tensor requires a gradient, and as {dtype_name(dtype)} it has none; call .detach()"
-        )
+        raise BindError(f"reinterpret: the tensor requires a gradient, and as {dtype_name(dtype)} it has none; call .detach()")
     return tensor.view(dtype)
 
 

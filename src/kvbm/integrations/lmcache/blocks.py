@@ -106,22 +106,16 @@ class Copies:
         """
         form = FORMATS.get(name)
         if form is None:
-            raise BindError(
-                f"LMCache: engine format {name}: expected one of {', '.join(FORMATS)}; where others lie is not known"
-            )
+            raise BindError(f"LMCache: engine format {name}: expected one of {', '.join(FORMATS)}; where others lie is not known")
         tokens = int(desc.bs)
         if tokens < 1 or chunk < 1 or chunk % tokens or skip < 0:
-            raise BindError(
-                f"LMCache: expected objects of whole blocks, got {chunk} tokens and blocks of {tokens}, {skip} to skip"
-            )
+            raise BindError(f"LMCache: expected objects of whole blocks, got {chunk} tokens and blocks of {tokens}, {skip} to skip")
         each = chunk // tokens
         memory = self._memory(paged, form, desc, name, -1 if device.type == "cpu" else device.index or 0)
         ids = block_ids if isinstance(block_ids, torch.Tensor) else torch.tensor(block_ids, dtype=torch.int64)
         ids = ids.to(torch.int64).reshape(-1)
         if len(ids) > each * len(objects):
-            raise BindError(
-                f"LMCache: expected at most {each} blocks an object, got {len(ids)} for {len(objects)} objects"
-            )
+            raise BindError(f"LMCache: expected at most {each} blocks an object, got {len(ids)} for {len(objects)} objects")
         for index, obj in enumerate(objects):
             first, end = max(index * each, skip), min((index + 1) * each, len(ids))
             if first >= end:
@@ -169,9 +163,7 @@ def _of_pointers(addresses: tuple[int, ...], form: Form, desc: Any, name: str, d
     block = int(desc.block_stride_elems or 0)
     if block > 0 and block != strides[0]:
         if form.table != "l" or dims[0] != "b" or "o" in dims:
-            raise BindError(
-                f"LMCache: engine format {name}: expected blocks that follow each other, got {block} elements apart"
-            )
+            raise BindError(f"LMCache: engine format {name}: expected blocks that follow each other, got {block} elements apart")
         strides[0] = block
     expected = math.prod(int(sizes[axis]) for axis in form.table.split())
     if len(addresses) != expected:

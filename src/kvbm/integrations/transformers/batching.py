@@ -281,9 +281,7 @@ class HandOver:
 
     def __init__(self, src: Batching, dst: Batching) -> None:
         if src.groups.keys() != dst.groups.keys():
-            raise BindError(
-                f"transformers: expected caches of one model, got {list(src.groups)} and {list(dst.groups)}"
-            )
+            raise BindError(f"transformers: expected caches of one model, got {list(src.groups)} and {list(dst.groups)}")
         _require_same(src.manager.model, dst.manager.model)
         self.src, self.dst = src, dst
         self._copies = {}

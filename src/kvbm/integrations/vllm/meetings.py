@@ -258,9 +258,7 @@ class Door:
         with self._met:
             client = self._clients.setdefault(name, _Client(name, world))
             if client.world != world or client.cards.get(rank, card) != card:
-                raise BindError(
-                    f"{talk.peer}: rank {rank} of {printable(engine)}: another card than before, at the same start"
-                )
+                raise BindError(f"{talk.peer}: rank {rank} of {printable(engine)}: another card than before, at the same start")
             client.cards[rank] = card
             client.talks.add(talk)
             self._met.notify_all()

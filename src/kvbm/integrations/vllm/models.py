@@ -206,9 +206,7 @@ class _Reader:
         elif self.config.get("head_dim") is not None:
             hd = self.number("head_dim")
         elif self.number("hidden_size") % heads:
-            raise SpecError(
-                f"{self.path}: head_dim: expected it where {heads} heads do not divide hidden_size, got none"
-            )
+            raise SpecError(f"{self.path}: head_dim: expected it where {heads} heads do not divide hidden_size, got none")
         else:
             hd = self.number("hidden_size") // heads
         shape = BlockShape(nl, no, nh, 1, hd, self._dtype(cache_dtype, dtype))
@@ -267,6 +265,4 @@ class _Reader:
             return [(layer + 1) % pattern != 0 for layer in range(nl)]
         if self.kind in ("mistral", "mixtral", "phi3"):
             return [True] * nl
-        raise SpecError(
-            f"{self.path}: sliding_window: expected layer_types, which say the layers that have it, got none"
-        )
+        raise SpecError(f"{self.path}: sliding_window: expected layer_types, which say the layers that have it, got none")

@@ -78,9 +78,7 @@ class Engine:
             hint = "" if meant is None else f"; that is {meant}"
             raise SpecError(f"layout: expected one of {', '.join(ORDERS)}, got {self.order!r:.100}{hint}")
         if self.model.attention_heads % self.tp:
-            raise SpecError(
-                f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}"
-            )
+            raise SpecError(f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}")
         if self.model.readers and self.pp > 1:
             raise SpecError(
                 f"pp: expected 1, as {self.model.readers} layers read the caches of layers before them, got {self.pp} stages"
@@ -216,9 +214,7 @@ def _host(engine: Engine, host_bytes: int, host_layout: str, values: HostValues 
     chunk = round_up(max(sizes) * copies, _ROUND)
     blocks = host_bytes // chunk
     if not blocks:
-        raise BindError(
-            f"host-gib: expected at least {chunk} bytes, which a block of all ranks takes, got {host_bytes}"
-        )
+        raise BindError(f"host-gib: expected at least {chunk} bytes, which a block of all ranks takes, got {host_bytes}")
     notes = []
     if len(set(sizes)) > 1:
         notes.append(f"stages have blocks of {min(sizes)} to {max(sizes)} bytes: counted as if all had the largest")
@@ -358,9 +354,7 @@ def _placements(engine: Engine, name: str, dtype: str | None = None) -> list[Pla
         raise BindError(f"{name}: {error}") from None
     for group in held:
         if group.dcp != 1:
-            raise BindError(
-                f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism"
-            )
+            raise BindError(f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism")
         made, _ = presets.of_vllm(group)
         model = made.model if dtype is None else replace(made.model, dtype=dtype)
         found.append(presets.vllm(model, tp=engine.tp, pp=engine.pp, layers=made.layers, name=name))
