@@ -75,6 +75,7 @@ def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
 
 def _roundtrip(console: Console, device: str, seed: int) -> bool:
     import torch
+    from transformers import DynamicCache
 
     rng = random.Random(seed)
     model, shape = _model(device, seed)
@@ -97,7 +98,7 @@ def _roundtrip(console: Console, device: str, seed: int) -> bool:
     )
 
     # The reference: prompt, then generation, uninterrupted.
-    cache = _new_cache()
+    cache = DynamicCache()
     first = _step(model, cache, prompt.to(device))[0]
     source = [(key.clone(), value.clone()) for key, value in _tensors(cache)]
     token = first.argmax().view(1, 1)
@@ -155,12 +156,6 @@ def _model(device: str, seed: int) -> tuple[Any, BlockShape]:
     return model, shape
 
 
-def _new_cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()
-
-
 def _tensors(cache: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield a cache's keys and values, layer by layer: (1, nh, tokens, hd) each."""
     if hasattr(cache, "layers"):
@@ -204,8 +199,9 @@ def _hf_pool(source: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: BlockSh
 def _cache_from(pool: Pool, tails: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """Build a transformers cache from a pool in ``hf/dynamic_cache`` and the tokens that did not fill a block."""
     import torch
+    from transformers import DynamicCache
 
-    cache = _new_cache()
+    cache = DynamicCache()
     arrays = [array.view(1, pool.shape.nh, -1, pool.shape.hd) for array in pool.arrays]
     for layer, (key_tail, value_tail) in enumerate(tails):
         key, value = arrays[2 * layer : 2 * layer + 2]

@@ -253,10 +253,14 @@ def _group(
     )  # fmt: skip
 
 
+def specs_of(cache_spec: Any) -> list[Any]:
+    """The specs of a group's layers: its own, or one for each layer where they differ in size."""
+    return list((getattr(cache_spec, "kv_cache_specs", None) or {"": cache_spec}).values())
+
+
 def _readable(kv_cache_config: Any) -> str:
     """The advice to read only the groups that have a layout; empty if none has."""
-    specs = [getattr(one, "kv_cache_spec", None) for one in kv_cache_config.kv_cache_groups]
-    each = [list(getattr(one, "kv_cache_specs", {}).values()) or [one] for one in specs]
+    each = [specs_of(getattr(one, "kv_cache_spec", None)) for one in kv_cache_config.kv_cache_groups]
     found = [str(i) for i, some in enumerate(each) if all(getattr(one, "num_kv_heads", None) is not None for one in some)]
     return f"; pass group= with one of {', '.join(found)} to read a group that has one" if found else ""
 

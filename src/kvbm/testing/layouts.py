@@ -409,20 +409,17 @@ class _Side:
     @cached_property
     def buffer(self) -> Any:
         """The memory of the kernel as a uint8 array or tensor with an aligned first byte."""
-        case = self.case
-        if case.framework == "numpy" or case.device == "cpu":
-            raw = np.empty(self.before.size + ALIGNMENT, np.uint8)
+        memory = self.before
+        if self.case.device == "cpu":
+            raw = np.empty(memory.size + ALIGNMENT, np.uint8)
             start = -raw.ctypes.data % ALIGNMENT
-            aligned = raw[start : start + self.before.size]
-            aligned[:] = self.before
-            if case.framework == "numpy":
-                return aligned
-            import torch
-
-            return torch.from_numpy(aligned)
+            memory = raw[start : start + memory.size]
+            memory[:] = self.before
+        if self.case.framework == "numpy":
+            return memory
         import torch
 
-        return torch.from_numpy(self.before).to(case.device)
+        return torch.from_numpy(memory).to(self.case.device)
 
     @cached_property
     def arrays(self) -> list[Any]:

@@ -30,7 +30,6 @@ from ..errors import CudaUnavailableError, KvbmError, SpecError
 from .report import Report, Result
 
 if TYPE_CHECKING:
-    from ..pool.pool import Pool
     from .layouts import LayoutCase
     from .timing import Benchmark
 
@@ -104,10 +103,11 @@ def run(
             timed = functools.partial(benchmark_kernel, kernel, data, 3, num_runs, limit_s=limit_s)
             add(case.name, case.sizes, error, timed)
         for copy in _copies(device, "numpy" if torch is None else "torch"):
-            arrays = [copy.src_arrays, copy.dst_arrays]
-            timed = functools.partial(benchmark_kernel, _Convert(copy), arrays, num_runs, num_runs, limit_s=limit_s)
+            convert, arrays = _converter(copy), [copy.src_arrays, copy.dst_arrays]
+            convert(arrays)
+            timed = functools.partial(benchmark_kernel, convert, arrays, num_runs, num_runs, limit_s=limit_s)
             title = f"{copy.src.name} → {copy.dst.name}"
-            add(title, f"{copy.batch} blocks of {copy.shape}", _converted(copy), timed)
+            add(title, f"{copy.batch} blocks of {copy.shape}", copy.error(), timed)
     name, driver = machine(device)
     return Report(__version__, device, name, driver, time.perf_counter() - start, tuple(results))
 
@@ -120,35 +120,20 @@ def _copies(device: str, framework: str) -> Iterator[LayoutCase]:
         yield from layout_cases(pairs=[pair], dtypes=[dtype], batches=[64], device=device, framework=framework)
 
 
-def _converted(case: LayoutCase) -> str | None:
+def _converter(case: LayoutCase) -> Callable[[Any], None]:
+    """A copy by kvbm as a kernel of arrays.  Pools are bound once per set of arrays, before the measurement."""
     from ..copy.transfer import convert
     from ..pool.pool import Pool
 
-    src = Pool(case.src, case.shape, case.src_arrays)
-    dst = Pool(case.dst, case.shape, case.dst_arrays)
-    convert(src, dst, case.src_ids, case.dst_ids)
-    return case.error()
+    pools: dict[int, tuple[Pool, Pool]] = {}
 
-
-class _Convert:
-    """kvbm's copy as a kernel of arrays.  Pools are bound once per set of arrays, before the measurement."""
-
-    def __init__(self, case: LayoutCase) -> None:
-        self.case = case
-        self.pools: dict[int, tuple[Pool, Pool]] = {}
-
-    def __call__(self, data: Any) -> None:
-        from ..copy.transfer import convert
-        from ..pool.pool import Pool
-
-        pools = self.pools.get(id(data))
-        if pools is None:
+    def kernel(data: Any) -> None:
+        if id(data) not in pools:
             src, dst = data
-            pools = self.pools[id(data)] = (
-                Pool(self.case.src, self.case.shape, src),
-                Pool(self.case.dst, self.case.shape, dst),
-            )
-        convert(pools[0], pools[1], self.case.src_ids, self.case.dst_ids)
+            pools[id(data)] = Pool(case.src, case.shape, src), Pool(case.dst, case.shape, dst)
+        convert(*pools[id(data)], case.src_ids, case.dst_ids)
+
+    return kernel
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

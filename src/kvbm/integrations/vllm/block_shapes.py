@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from ...engines.vllm import fp8_format
+from ...engines.vllm import fp8_format, specs_of
 from ...errors import BindError
 from ...layout.shapes import BlockShape
 from ..host_values import HostValues
@@ -29,8 +29,7 @@ def block_of(group: Any, setting: str, fate: str, vllm_config: Any = None) -> Bl
     size, or a latent, in the elements of the model or such floats.
     """
     what = f"{setting}: layer {group.layer_names[0]!r}"
-    whole = group.kv_cache_spec
-    shapes = {_of_layer(one, what, fate, vllm_config) for one in getattr(whole, "kv_cache_specs", {}).values() or [whole]}
+    shapes = {_of_layer(one, what, fate, vllm_config) for one in specs_of(group.kv_cache_spec)}
     if len(shapes) != 1:
         raise BindError(f"{what}: expected layers of one size in a group, got {len(shapes)}; they are not {fate}")
     return replace(shapes.pop(), nl=len(group.layer_names))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engines.vllm import Group, groups
+from ...engines.vllm import Group, groups, specs_of
 from ...errors import BindError, SpecError
 from ...pool.pool import Pool
 from ...reshard import Placement, Span
@@ -39,7 +39,7 @@ class Caches:
             if group.index not in kv_cache_config.transfer_group_ids:
                 continue
             cache_spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
-            kinds = {type(one).__name__ for one in (getattr(cache_spec, "kv_cache_specs", None) or {"": cache_spec}).values()}
+            kinds = {type(one).__name__ for one in specs_of(cache_spec)}
             if other := sorted(kinds.difference(_BY_POSITION)):
                 raise BindError(
                     f"{group}: {', '.join(other)}: where its block table has a token is not known; expected "
@@ -96,8 +96,7 @@ class Caches:
 def _require_no_states(kv_cache_config: Any) -> None:
     """Raise `BindError` if layers keep states instead of something per token: no placement describes them."""
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        whole = group.kv_cache_spec
-        for one in (getattr(whole, "kv_cache_specs", None) or {"": whole}).values():
+        for one in specs_of(group.kv_cache_spec):
             states = getattr(one, "num_kv_heads", None) is None
             if states or getattr(one, "tokens_per_state", 1) != 1:
                 raise BindError(

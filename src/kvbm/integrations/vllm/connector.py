@@ -229,7 +229,7 @@ class _Worker:
             each=0 if each >= count else each, seconds=self._seconds, wait_seconds=self._hold_seconds, queued=self._queued,
             tell=self._tell,
         )  # fmt: skip
-        host, port = host_of(self._transfer), port_of(self._config) + rank
+        host, port = host_of(self._transfer), port_of(self._config, self._transfer.kv_port) + rank
         self._door = Door(self._links, host, port, self.holds.asked, is_insecure=self._is_insecure)
         if self._endpoint.secret is None:
             logger.warning("kvbm: no secret_file: whoever reaches %s:%d can ask for the KV caches of prompts", host, port)

@@ -32,7 +32,7 @@ from .guarding import Keeper, Kept, Origin, compare, digests_of, failed, new_sta
 from .identity import differing, inputs_of
 from .log import logger
 from .metrics import GuardPromMetrics, GuardStats
-from .scheduling import count_of, host_of, seconds_of
+from .scheduling import count_of, host_of, port_of, seconds_of
 from .setting_names import require_settings
 
 __all__ = ["KvbmGuard"]
@@ -294,9 +294,7 @@ def _require_count(inner: Any, workers: int) -> None:
 
 
 def _port_of(config: Any) -> int:
-    """The port of this engine's first worker.  Engines of one data-parallel group use consecutive ports."""
-    parallel, transfer = config.parallel_config, config.kv_transfer_config
-    return count_of(transfer, "port", 14700) + int(parallel.data_parallel_index) * int(parallel.world_size)
+    return port_of(config, count_of(config.kv_transfer_config, "port", 14700))
 
 
 class _Scheduler:
