@@ -1,11 +1,8 @@
 """Pools in safetensors files: one tensor per allocation, with the layout in the metadata.
 
-A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table.  Its metadata are ``kvbm.layout``
-(name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
-several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
-``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes, and ``kvbm.cast`` if values
-were cast (`kvbm.store.casting`).  Records are tensors of bytes; planes in separate arrays have their own dtypes.  Tensors of
-digests come before those of blocks.  Any safetensors reader can open the file; ``docs/reference/file-format.md`` describes it.
+A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table, after those of digests.  Records
+are tensors of bytes; planes in separate arrays have their own dtypes.  Any safetensors reader can open the file.
+``docs/reference/file-format.md`` describes it, and its metadata.
 
 The header is read and written here instead of by the ``safetensors`` package, which has no bfloat16 or fp8 for NumPy.  Blocks are
 read some at a time, and written to a mapped file, so pools larger than the memory can be converted.  A file that is read is opened

@@ -1,24 +1,14 @@
 """Call functions that may raise an exception or hang, and report both as one exception with a sentence.
 
-A kernel runs on a separate thread, not in a process.  So it may be any function, including closures and lambdas, gets its
-arguments unchanged, and the overhead is small.  However, Python cannot stop a thread.  A thread that hangs runs until the process
-ends, and neither delays that end (it is a daemon) nor changes its exit code (`_park_at_exit`).  Its CPU core, and the GPU that it
-waits for, cannot be used for further measurements in this process.
+A kernel runs on a thread, not in a process: it may be any function, including closures and lambdas, gets its arguments unchanged,
+and the overhead is small.  However, Python cannot stop a thread.  One that hangs runs until the process ends, and neither delays
+that end (it is a daemon) nor changes its exit code (`_park_at_exit`).  Its core, and the GPU that it waits for, cannot be used for
+further measurements.  Times on the CPU can differ from those on the main thread: OpenMP keeps helper threads for each thread that
+calls it, and glibc returns large freed memory of such a thread to the system sooner.
 
-On the CPU, times can differ from those on the main thread in two ways.  OpenMP keeps a pool of helper threads for each thread that
-calls it, and waits differently if all of them outnumber the cores.  And glibc returns large freed memory of such a thread to the
-system sooner.  A kernel that writes into given memory on one core takes as long as on the main thread.
-
-On the CPU a call *hangs* if it has not returned when its limit is over, and threads of this process have used nearly no processor
-time since the last look, and were not waiting for a core either.  Else it is *slow*, as on a slow or busy machine, in an emulator
-or under valgrind, and gets as long again, until ten limits are over.  So a kernel that computes for ever is given up, too, and
-reported as too slow.  All threads count, because a kernel may leave its work to a pool of threads: only the thread that waits for
-the call and the threads of calls that were given up do not.  Beside another thread that computes, a hang is therefore reported
-after ten limits, as too slow.
-
-On a GPU a call returns before its work is done.  An event is polled for the work, so a kernel that never ends is detected, too.
-Nothing shows whether a GPU computes, and a thread that waits for it may use a core.  So the limit is time by the clock there, and
-only seconds in which threads were ready and got no core do not count, up to the same ten limits.
+`Deadline` tells a kernel that hangs from one that is slow, as docs/howto/testing.md says: by the processor time of all threads,
+because a kernel may leave its work to a pool of them.  Nothing shows whether a GPU computes, and a thread that waits for it may use
+a core: there the limit is time by the clock, without the seconds in which threads were ready and got no core.
 """
 
 from __future__ import annotations
