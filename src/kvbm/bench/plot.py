@@ -325,12 +325,8 @@ def draw(
     The name of a figure is the kind, with the shape and timing if the sweep has several.  `note` is called for each kind that
     was not requested by name and could not be drawn.
 
-    Raises
-    ------
-    SpecError
-        Columns are missing, a requested kind has no rows, rows are from several machines, or a cell is not a number.
-    KvbmError
-        matplotlib is not installed.
+    Raises `SpecError` if columns are missing, a requested kind has no rows, rows are from several machines, or a cell is not a
+    number; `KvbmError` if matplotlib is not installed.
     """
     found: dict[str, Figure] = {}
     with looks(_settings(dark), "bench"):

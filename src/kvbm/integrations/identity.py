@@ -68,16 +68,9 @@ def of_model(
 ) -> dict[str, Any]:
     """The fields of a target or of a draft that all engines have.
 
-    Parameters
-    ----------
-    config : mapping
-        The configuration of Hugging Face that is in effect: with the operator's overrides.
-    quantization, quantised
-        The method of quantisation, and its configuration.
-    weights : str
-        `weights`, or the operator's name of them.
-    longest : int
-        Tokens of the longest sequence that the engine may hold.
+    `config` is the configuration of Hugging Face that is in effect, with the operator's overrides; `quantization` and
+    `quantised` are the method of quantisation and its configuration.  `weights` is the result of `weights`, or the operator's
+    name of them, and `longest` the number of tokens of the longest sequence that the engine may hold.
     """
     counted, ropes = plain(relevant(config)), _ropes(config)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
@@ -358,22 +351,12 @@ def stored_model(
 ) -> dict[str, Any]:  # fmt: skip
     """The model of contents in a folder that engines share, by the rule of `kvbm.store.keys`.
 
-    Parameters
-    ----------
-    config : mapping
-        The configuration of Hugging Face that is in effect.
-    files : Path, optional
-        The folder of the ``config.json`` that the engine has read.  If there is none, `config` takes its place.
-    overrides
-        What the operator has changed in the configuration: fields by name, or a function.
-    quantization
-        The method of quantisation, which counts if the file has none or another one, and the operator's configuration of it.
-    weights : str
-        `weights`, or ``named`` and the operator's name of them.
-    longest : int
-        Tokens of the longest sequence that the engine may hold.
-    more : mapping
-        What else changes K and V in this engine.  Usual values (nothing, False, ``auto``, ``default``) do not count.
+    `config` is the configuration of Hugging Face that is in effect, and takes the place of the ``config.json`` in the folder
+    `files` if there is none.  `overrides` is what the operator has changed in the configuration: fields by name, or a function.
+    `quantization` is the method of quantisation, which counts if the file has none or another one, and the operator's
+    configuration of it.  `weights` is the result of `weights`, or ``named`` and the operator's name of them; `longest` the
+    number of tokens of the longest sequence that the engine may hold.  `more` is what else changes K and V in this engine;
+    usual values (nothing, False, ``auto``, ``default``) do not count.
     """
     held = _config_of(files) or config
     found = {name: value for name, value in more.items() if value not in _USUAL}

@@ -655,22 +655,12 @@ def side_of(layout: str, shape: BlockShape) -> Side:
 def sides_of(src: str, dst: str, text: str, found: str, out: str | None, cast: Scale | None) -> tuple[Side, Side]:
     """Both sides of a call, by names of layouts or paths of their files, and a text of the sizes of a block.
 
-    Parameters
-    ----------
-    found : str
-        Dtype of the first array of the source, or of the destination if the source has none.
-    out : str, optional
-        Dtype of the first array of the destination; None if its arrays are made.
-    cast : Scale, optional
-        Without it both sides have one block shape.  With it, arrays of a layout without planes have their own dtype, and the text
-        names that of the others.
+    `found` is the dtype of the first array of the source, or of the destination if the source has none; `out` that of the first
+    array of the destination, None if its arrays are made.  Without a `cast` both sides have one block shape.  With it, arrays
+    of a layout without planes have their own dtype, and the text names that of the others.
 
-    Raises
-    ------
-    SpecError
-        There is no such layout or shape, or nothing says of which dtype the new arrays of a cast are.
-    DTypeError
-        With a cast into given arrays: one is int8, and the text names another format of one byte.
+    Raises `SpecError` if there is no such layout or shape, or nothing says of which dtype the new arrays of a cast are;
+    `DTypeError` if, with a cast into given arrays, one is int8 and the text names another format of one byte.
     """
     shape = block_shape(text, found)
     sides = side_of(src, shape), side_of(dst, shape)

@@ -97,12 +97,8 @@ class Casting:
     def of(cls, title: str, src: Section, dst: Section, told: Scale, known: Mapping[str, CastFrom]) -> Casting:
         """Plan a cast that the caller has `told`, of values that were cast before as in `known`; messages begin with `title`.
 
-        Raises
-        ------
-        BindError
-            The caller's scales are not those of the file.
-        PlanError
-            There is no such cast, or nobody could read its values later, or the file's scale is that of other planes.
+        Raises `BindError` if the caller's scales are not those of the file; `PlanError` if there is no such cast, nobody could
+        read its values later, or the file's scale is that of other planes.
         """
         scale = _with_recorded(title, known, told, src.shape)
         made = between_layers(src, dst, title, None, scale)

@@ -159,18 +159,10 @@ class Folder:
     def write(self, name: str, part: Part, first: int, row: npt.NDArray[Any], block: int, heads: Sequence[int]) -> int:
         """Write a file, which gets its name when it is complete, and return its bytes.
 
-        Parameters
-        ----------
-        name, part
-            The unit, and the heads of the file.
-        first : int
-            Position of the unit's first token.
-        row : array
-            The heads, shape ``(nh, nl, no, nt, hd)``; of quantised values ``(nh, nl, no, bytes)``.
-        block : int
-            Their digest at position 0, as in files of `kvbm.store`.
-        heads : sequence of int
-            The digest of each head, at its place in the model, as for a unit at position 0.
+        `name` and `part` are the unit and the heads of the file, `first` the position of the unit's first token.  `row` has the
+        heads, shape ``(nh, nl, no, nt, hd)``; of quantised values ``(nh, nl, no, bytes)``.  `block` is their digest at position
+        0, as in files of `kvbm.store`; `heads` has the digest of each head, at its place in the model, as for a unit at
+        position 0.
         """
         shape = replace(self.content.shape, nh=part.last - part.first)
         metadata = {

@@ -212,10 +212,7 @@ class Chain:
     def keys(self, first: int, last: int) -> tuple[str, ...]:
         """Keys of the units of tokens `first` to `last` (exclusive); both are multiples of a unit.
 
-        Raises
-        ------
-        BindError
-            The range does not begin or end at a unit, or is beyond the sequence, or a token is none.
+        Raises `BindError` if they are not, if the range is beyond the sequence, or if a token is none.
         """
         if first % self.unit or last % self.unit or not 0 <= first <= last <= len(self._tokens):
             raise BindError(f"store: expected tokens of {len(self._tokens)}, in whole units of {self.unit}, got {first} to {last}")

@@ -67,27 +67,10 @@ class Shelved:
 class Shelf:
     """Writes blocks of host memory to files and reads them from files, for one rank.
 
-    Several threads may use it at the same time.
-
-    Parameters
-    ----------
-    content : Content
-        The content of the units.
-    host : Pool
-        The blocks in host memory.  Each consists of whole units, or a unit of whole blocks; else a `BindError` is raised.
-    heads : range
-        The heads of the model in `host`.
-    verify : bool
-        Compare digests.
-    threads : int
-        Most threads that work at the same time.  Each has separate memory.
-
-    Attributes
-    ----------
-    each, joined : int
-        Units of a block, and blocks of a unit: one of them is 1.
-    step : int
-        Most units that are written or read at a time.
+    Each block of `host` consists of whole units, or a unit of whole blocks; else a `BindError` is raised.  `each` is the number
+    of units of a block, and `joined` that of blocks of a unit: one of them is 1.  `heads` are those of the model in `host`, and
+    `step` is the most units that are written or read at a time.  Several threads may use it at the same time, and at most
+    `threads` work at the same time.  Each has separate memory.
     """
 
     def __init__(self, content: Content, host: Pool, heads: range, verify: bool = True, threads: int = 4) -> None:

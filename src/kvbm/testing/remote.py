@@ -99,14 +99,9 @@ class Options:
 def run(options: Options, note: Note = _say_nothing) -> Report:
     """Run ``kvbm smoke`` on another machine.  `note` is called with one line of text per step.
 
-    Raises
-    ------
-    UnreachableError, HostKeyError, AuthenticationError
-        The machine does not answer, its key is unknown or wrong, or it refuses the login.
-    DeviceNotFoundError
-        The machine does not have this GPU.
-    RemoteError
-        The machine has no suitable Python, its environment cannot be created, or the run gave no report.
+    Raises `UnreachableError`, `HostKeyError` or `AuthenticationError` if the machine does not answer, its key is unknown or
+    wrong, or it refuses the login; `DeviceNotFoundError` if it does not have this GPU; `RemoteError` if it has no suitable
+    Python, its environment cannot be created, or the run gave no report.
     """
     target = Target.parse(options.target)
     kernel_file, kernel = _kernel(options.kernel)

@@ -52,24 +52,11 @@ def run(
 ) -> Report:  # fmt: skip
     """Run a suite, and then some copies between layouts.  `step` is called with each result.
 
-    Parameters
-    ----------
-    suite : {"smoke", "correctness", "performance", "all", "copies"}
-        Name of the suite; "copies" are the copies alone, which need no torch on the CPU.
-    device : str
-        ``"cpu"`` or ``"cuda:N"``.
-    kernel : callable, optional
-        ``kernel(data) -> c`` for the data of `kvbm.testing.nvfp4`.  Default: the example kernel.
-    num_runs : int
-        Measured runs per test.
-    limit_s : float
-        Time limit of a kernel in seconds, for the test and again for its runs.  On the CPU a kernel that computes has ten times as
-        long (see `kvbm.testing.limits`).
+    "copies" are the copies alone, which need no torch on the CPU.  `kernel` is ``kernel(data) -> c`` for the data of
+    `kvbm.testing.nvfp4`, by default the example kernel.  `limit_s` is its time limit in seconds, for the test and again for its
+    `num_runs` measured runs.  On the CPU a kernel that computes has ten times as long (see `kvbm.testing.limits`).
 
-    Raises
-    ------
-    MissingPackageError, CudaUnavailableError
-        torch is not installed, or cannot use the device.
+    Raises `MissingPackageError` or `CudaUnavailableError` if torch is not installed, or cannot use the device.
     """
     from .._version import __version__
     from ..system.machine import machine

@@ -91,18 +91,12 @@ class Copies:
     ) -> None:  # fmt: skip
         """Copy blocks into objects, or back.
 
-        Raises `BindError` if the format is not known, or tensors or objects do not have it.
+        `paged` is a tensor, a list of them or a tensor of pointers, on `device` and as `desc` says, LMCache's
+        ``PageBufferShapeDesc``; `name` is that of the ``EngineKVFormat``.  `objects` are tensors, or addresses, of `chunk`
+        tokens each.  `block_ids` are those of the first object, then of the next, and so on; the first `skip` of them are not
+        copied.
 
-        Parameters
-        ----------
-        paged : list of tensors, tensor, or tensor of pointers
-            On `device`, as `desc`, LMCache's ``PageBufferShapeDesc``, says.
-        objects : list of tensors, or of addresses
-            Of `chunk` tokens each.
-        block_ids : tensor or list of int
-            Block ids of the first object, then of the next, and so on.  The first `skip` of them are not copied.
-        name : str
-            Name of the ``EngineKVFormat``.
+        Raises `BindError` if the format is not known, or tensors or objects do not have it.
         """
         form = FORMATS.get(name)
         if form is None:

@@ -65,20 +65,11 @@ def shared_memory(engine: str, nbytes: int, barrier: Callable[[], Any], folder: 
 
 
 class HostMemory:
-    """Blocks in host memory.  Each can hold a block of any group of layers.
+    """Blocks in host memory, `units` of them.  Each can hold a block of any group of layers.
 
-    Parameters
-    ----------
-    groups : list of list of Pages
-        The pages of a block, per group.
-    units : int
-        Number of blocks.
-    device : str
-        ``"cpu"``, or ``"pinned"`` or ``"pinned:N"``, as for `Pool.allocate`.
-    shared : numpy.ndarray, optional
-        Bytes of memory that the ranks of this machine share; `shared_bytes` gives their number.
-    verify, cast
-        As for `HostStore`, of which `stores` has one per group and kind of layers.  Groups may share one.
+    `groups` are the pages of a block, per group; `device` is ``"cpu"``, or ``"pinned"`` or ``"pinned:N"``, as for
+    `Pool.allocate`.  `shared` are bytes of memory that the ranks of this machine share, as many as `shared_bytes` says.
+    `verify` and `cast` are as for `HostStore`, of which `stores` has one per group and kind of layers.  Groups may share one.
     """
 
     def __init__(

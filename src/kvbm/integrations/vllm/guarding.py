@@ -192,22 +192,12 @@ def compare(
 ) -> str:  # fmt: skip
     """Compare own digests with those of the engine that computed the tokens.  Returns what is wrong; empty if all are equal.
 
-    Parameters
-    ----------
-    own : callable
-        Returns the digests and the block size of each group.  It is called a second time if they differ and there is a `settle`.
-    seconds : float
-        Time limit of all answers.
-    settle : float
-        Seconds for a connector that says too early that it has loaded; 0 if a step has used the blocks already: what comes after
-        it does not make its tokens right.
-    whole : collection of str
-        Groups without a window: all of their tokens must have digests there.
+    `own` returns the digests and the block size of each group.  It is called a second time if they differ and `settle` is not
+    0: the seconds for a connector that says too early that it has loaded.  It is 0 if a step has used the blocks already, as
+    what comes after it does not make its tokens right.  `seconds` is the time limit of all answers.  `whole` are the groups
+    without a window: all of their tokens must have digests there.
 
-    Raises
-    ------
-    KvbmError
-        There is no answer that all tokens can be compared with.
+    Raises `KvbmError` if there is no answer that all tokens can be compared with.
     """
     mine = dict(own())
     end = time.monotonic() + seconds

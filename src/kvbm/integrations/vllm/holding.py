@@ -133,31 +133,16 @@ class _Past:
 class Holds:
     """The requests that a prefill worker sends to other engines.
 
-    Another engine asks for a request by name, and receives it over the same link.  A held request is sent at once.  A request that
-    is not held yet is sent when it is.  A request in parts is sent while it is computed: each part when its tokens are computed,
-    some layers at a time.  Blocks are read until all sendings that have begun have ended; only then may they be reused.
+    Another engine asks for a request by name, and receives it over the same link.  A held request is sent at once.  A request
+    that is not held yet is sent when it is.  A request in parts is sent while it is computed: each part when its tokens are
+    computed, some layers at a time.  Blocks are read until all sendings that have begun have ended; only then may they be
+    reused.
 
-    Parameters
-    ----------
-    spans : callable
-        Called with blocks per vLLM group, the last token plus one, and the first token; returns spans per group of the endpoint
-        (`Caches.spans`).
-    whole : collection of str
-        Groups of the endpoint without a window: they keep a block for each token of a sequence while it is computed.
-    layers : mapping of str to int
-        vLLM's names of this worker's layers → their numbers in the model.
-    count : int
-        Number of layers of the model.
-    each : int
-        Number of layers that are sent at a time; 0: all layers after the step.
-    seconds : float
-        Time limit of a sending.
-    wait_seconds : float
-        How long a request that the router has named is waited for.
-    queued : callable
-        Returns the device's pending work on the blocks, in the form that `Link.send` accepts.
-    tell : callable
-        Tells the engine at the other end of a link that a request will not come.
+    `spans` and `whole` are those of `Caches`, and `layers` are vLLM's names of this worker's layers → their numbers in the
+    model, which has `count` layers.  `each` of them are sent at a time; 0: all layers after the step.  `seconds` is the time
+    limit of a sending, and `wait_seconds` how long a request that the router has named is waited for.  `queued` returns the
+    device's pending work on the blocks, in the form that `Link.send` accepts.  `tell` tells the engine at the other end of a
+    link that a request will not come.
     """
 
     def __init__(

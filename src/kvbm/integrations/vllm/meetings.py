@@ -192,18 +192,12 @@ class _Client:
 class Door:
     """The server of a worker: workers of other engines ask it for requests.  Port 0 is any free one; `port` says which.
 
+    `begin` sends a request over a link, at once or when it is computed, or releases it.  It raises `KvbmError` if it cannot be
+    sent, and may be called twice for one request.  `word` is the time limit in seconds for an answer of the other side, and for
+    the other ranks of its engine.  With `is_insecure` it listens at any address, even if the endpoint has no secret.
+
     Each conversation has its own thread.  While a lock is held that others need, nothing of another side is read, computed or
     waited for.
-
-    Parameters
-    ----------
-    begin : callable
-        Sends a request over a link, at once or when it is computed, or releases it.  Raises `KvbmError` if it cannot be sent.  It
-        may be called twice for one request.
-    word : float
-        Time limit in seconds for an answer of the other side, and for the other ranks of its engine.
-    is_insecure : bool
-        Listen at any address, even if the endpoint has no secret.
     """
 
     def __init__(
@@ -331,19 +325,12 @@ class Door:
 class Visit:
     """The client of a decode worker: connections to all workers of a prefill engine.  It connects on first use.
 
+    `start` identifies this start of the engine, which has `world` workers; it is the same on all of them.  The other engine's
+    workers listen at `ports` consecutive ports of `host`, from `port` on.  `word` are the seconds that a call may take if it is
+    not given its end.
+
     Calls for one engine are made one after the other by its own thread (`submit`), so an engine that does not answer delays no
     other.  Each call has an end.
-
-    Parameters
-    ----------
-    start : str
-        A text that identifies this start of the engine; the same on all its workers.
-    world : int
-        Number of workers of this engine.
-    host, port, ports
-        Address of the other engine's first worker, and the number of its workers, which listen at consecutive ports.
-    word : float
-        Seconds that a call may take if it is not given its end.
     """
 
     def __init__(

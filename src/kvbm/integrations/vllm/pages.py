@@ -37,24 +37,12 @@ def pages_of(
 
     A group with layers in several places has several.  Groups that use the same pages share them.
 
-    Parameters
-    ----------
-    tensors : mapping of str to tensor
-        Names of layers → vLLM's KV caches.
-    canonical : CanonicalKVCaches
-        The same caches as tensors of pages, ``(blocks, bytes)``, and the tensors of each group.
-    config, vllm_config, kv_cache_config
-        vLLM's ``OffloadingConfig``, and what a connector receives.
-    declared : bool
-        True to use the declared layouts; False to use bytes.
-    values : HostValues, optional
-        The pages are cast to these: their layout must be known, and the parts of a latent have names.
+    `tensors` are vLLM's KV caches by the names of layers, and `canonical` the same caches as tensors of pages, ``(blocks,
+    bytes)``, with the tensors of each group.  If `declared`, the declared layouts are used, else bytes.  With `values` the
+    pages are cast to these: their layout must be known, and the parts of a latent have names.
 
-    Raises
-    ------
-    BindError
-        Pages must be copied as bytes, and some of a block's elements are outside its page, or `values` are given; or the pages
-        cannot be cast.
+    Raises `BindError` if pages must be copied as bytes, and some of a block's elements are outside its page, or `values` are
+    given; and if the pages cannot be cast.
     """
     found: dict[Any, Pages] = {}
     result = []

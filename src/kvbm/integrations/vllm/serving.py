@@ -400,27 +400,14 @@ def as_json(
 ) -> dict[str, Any]:  # fmt: skip
     """Return what would happen as an object for JSON.
 
-    Parameters
-    ----------
-    host_bytes : int
-        Host memory of all ranks of the engine.
-    host_layout : str
-        `PAGES`, or a layout: a name of the catalogue, or a file.
-    blocks : int
-        Number of blocks of the store and the load that are planned.
-    device : int
-        The GPU whose tuning table is used, if one exists.
-    to : Engine, optional
-        The decode engine, for which `engine` prefills a request of so many `tokens`.
-    host_values, cast, folder : optional
-        The settings: values are quantised on the way to host memory, or change on the way between the two engines; ``folder`` and
-        ``folder_bytes``, files behind host memory.
+    `host_bytes` is the host memory of all ranks of the engine, and `host_layout` is `PAGES`, or a layout: a name of the
+    catalogue, or a file.  A store and a load of `blocks` blocks are planned, with the tuning table of the GPU `device`, if one
+    exists.  `to` is the decode engine, for which `engine` prefills a request of so many `tokens`.  `host_values`, `cast` and
+    `folder` are the settings: values are quantised on the way to host memory, or change on the way between the two engines;
+    ``folder`` and ``folder_bytes``, files behind host memory.
 
-    Returns
-    -------
-    dict
-        ``model``, ``engine``, ``offloading``, ``disaggregation`` and ``together`` (both None without `to`), and ``refused``: what
-        is not possible, with the reasons.  Values that were not measured are None.
+    The result has ``model``, ``engine``, ``offloading``, ``disaggregation`` and ``together`` (both None without `to`), and
+    ``refused``: what is not possible, with the reasons.  Values that were not measured are None.
     """
     refused: list[dict[str, str]] = []
     disaggregation = together = None
