@@ -7,9 +7,8 @@ import signal
 
 def main() -> None:
     """Run the command line.  Ctrl-C ends it without a traceback, also while it is imported and after it has ended."""
-    is_handled = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # not where it is ignored, as under nohup
+    # Not where it is ignored, as under nohup.
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .cli.app import main as command

@@ -64,16 +64,11 @@ def wholes(values: Any, most: int = 1 << 20) -> tuple[int, ...] | None:
 def number(what: str, value: Any, least: int, most: int | None = None, error: type[KvbmError] = BindError) -> int:
     """An integer from `least` to `most`.
 
-    Raises
-    ------
-    KvbmError
-        Of the class `error`: ``what: expected an integer from 1 on, got 'a'``.
+    Raises `KvbmError`: of the class `error`: ``what: expected an integer from 1 on, got 'a'``.
     """
     found = whole(value)
     if found is None or found < least or (most is not None and found > most):
-        raise error(
-            f"{what}: expected an integer from {least} {'on' if most is None else f'to {most}'}, got {quoted(value)}"
-        )
+        raise error(f"{what}: expected an integer from {least} {'on' if most is None else f'to {most}'}, got {quoted(value)}")
     return found
 
 

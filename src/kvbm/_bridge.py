@@ -36,32 +36,16 @@ from .pool.pool import Pool
 
 
 class Bridge(NamedTuple):
-    """Describes and creates a framework's arrays, and has the two functions of every bridge.
+    """Describes and creates a framework's arrays, and has the two functions of every bridge."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the framework in messages.
-    expected : str
-        Name of the accepted type.
-    takes : callable
-        Returns True for the framework's arrays.
-    contiguous : str
-        The framework's function that makes an array contiguous, for messages.
-    empty : callable
-        ``(kind, like)``: a new array of a kind, not initialised, on the device of `like`, with the kind's dtype or that of `like`.
-    look : callable
-        As `kvbm.memory.array_info.describe`.
-    ordered : callable
-        ``(stream, like)``: a context in which arrays are created and copied; it yields the stream of the copy.
-    """
-
-    name: str
-    expected: str
-    takes: Callable[[Any], bool]
-    contiguous: str
+    name: str  # of the framework, in messages
+    expected: str  # the accepted type, in messages
+    takes: Callable[[Any], bool]  # true for the framework's arrays
+    contiguous: str  # the framework's function that makes an array contiguous, for messages
+    #: A new array of a kind, not initialised, on the device of `like`, with the kind's dtype or that of `like`.
     empty: Callable[[Kind, Any], Any]
-    look: Callable[[Any, str], Array] = describe
+    look: Callable[[Any, str], Array] = describe  # as `kvbm.memory.array_info.describe`
+    #: From a stream and an array: a context in which arrays are created and copied; it yields the stream of the copy.
     ordered: Callable[[Any, Any], AbstractContextManager[Any]] = lambda stream, _: nullcontext(stream)
 
     def caller(self, operator: str, argument: str) -> Caller:
@@ -124,9 +108,7 @@ class Bridge(NamedTuple):
             if not source.arrays:
                 if sides[1].arrays_a_block:
                     return []
-                raise BindError(
-                    f"inputs: expected at least one array, which gives the dtype and the device of {sides[1]}"
-                )
+                raise BindError(f"inputs: expected at least one array, which gives the dtype and the device of {sides[1]}")
             like = source.arrays[0]
             pool = source.pool(sides[0], blocks, source.seen[0].device)
             sized = sides[1].sized(blocks)

@@ -9,10 +9,7 @@ from typing import Any, ClassVar
 class Shown:
     """Objects that a notebook shows as a picture.
 
-    Attributes
-    ----------
-    view : callable
-        Returns what draws: ``svg(shown)`` is an SVG element, or None where it cannot be drawn; ``html(shown)`` is HTML.
+    `view` returns what draws: ``svg(shown)`` is an SVG element, or None where it cannot be drawn; ``html(shown)`` is HTML.
     """
 
     __slots__ = ()

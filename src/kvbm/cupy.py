@@ -43,13 +43,9 @@ def _fenced(stream: Any, like: Any) -> Iterator[Any]:
 
 
 _BRIDGE = _bridge.Bridge(
-    "cupy",
-    "a cupy.ndarray",
-    lambda array: isinstance(array, cupy.ndarray),
-    "cupy.ascontiguousarray",
-    _empty,
+    "cupy", "a cupy.ndarray", lambda array: isinstance(array, cupy.ndarray), "cupy.ascontiguousarray", _empty,
     ordered=_fenced,
-)
+)  # fmt: skip
 convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 

@@ -10,29 +10,11 @@ import contextlib
 import logging
 
 __all__ = [
-    "AuthenticationError",
-    "BindError",
-    "BuildError",
-    "CoverageError",
-    "CudaError",
-    "CudaUnavailableError",
-    "DTypeError",
-    "DeviceNotFoundError",
-    "DigestError",
-    "HostKeyError",
-    "KvbmError",
-    "LayoutError",
-    "MissingKernelError",
-    "MissingPackageError",
-    "NotEnoughMemoryError",
-    "PeerLostError",
-    "PlanError",
-    "RemoteError",
-    "SpecError",
-    "TransferError",
-    "TransferTimeoutError",
-    "UnreachableError",
-]
+    "AuthenticationError", "BindError", "BuildError", "CoverageError", "CudaError", "CudaUnavailableError",
+    "DTypeError", "DeviceNotFoundError", "DigestError", "HostKeyError", "KvbmError", "LayoutError",
+    "MissingKernelError", "MissingPackageError", "NotEnoughMemoryError", "PeerLostError", "PlanError", "RemoteError",
+    "SpecError", "TransferError", "TransferTimeoutError", "UnreachableError",
+]  # fmt: skip
 
 
 class KvbmError(Exception):

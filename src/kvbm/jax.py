@@ -104,9 +104,7 @@ def _look(array: Any, what: str) -> Array:
         raise BindError(f"{what} is traced by jax.jit, and has no memory; call kvbm.jax.convert outside of jit")
     devices = array.devices()
     if len(devices) != 1:
-        raise BindError(
-            f"{what} is spread over {len(devices)} devices; expected one: convert shard.data of its addressable_shards"
-        )
+        raise BindError(f"{what} is spread over {len(devices)} devices; expected one: convert shard.data of its addressable_shards")
     (device,) = devices
     if device.platform == "cpu":
         view = np.asarray(array)  # it waits for the value, as every use on the CPU does
@@ -157,10 +155,6 @@ def _as_dtype(array: Any, dtype: np.dtype[Any]) -> Any:
 
 
 _BRIDGE = _bridge.Bridge(
-    "jax",
-    "a jax.Array",
-    lambda array: isinstance(array, jax.Array | _Memory),
-    "jax.numpy.array(x, copy=True)",
-    _empty,
+    "jax", "a jax.Array", lambda array: isinstance(array, jax.Array | _Memory), "jax.numpy.array(x, copy=True)", _empty,
     _look,
-)
+)  # fmt: skip

@@ -34,17 +34,9 @@ from .planner.plan import plan
 from .pool.pool import Pool
 
 __all__ = [
-    "MemcpyBatchMode",
-    "block_to_operational",
-    "block_to_universal",
-    "is_memcpy_batch_available",
-    "is_using_stubs",
-    "memcpy_batch",
-    "nhd_hnd_transpose",
-    "operational_to_block",
-    "universal_to_block",
-    "vectorized_copy",
-]
+    "MemcpyBatchMode", "block_to_operational", "block_to_universal", "is_memcpy_batch_available", "is_using_stubs",
+    "memcpy_batch", "nhd_hnd_transpose", "operational_to_block", "universal_to_block", "vectorized_copy",
+]  # fmt: skip
 
 
 class MemcpyBatchMode(enum.IntEnum):
@@ -66,15 +58,9 @@ Backend = Literal[
 ]
 
 _BACKENDS = {
-    "auto": "kernel",
-    "kernel": "kernel",
-    "kernel_only": "kernel",
-    "batch": "batch",
-    "memcpy_batch": "batch",
-    "cuda_memcpy_batch": "batch",
-    "async": "async",
-    "memcpy_async": "async",
-    "cuda_memcpy_async": "async",
+    **dict.fromkeys(("auto", "kernel", "kernel_only"), "kernel"),
+    **dict.fromkeys(("batch", "memcpy_batch", "cuda_memcpy_batch"), "batch"),
+    **dict.fromkeys(("async", "memcpy_async", "cuda_memcpy_async"), "async"),
 }
 
 
@@ -250,9 +236,7 @@ def _whole(tensors: Any, name: str, rank: int) -> tuple[list[Any], list[Array]]:
 def _described(tensor: Any, what: str) -> Array:
     array = describe(tensor, what)
     if array.device == "cpu":
-        raise BindError(
-            f"{what}: expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU"
-        )
+        raise BindError(f"{what}: expected a CUDA tensor, got one on the CPU; use kvbm.Pool and kvbm.convert for the CPU")
     itemsize = ITEMSIZE.get(array.dtype)
     if itemsize is None:
         raise DTypeError(f"{what}: expected one of {', '.join(ITEMSIZE)}, got {array.dtype}")
@@ -378,23 +362,25 @@ def _look_closely(blocks: Any, whole: Any, layout: str, to_whole: bool, layers: 
     flat, chunks = _chunks(blocks, len(arrays), per, chunk, exact=exact, count=count)
     layouts, held = _pair(layout), replace(shape, nl=len(window))
     pools = (Pool.trusted(layouts[0], held, chunks, flat), Pool.trusted(layouts[1], shape, arrays, tensors))
-    ends = pools if to_whole else pools[::-1]
-    device = _require_fitting(*ends)
-    # These lists exist for one call: the launch passes their addresses, instead of uploading and keeping a table.
-    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
-    alignments = pools[0].alignment, pools[1].alignment
-    return _Sides(tables[0], tables[1], arrays[0].shape, shape.dtype, device, alignments, ends, layers)
+    return _fitting(pools, arrays[0].shape, to_whole=to_whole, layers=layers)
 
 
-def _require_fitting(src: Pool, dst: Pool) -> int:
-    """The one GPU of both pools, whose blocks can be copied."""
+def _fitting(
+    pools: tuple[Pool, Pool], sizes: tuple[int, ...], *, to_whole: bool = True, layers: range | None = None
+) -> _Sides:
+    """Both sides, whose blocks can be copied on their one GPU."""
+    src, dst = ends = pools if to_whole else pools[::-1]
     require_compatible(src, dst)
     if src.device != dst.device:
         title = f"{src.layout.name} → {dst.layout.name}"
         raise BindError(f"{title}: the source is on {src.device}, the destination on {dst.device}; expected one device")
     require_disjoint(src, dst)
     dst.require_distinct()
-    return int(src.device.partition(":")[2])
+    device = int(src.device.partition(":")[2])
+    # These lists exist for one call: the launch passes their addresses, instead of uploading and keeping a table.
+    blocks, whole = (_core.Table(pool.addresses, device, upload=False) for pool in pools)
+    alignments = pools[0].alignment, pools[1].alignment
+    return _Sides(blocks, whole, sizes, pools[0].shape.dtype, device, alignments, ends, layers)
 
 
 def _require_empty(blocks: Any, name: str) -> None:
@@ -447,10 +433,7 @@ def _look_closely_at_chunks(src: Any, dst: Any, name: str) -> _Sides | None:
     layouts = _turned(name)
     # Each chunk is a block of one layer.
     pools = Pool.trusted(layouts[0], shape, arrays, ours), Pool.trusted(layouts[1], shape, others, theirs)
-    device = _require_fitting(*pools)
-    tables = [_core.Table(pool.addresses, device, upload=False) for pool in pools]
-    alignments = pools[0].alignment, pools[1].alignment
-    return _Sides(tables[0], tables[1], expected, shape.dtype, device, alignments, pools)
+    return _fitting(pools, expected)
 
 
 def _stream_of(sides: _Sides, stream: Any) -> int:
@@ -471,15 +454,9 @@ def _written(sides: _Sides, dst: Any, *, are_chunks: bool) -> None:
 
 @functools.lru_cache(maxsize=1024)  # a loop over the layers of a model has one for each
 def _prepared(
-    layout: str,
-    sizes: tuple[int, ...],
-    dtype: str,
-    batch: int,
-    alignments: tuple[int, int],
-    device: int,
-    to_whole: bool,
-    layers: range | None,
-) -> tuple[_core.Copy, ...]:
+    layout: str, sizes: tuple[int, ...], dtype: str, batch: int, alignments: tuple[int, int], device: int,
+    to_whole: bool, layers: range | None,
+) -> tuple[_core.Copy, ...]:  # fmt: skip
     """The launches between blocks and whole tensors."""
     shape, _ = _block_shape(layout, sizes, dtype)
     src, dst = _pair(layout) if to_whole else _pair(layout)[::-1]
@@ -727,6 +704,4 @@ def _raw_stream(stream: Any, device: int) -> int:
         return _core.stream_handle(stream)
     if (torch := imported("torch")) is not None and torch.version.cuda:
         return torch_stream(device)
-    raise BindError(
-        "stream: addresses have no current stream; pass stream= (an object with __cuda_stream__, or a handle)"
-    )
+    raise BindError("stream: addresses have no current stream; pass stream= (an object with __cuda_stream__, or a handle)")

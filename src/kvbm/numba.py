@@ -33,13 +33,9 @@ def _stream(stream: Any, _: Any) -> AbstractContextManager[Any]:
 
 
 _BRIDGE = _bridge.Bridge(
-    "numba",
-    "a numba.cuda device array",
-    lambda array: cuda.is_cuda_array(array) and hasattr(array, "copy_to_host"),
-    "numba.cuda.to_device(numpy.ascontiguousarray(x.copy_to_host()))",
-    _empty,
-    ordered=_stream,
-)
+    "numba", "a numba.cuda device array", lambda array: cuda.is_cuda_array(array) and hasattr(array, "copy_to_host"),
+    "numba.cuda.to_device(numpy.ascontiguousarray(x.copy_to_host()))", _empty, ordered=_stream,
+)  # fmt: skip
 convert, convert_ = _BRIDGE.convert, _BRIDGE.convert_
 
 

@@ -21,7 +21,12 @@ from . import measure, peers
 from .peers import NotApplicable
 
 STRATEGIES = ("auto", *cost_model.STRATEGIES)
-RAW = ("vectorized", "batched", "memcpy_async")
+#: Raw copies of each run → how the driver is called (None: by a kernel), and the name of what runs.
+RAW: dict[str, tuple[kernels.MemcpyBatchMode | None, str]] = {
+    "vectorized": (None, "copy_pairs"),
+    "batched": (kernels.MemcpyBatchMode.BATCH_WITHOUT_FALLBACK, "cuMemcpyBatchAsync"),
+    "memcpy_async": (kernels.MemcpyBatchMode.FALLBACK_ONLY, "cuMemcpyAsync"),
+}
 BACKENDS = (*STRATEGIES, *RAW, "host")
 
 
@@ -111,32 +116,23 @@ class ByRuns:
         if name == "batched" and not _core.has_memcpy_batch():
             raise NotApplicable("this driver has no batched copies (CUDA 12.8 has them)")
         self._runs = functools.partial(runs, src, dst, made)
-        self._name, self._device = name, device
+        self._mode, self._kernel = RAW[name]
+        self._device = device
 
     def bind(self, src_ids: Any, dst_ids: Any) -> Callable[[Any], object]:
         parts = self._runs(src_ids, dst_ids)
 
         def copy(stream: Any) -> None:
             for part in parts:
-                if self._name == "vectorized":
+                if self._mode is None:
                     kernels.vectorized_copy(*part, stream=stream, device=self._device)
                 else:
-                    kernels.memcpy_batch(
-                        *part, mode=_MODES[self._name], stream=stream, device=self._device, merge=False
-                    )
+                    kernels.memcpy_batch(*part, mode=self._mode, stream=stream, device=self._device, merge=False)
 
         return copy
 
     def kernel(self, batch: int) -> str:  # noqa: ARG002
-        return {"vectorized": "copy_pairs", "batched": "cuMemcpyBatchAsync", "memcpy_async": "cuMemcpyAsync"}[
-            self._name
-        ]
-
-
-_MODES = {
-    "batched": kernels.MemcpyBatchMode.BATCH_WITHOUT_FALLBACK,
-    "memcpy_async": kernels.MemcpyBatchMode.FALLBACK_ONLY,
-}
+        return self._kernel
 
 
 class ByPeer:

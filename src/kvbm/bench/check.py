@@ -84,13 +84,7 @@ class _Wanted(NamedTuple):
 
 
 class Check:
-    """Checks that copies between two pools write every byte to its place, and nothing else.
-
-    Parameters
-    ----------
-    src, dst : Pool
-        Pools on any device.  They may have different sizes.
-    """
+    """Checks that copies between two pools, of any devices and sizes, write every byte to its place, and nothing else."""
 
     def __init__(self, src: Pool, dst: Pool) -> None:
         opaque = opaque_axes(src.resolved, dst.resolved)
@@ -100,21 +94,10 @@ class Check:
         self._calls = 0
 
     def __call__(self, copy: Callable[[Any, Any], object], batch: int, what: str) -> None:
-        """Run a copy once and check the result.
+        """Run ``copy(src_ids, dst_ids)`` once, of other ids in each call, and check the result.
 
-        Parameters
-        ----------
-        copy : callable
-            ``copy(src_ids, dst_ids)``.  The copy is finished when it returns.
-        batch : int
-            Number of pairs of ids.  Each call uses other ids.
-        what : str
-            Name in error messages: pair and backend.
-
-        Raises
-        ------
-        WrongCopyError
-            A byte differs, in a block that had to be written or in one that must not change.
+        It is finished when it returns.  Raises `WrongCopyError` if a byte differs, in a block that had to be written or in one
+        that must not change; `what` names pair and backend.
         """
         self._calls += 1
         random = np.random.default_rng(1000 + self._calls)

@@ -36,9 +36,7 @@ class _Bench(Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in STUDIES:
-            ctx.fail(
-                f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm"
-            )
+            ctx.fail(f"{cmd_name!r} is not part of the wheel: run `python -m benchmarks {cmd_name}` in a checkout of kvbm")
         return super().get_command(ctx, cmd_name)
 
 
@@ -61,28 +59,14 @@ def _list_option(name: str, *rest: str, table: str, **more: Any) -> Callable[[An
     "kvbm bench --direction d2d,h2d --pair vllm/LBHNC:universal --out gpu.csv",
 ])  # fmt: skip
 @click.option(
-    "--shape",
-    "shape_text",
-    metavar="SHAPE",
-    shell_complete=complete_shape,
+    "--shape", "shape_text", metavar="SHAPE", shell_complete=complete_shape,
     help=f"Shape of a block: a preset, one with changes, or all sizes.  [default: {GPU_PROFILE}; {CPU_PROFILE} on the CPU]",
-)
+)  # fmt: skip
 @click.option(
-    "--num-blocks",
-    "batches",
-    metavar="N,N,…",
-    default="1,2,4,8,16,32,64,128,256",
-    show_default=True,
-    callback=numbers,
+    "--num-blocks", "batches", metavar="N,N,…", default="1,2,4,8,16,32,64,128,256", show_default=True, callback=numbers,
     help="Blocks of a batch.",
-)
-@click.option(
-    "--tokens-per-block",
-    "tokens",
-    metavar="N,N,…",
-    callback=numbers,
-    help="Tokens of a block.  [default: the shape's]",
-)
+)  # fmt: skip
+@click.option("--tokens-per-block", "tokens", metavar="N,N,…", callback=numbers, help="Tokens of a block.  [default: the shape's]")
 @_list_option(
     "--direction",
     "directions",
@@ -110,12 +94,9 @@ def _list_option(name: str, *rest: str, table: str, **more: Any) -> Callable[[An
 )
 @click.option("--peers/--no-peers", "built_in", default=True, help="Also PyTorch, CuPy and NumPy, where installed.")
 @click.option(
-    "--peer",
-    "plug_ins",
-    multiple=True,
-    metavar="MODULE:FUNCTION",
+    "--peer", "plug_ins", multiple=True, metavar="MODULE:FUNCTION",
     help="Also your own function: see `pydoc kvbm.bench.peers`.",
-)
+)  # fmt: skip
 @click.option("--warmup", default=3, show_default=True, type=Whole(0), help="Calls before the timed ones.")
 @click.option("--iters", type=Whole(1), help="Timed calls per figure.  [default: 30; 9 for h2h]")
 @click.option("--max-sms", type=Whole(1), help="Multiprocessors that kvbm's kernels may use.")
@@ -124,23 +105,11 @@ def _list_option(name: str, *rest: str, table: str, **more: Any) -> Callable[[An
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="CSV file; then a table goes to stdout.")
 @click.pass_context
 def bench(
-    ctx: click.Context,
-    shape_text: str | None,
-    batches: tuple[int, ...],
-    tokens: tuple[int, ...],
-    directions: tuple[str, ...],
-    patterns: tuple[str, ...],
-    pairs: tuple[str, ...],
-    backends: tuple[str, ...],
-    built_in: bool,
-    plug_ins: tuple[str, ...],
-    warmup: int,
-    iters: int | None,
-    max_sms: int | None,
-    replay: bool,
-    device: str | None,
-    out: Path | None,
-) -> None:
+    ctx: click.Context, shape_text: str | None, batches: tuple[int, ...], tokens: tuple[int, ...],
+    directions: tuple[str, ...], patterns: tuple[str, ...], pairs: tuple[str, ...], backends: tuple[str, ...],
+    built_in: bool, plug_ins: tuple[str, ...], warmup: int, iters: int | None, max_sms: int | None, replay: bool,
+    device: str | None, out: Path | None,
+) -> None:  # fmt: skip
     """Measure copies on this machine; without a COMMAND, by direction, pair of layouts, batch and backend.
 
     Prints CSV; `kvbm bench plot` draws it. bandwidth_gbps counts each byte that is moved once, also where a copy within one
@@ -174,19 +143,12 @@ def bench(
         raise click.BadParameter("CUDA graphs are for GPUs, and h2h is measured on the CPU", param_hint="--replay")
     shape = load_shape(shape_text or (GPU_PROFILE if place != "cpu" else CPU_PROFILE))
     sweep = copies.Sweep(
-        shapes=[replace(shape, nt=nt) for nt in sorted(tokens)] or [shape],
-        batches=sorted(batches),
-        directions=directions,
-        pairs=chosen,
+        shapes=[replace(shape, nt=nt) for nt in sorted(tokens)] or [shape], batches=sorted(batches),
+        directions=directions, pairs=chosen,
         backends={each: backends or copies.USUAL[each] for each in copies.DIRECTIONS},
-        peers={text: peers.load(text) for text in plug_ins},
-        built_in_peers=built_in,
-        place=place,
-        warmup=warmup,
-        iters=iters or (9 if directions == ("h2h",) else 30),
-        max_sms=max_sms,
-        replay=replay,
-    )
+        peers={text: peers.load(text) for text in plug_ins}, built_in_peers=built_in, place=place, warmup=warmup,
+        iters=iters or (9 if directions == ("h2h",) else 30), max_sms=max_sms, replay=replay,
+    )  # fmt: skip
     sweep.plans()
     named = {*plug_ins, *backends}
     if ctx.get_parameter_source("directions") == click.core.ParameterSource.COMMANDLINE:

@@ -52,19 +52,10 @@ PATTERNS = {
 
 #: Default pairs.
 PAIRS = (
-    "nhd:universal",
-    "universal:nhd",
-    "hnd:universal",
-    "universal:hnd",
-    "nhd:hnd",
-    "hnd:nhd",
-    "nhd:operational",
-    "operational:nhd",
-    "vllm/LBHNC:universal",
-    "universal:vllm/LBHNC",
-    "nhd:vllm/paged_attn_v0",
+    "nhd:universal", "universal:nhd", "hnd:universal", "universal:hnd", "nhd:hnd", "hnd:nhd", "nhd:operational",
+    "operational:nhd", "vllm/LBHNC:universal", "universal:vllm/LBHNC", "nhd:vllm/paged_attn_v0",
     "vllm/paged_attn_v0:nhd",
-)
+)  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -76,15 +67,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Read one of `PATTERNS`, or ``SRC:DST``.
-
-        Raises
-        ------
-        ValueError
-            The text is neither.
-        SpecError
-            There is no such layout.
-        """
+        """Read one of `PATTERNS`, or ``SRC:DST``; ValueError if the text is neither, `SpecError` if there is no such layout."""
         src, colon, dst = text.partition(":")
         if text in PATTERNS:
             src, dst = PATTERNS[text]
@@ -98,51 +81,23 @@ class Pair(NamedTuple):
 
 @dataclass
 class Sweep:
-    """The plan of a sweep, and the record of what was measured.
+    """The plan of a sweep, and the record of what was measured."""
 
-    Attributes
-    ----------
-    shapes : sequence of BlockShape
-        Shapes that differ in the tokens per block.
-    batches : sequence of int
-    directions : sequence of str
-    pairs : sequence of Pair
-    backends : mapping of str to sequence of str
-        Direction → backends.
-    peers : mapping of str to function
-        Name in the CSV → plug-in.
-    built_in_peers : bool
-        True to measure PyTorch, CuPy and NumPy, if they are installed.
-    place : str
-        ``"cuda:N"``; with ``"cpu"`` only ``h2h`` is measured.
-    warmup, iters : int
-    max_sms : int, optional
-    replay : bool
-        True to time replays of captured graphs instead of calls.
-    note : callable
-        Called with the reason if something is left out, once per reason.
-    step : callable
-        ``step(title)`` after every measurement.
-
-    measured : set of str
-        Directions and backends with at least one row.
-    """
-
-    shapes: Sequence[BlockShape]
+    shapes: Sequence[BlockShape]  # they differ in the tokens per block
     batches: Sequence[int]
     directions: Sequence[str]
     pairs: Sequence[Pair]
-    backends: dict[str, Sequence[str]]
-    peers: dict[str, peers.Peer]
-    built_in_peers: bool
-    place: str
+    backends: dict[str, Sequence[str]]  # direction → backends
+    peers: dict[str, peers.Peer]  # name in the CSV → plug-in
+    built_in_peers: bool  # also measure PyTorch, CuPy and NumPy, if they are installed
+    place: str  # ``"cuda:N"``; with ``"cpu"`` only ``h2h`` is measured
     warmup: int = 3
     iters: int = 30
     max_sms: int | None = None
-    replay: bool = False
-    note: Callable[[str], object] = print
-    step: Callable[[str], object] = lambda _: None
-    measured: set[str] = field(default_factory=set)
+    replay: bool = False  # time replays of captured graphs instead of calls
+    note: Callable[[str], object] = print  # called with the reason if something is left out, once per reason
+    step: Callable[[str], object] = lambda _: None  # ``step(title)`` after every measurement
+    measured: set[str] = field(default_factory=set)  # directions and backends with at least one row
     _noted: set[str] = field(default_factory=set)
 
     @property
@@ -151,25 +106,14 @@ class Sweep:
         return len(self.shapes) * len(self.directions) * len(self.pairs) * len(self.batches)
 
     def plans(self) -> None:
-        """Raise an error now for pairs that cannot be planned.
-
-        Raises
-        ------
-        LayoutError, PlanError
-            There is no copy between the two layouts of a pair.
-        """
+        """Raise `LayoutError` or `PlanError` now for pairs that cannot be planned."""
         for shape, pair in itertools.product(self.shapes, self.pairs):
             plan(pair.src, pair.dst, shape, num_blocks=max(self.batches))
 
     def run(self) -> Iterator[Record]:
         """Measure.  Yields each row as soon as it is known.
 
-        Raises
-        ------
-        WrongCopyError
-            A copy is wrong.  The sweep ends.
-        PeerError
-            A plug-in failed.
+        Raises `WrongCopyError`, which ends the sweep, if a copy is wrong, and `PeerError` if a plug-in failed.
         """
         for direction, shape in itertools.product(self.directions, self.shapes):
             try:
@@ -232,10 +176,10 @@ class Sweep:
             need: dict[str, int] = {}
             for place, layouts in zip(ends, ([p.src for p in self.pairs], [p.dst for p in self.pairs]), strict=True):
                 where = place if place.startswith("cuda") else "host"
-                pool = max(_pool_bytes(layout, shape, batch, place) for layout in layouts)
-                cache = max(
-                    measure.cache_bytes(each) for each in ends if (measure.device_of(each) >= 0) or ends[0] == "cpu"
-                )
+                held = [one.resolve(shape, measure.held_blocks(one, shape, batch, place)) for one in layouts]
+                pool = max(one.nbytes for one in held)
+                caches = (each for each in ends if measure.device_of(each) >= 0 or ends[0] == "cpu")
+                cache = max(map(measure.cache_bytes, caches))
                 stick = measure.Yardstick.needs(batch * self._block_bytes(shape), cache)
                 need[where] = need.get(where, 0) + pool + stick
             # The additional memory of a staged ring, or of a peer's own copies.
@@ -247,10 +191,8 @@ class Sweep:
                 if nbytes > 0.9 * (free := measure.free_bytes("cpu" if where == "host" else where))
             ]
             if short:
-                self._leave_out(
-                    f"{direction}, {batch} blocks of {size_text(self._block_bytes(shape))}",
-                    f"needs {' and '.join(short)}",
-                )
+                what = f"{direction}, {batch} blocks of {size_text(self._block_bytes(shape))}"
+                self._leave_out(what, f"needs {' and '.join(short)}")
             else:
                 fit.append(batch)
         return fit
@@ -258,25 +200,15 @@ class Sweep:
     # ---- one pair
 
     def _of_pair(
-        self,
-        direction: str,
-        shape: BlockShape,
-        ends: tuple[str, str],
-        clock: GpuClock | CpuClock,
-        yardstick: measure.Yardstick,
-        pair: Pair,
-        batches: Sequence[int],
-        yielded: set[int],
-    ) -> Iterator[Record]:
+        self, direction: str, shape: BlockShape, ends: tuple[str, str], clock: GpuClock | CpuClock,
+        yardstick: measure.Yardstick, pair: Pair, batches: Sequence[int], yielded: set[int],
+    ) -> Iterator[Record]:  # fmt: skip
         with contextlib.ExitStack() as stack:
-            src, dst = (
-                stack.enter_context(
-                    measure.random_pool(
-                        layout, shape, measure.held_blocks(layout, shape, max(batches), place), place, seed=seed
-                    )
-                )
-                for seed, (layout, place) in enumerate(zip((pair.src, pair.dst), ends, strict=True), 1)
-            )
+            pools = []
+            for seed, (layout, place) in enumerate(zip((pair.src, pair.dst), ends, strict=True), 1):
+                count = measure.held_blocks(layout, shape, max(batches), place)
+                pools.append(stack.enter_context(measure.random_pool(layout, shape, count, place, seed=seed)))
+            src, dst = pools
             stack.callback(peers.release)
             stack.callback(_settle, clock)  # before the memory is released, also after an error
             made = plan(pair.src, pair.dst, shape, num_blocks=(src.num_blocks, dst.num_blocks))
@@ -339,19 +271,13 @@ class Sweep:
                 self._leave_out(f"{direction} {name}", reason)
 
     def _of_backend(
-        self,
-        name: str,
-        backend: Backend,
-        clock: GpuClock | CpuClock,
-        check: Check,
-        batch: int,
-        sets: Sequence[Any],
-        made: Plan,
-        title: str,
-    ) -> tuple[Timed, str]:
+        self, name: str, backend: Backend, clock: GpuClock | CpuClock, check: Check, batch: int, sets: Sequence[Any],
+        made: Plan, title: str,
+    ) -> tuple[Timed, str]:  # fmt: skip
         copies = batch * num_runs(made)
         if copies > MOST_COPIES and name in (*RAW, "engine"):
-            raise NotApplicable(f"more than {MOST_COPIES:,} copies a batch (runs of {_shortest(made)})")
+            runs = size_text(min(part.run_bytes for part in made.parts))
+            raise NotApplicable(f"more than {MOST_COPIES:,} copies a batch (runs of {runs})")
 
         def once(src_ids: Any, dst_ids: Any) -> None:
             backend.bind(src_ids, dst_ids)(clock.stream)
@@ -370,9 +296,8 @@ class Sweep:
                     raise
                 raise NotApplicable(f"it cannot be captured into a graph: {error}") from error
         turns = itertools.cycle(calls)
-        return clock.time(lambda stream: next(turns)(stream), iters=self.iters, warmup=self.warmup), backend.kernel(
-            batch
-        )
+        timed = clock.time(lambda stream: next(turns)(stream), iters=self.iters, warmup=self.warmup)
+        return timed, backend.kernel(batch)
 
     # ---- rows and reasons
 
@@ -424,15 +349,6 @@ def _times(nbytes: int, timed: Timed, stick: Timed) -> dict[str, Any]:
 def _rounded(value: float) -> float:
     """Round to five significant digits."""
     return round(value, 4 - math.floor(math.log10(value))) if value > 0 else 0.0
-
-
-def _shortest(made: Plan) -> str:
-    return size_text(min(part.run_bytes for part in made.parts))
-
-
-def _pool_bytes(layout: Layout, shape: BlockShape, batch: int, place: str) -> int:
-    held = measure.held_blocks(layout, shape, batch, place)
-    return layout.resolve(shape, held).nbytes
 
 
 def _settle(clock: GpuClock | CpuClock) -> None:

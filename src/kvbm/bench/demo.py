@@ -21,12 +21,15 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
+from .. import kernels
 from ..cli.common import progress
+from ..copy.transfer import convert
 from ..errors import CudaUnavailableError, DeviceNotFoundError, MissingPackageError
 from ..layout.shapes import BlockShape, load_shape
 from ..layout.spec import load
 from ..memory.allocation import require_memory
 from ..planner.plan import plan
+from ..pool.pool import Pool
 from ..show.text import table_box
 from ..system.machine import device_of
 from .copies import MEMCPY, Pair, Sweep
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..layout.layout import Layout
-    from ..pool.pool import Pool
 
 PATH = ("hf/dynamic_cache", "nhd", "universal", "vllm/LBHNC", "hf/dynamic_cache")
 _PROMPT_TOKENS = 203  # 12 blocks of 16 and a tail of 11, which does not fill a block
@@ -49,21 +51,10 @@ _REPEATS = {"cpu": 5, "cuda": 20}
 
 
 def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
-    """Run the demo and print its steps.
+    """Run the demo and print its steps.  True if everything was bit-identical and the deliberate mistake was not.
 
-    Parameters
-    ----------
-    console : rich.console.Console
-        Console for the output.
-    device : str, optional
-        ``"cpu"`` or ``"cuda:N"``.  Default: the first GPU if torch and kvbm can both use it, else the CPU.
-    seed : int
-        Seed of the weights, the prompt and the block ids.
-
-    Returns
-    -------
-    bool
-        True if everything was bit-identical and the deliberate mistake was not.
+    Default device: the first GPU if torch and kvbm can both use it, else the CPU.  The seed is that of the weights, the prompt
+    and the block ids.
     """
     with console.status("importing torch and transformers"):
         torch = _torch()
@@ -84,8 +75,7 @@ def run(console: Console, *, device: str | None = None, seed: int = 0) -> bool:
 
 def _roundtrip(console: Console, device: str, seed: int) -> bool:
     import torch
-
-    from ..copy.transfer import convert
+    from transformers import DynamicCache
 
     rng = random.Random(seed)
     model, shape = _model(device, seed)
@@ -108,7 +98,7 @@ def _roundtrip(console: Console, device: str, seed: int) -> bool:
     )
 
     # The reference: prompt, then generation, uninterrupted.
-    cache = _new_cache()
+    cache = DynamicCache()
     first = _step(model, cache, prompt.to(device))[0]
     source = [(key.clone(), value.clone()) for key, value in _tensors(cache)]
     token = first.argmax().view(1, 1)
@@ -154,32 +144,16 @@ def _model(device: str, seed: int) -> tuple[Any, BlockShape]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-    )
+        vocab_size=1024, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
+    )  # fmt: skip
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(device=device, dtype=torch.bfloat16).eval()
     shape = BlockShape(
-        nl=config.num_hidden_layers,
-        no=2,
-        nh=config.num_key_value_heads,
-        nt=_BLOCK_TOKENS,
-        hd=config.head_dim,
+        nl=config.num_hidden_layers, no=2, nh=config.num_key_value_heads, nt=_BLOCK_TOKENS, hd=config.head_dim,
         dtype="bfloat16",
-    )
+    )  # fmt: skip
     return model, shape
-
-
-def _new_cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()
 
 
 def _tensors(cache: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -213,8 +187,6 @@ def _generate(
 
 def _hf_pool(source: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: BlockShape, num_blocks: int) -> Pool:
     """Bind the cache's full blocks: ``[l o] h b t d`` is a view of (1, nh, tokens, hd) with tokens = (b t)."""
-    from ..pool.pool import Pool
-
     body = num_blocks * shape.nt
     tensors = [
         tensor[0, :, :body].contiguous().view(shape.nh, num_blocks, shape.nt, shape.hd)
@@ -227,8 +199,9 @@ def _hf_pool(source: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: BlockSh
 def _cache_from(pool: Pool, tails: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """Build a transformers cache from a pool in ``hf/dynamic_cache`` and the tokens that did not fill a block."""
     import torch
+    from transformers import DynamicCache
 
-    cache = _new_cache()
+    cache = DynamicCache()
     arrays = [array.view(1, pool.shape.nh, -1, pool.shape.hd) for array in pool.arrays]
     for layer, (key_tail, value_tail) in enumerate(tails):
         key, value = arrays[2 * layer : 2 * layer + 2]
@@ -240,8 +213,6 @@ def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str)
     """A pool over one tensor, not initialised."""
     import torch
 
-    from ..pool.pool import Pool
-
     resolved = layout.resolve(shape, num_blocks)
     if device == "cpu":
         require_memory(resolved.nbytes, f"{layout.name}: {num_blocks:,} blocks of {shape}")
@@ -252,8 +223,6 @@ def _empty_pool(layout: Layout, shape: BlockShape, num_blocks: int, device: str)
 
 def _reinterpret(pool: Pool, layout: Layout) -> Pool:
     """Bind the same bytes under another layout with the same number of allocations, as a wrong guess would."""
-    from ..pool.pool import Pool
-
     allocations = layout.resolve(pool.shape, pool.num_blocks).allocations
     tensors = [array.view(a.shape) for array, a in zip(pool.arrays, allocations, strict=True)]
     return Pool(layout, pool.shape, tensors)
@@ -271,13 +240,9 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _print_logits(
-    console: Console,
-    reference: Sequence[torch.Tensor],
-    continued: Sequence[torch.Tensor],
-    control: Sequence[torch.Tensor],
-    tokens: Sequence[int],
-    continued_tokens: Sequence[int],
-) -> bool:
+    console: Console, reference: Sequence[torch.Tensor], continued: Sequence[torch.Tensor],
+    control: Sequence[torch.Tensor], tokens: Sequence[int], continued_tokens: Sequence[int],
+) -> bool:  # fmt: skip
     same = [_same_bits(a, b) for a, b in zip(reference, continued, strict=True)]
     differ = [not _same_bits(a, b) for a, b in zip(reference, control, strict=True)]
     yes, no = ("yes", "NO")
@@ -360,8 +325,6 @@ def _torch() -> Any:
 
 
 def _choose_device(console: Console, torch: Any, wanted: str | None) -> str:
-    from .. import kernels
-
     if wanted == "cpu":
         return "cpu"
     index = device_of(wanted or "cuda:0")

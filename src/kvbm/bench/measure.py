@@ -10,7 +10,7 @@ import itertools
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..layout import spec
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, numpy_name
 from ..memory.allocation import available_bytes, free_on_gpu
+from ..memory.array_info import View as View
 from ..pool.pool import Pool
 from ..system.clock import CpuClock, GpuClock, Timed
 from ..system.machine import cache_bytes as cache_bytes
@@ -93,15 +94,7 @@ _FLAT = spec.parse('order: "b d"', "bench", "flat")
 
 
 class Memory:
-    """A range of bytes on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.  `close` releases it.
-
-    Attributes
-    ----------
-    address, nbytes : int
-    place : str
-    device : int
-        CUDA device ordinal, -1 on the host.
-    """
+    """A range of bytes on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``; `device` is -1 on the host.  `close` releases it."""
 
     def __init__(self, nbytes: int, place: str) -> None:
         self._pool = Pool.allocate(_FLAT, BlockShape(1, 1, 1, 1, nbytes, "uint8"), 1, place)
@@ -172,21 +165,6 @@ def _move(device: int, starts: Numbers, sizes: Numbers, host: Bytes, *, is_read:
         ctypes.memmove(*((near, far) if is_read else (far, near)), size)
 
 
-class View:
-    """An array on a GPU, in memory that another object owns."""
-
-    def __init__(self, device: int, address: int, shape: Sequence[int], strides: Sequence[int], typestr: str) -> None:
-        self.device = device
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": tuple(shape),
-            "strides": tuple(strides),
-            "typestr": typestr,
-            "data": (address, False),
-            "stream": None,
-        }
-
-
 def is_stacked(layout: Layout) -> bool:
     """True if every chunk is a separate array, as in `nhd` and `hnd`."""
     return len(layout.orders) == 1 and {axis for term in layout.orders[0].table for axis in term.axes} == {
@@ -200,25 +178,9 @@ def is_stacked(layout: Layout) -> bool:
 def random_pool(layout: Layout, shape: BlockShape, num_blocks: int, place: str, *, seed: int = 1) -> Iterator[Pool]:
     """A pool with random bytes, in memory as an engine or a store has it.  The memory is released at the end.
 
-    Parameters
-    ----------
-    layout, shape, num_blocks
-        As for `Pool`.
-    place : str
-        ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.
-    seed : int
-        Seed of the random bytes.
-
-    Yields
-    ------
-    Pool
-        A pool in one range of memory.  Stacked chunks are placed as in an engine: ``[no, blocks, chunk]``, one layer after the
-        other.  Other layouts have one allocation after the other, each at a multiple of 256 bytes.
-
-    Raises
-    ------
-    CudaError, MemoryError
-        There is not enough memory.
+    It is in one range of memory on ``"cpu"``, ``"pinned"`` or ``"cuda:N"``.  Stacked chunks are placed as in an engine: ``[no,
+    blocks, chunk]``, one layer after the other.  Other layouts have one allocation after the other, each at a multiple of 256
+    bytes.  Raises `CudaError` or MemoryError if there is not enough.
     """
     resolved = layout.resolve(shape, num_blocks)
     allocations = resolved.allocations
@@ -263,9 +225,8 @@ def block_bytes(layout: Layout, shape: BlockShape) -> int:
 
 def held_blocks(layout: Layout, shape: BlockShape, largest: int, place: str) -> int:
     """Number of blocks of a pool so that consecutive batches of `largest` use other blocks, and the pool exceeds the cache."""
-    beyond = -(
-        -2 * cache_bytes(place) // block_bytes(layout, shape)
-    )  # source and destination together: four times the cache
+    # Source and destination together: four times the cache.
+    beyond = -(-2 * cache_bytes(place) // block_bytes(layout, shape))
     table = layout.resolve(shape, 1).table_size if layout.b_in_table else 1
     return max(2 * largest, min(beyond, max(MOST_ARRAYS // table, 1)))
 
@@ -286,14 +247,7 @@ def _disjoint_neighbours(
 class Ids:
     """Sets of random block ids that take turns.
 
-    Parameters
-    ----------
-    src_blocks, dst_blocks : int
-        Blocks of each pool.
-    batch : int
-        Ids per set.
-    least : int
-        Least number of sets.  `for_cache` returns the number that keeps the caches cold.
+    At least `least` of them: `for_cache` returns the number that keeps the caches cold.
 
     Examples
     --------
@@ -327,19 +281,10 @@ class Ids:
 
 
 class Yardstick:
-    """One contiguous copy in one direction, with alternating buffers that together are larger than the cache.
+    """One contiguous copy from place to place, with alternating buffers that together are larger than the cache.
 
-    Parameters
-    ----------
-    src, dst : str
-        Places: ``"cpu"``, ``"pinned"``, ``"cuda:N"``.
-    largest : int
-        Bytes of the largest copy.
-    clock : GpuClock or CpuClock
-
-    Notes
-    -----
-    On the CPU it is NumPy's copy with one thread per core, or torch's if torch is installed and faster.
+    It has room for `largest` bytes.  On the CPU it is NumPy's copy with one thread per core, or torch's if torch is installed
+    and faster.
     """
 
     def __init__(self, src: str, dst: str, largest: int, clock: GpuClock | CpuClock) -> None:
@@ -388,10 +333,8 @@ class Yardstick:
 
             def pieces(_: Any) -> None:
                 at = next(turns)
-                jobs = zip(edges[:-1], edges[1:], strict=True)
-                list(
-                    workers.map(lambda ab: np.copyto(dst[at + ab[0] : at + ab[1]], src[at + ab[0] : at + ab[1]]), jobs)
-                )
+                parts = [slice(at + begin, at + end) for begin, end in itertools.pairwise(edges)]
+                list(workers.map(lambda part: np.copyto(dst[part], src[part]), parts))
 
             found.append(self.clock.time(pieces, iters=iters, warmup=warmup))
         with contextlib.suppress(ImportError):

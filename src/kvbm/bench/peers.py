@@ -74,16 +74,8 @@ class PeerError(KvbmError):
 class Strided:
     """One half of a copy: both pools as strided tensors, block first, with the same axes in the same order.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Elements along each axis except the block's.
-    src, dst : tuple of int
-        Bytes between neighbours along each of these axes.
-    src_block, dst_block : int
-        Bytes from block to block.
-    src_address, dst_address : int
-        Address of block 0.
+    `shape` has the elements along each axis except the block's; all else is in bytes: between neighbours along each of these
+    axes, and from block to block.  Addresses are those of block 0.
     """
 
     shape: tuple[int, ...]
@@ -98,10 +90,8 @@ class Strided:
 def strided(src: Pool, dst: Pool) -> tuple[Strided, ...]:
     """Both pools as strided tensors: one pair, or one for K and one for V if their orders differ.
 
-    Raises
-    ------
-    NotApplicable
-        A layout has pitches or planes, splits have no common refinement, or strides cannot describe the allocations.
+    Raises `NotApplicable` if a layout has pitches or planes, splits have no common refinement, or strides cannot describe the
+    allocations.
     """
     for pool in (src, dst):
         if pool.layout.pitch or pool.layout.planes:
@@ -352,10 +342,7 @@ def _is_installed(module: str) -> bool:
 def load(text: str) -> Peer:
     """The function named ``module:function``.  Modules in the working directory are found, too.
 
-    Raises
-    ------
-    PeerError
-        There is no such module or function, or the module does not import.
+    Raises `PeerError`: there is no such module or function, or the module does not import.
     """
     if not all(text.partition(":")[::2]):
         raise PeerError(f"peer {text!r}: expected module:function")

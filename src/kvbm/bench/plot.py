@@ -162,9 +162,7 @@ def line(rows: Iterable[Row], x: str, y: str, *, is_log: bool = True) -> tuple[l
     for row in rows:
         at = row.positive(x) if is_log else row.number(x)
         if at in found:
-            raise SpecError(
-                f"{row.where}: the same measurement stands at {found[at].where} already; plot the files of one run"
-            )
+            raise SpecError(f"{row.where}: the same measurement stands at {found[at].where} already; plot the files of one run")
         found[at] = row
     order = sorted(found)
     return order, [found[at].positive(y) if is_log else found[at].number(y) for at in order]
@@ -319,28 +317,16 @@ KINDS = {"roofline": Kind(_SWEEP, _roofline), "bars": Kind(_SWEEP, _bars)}
 
 
 def draw(
-    tables: Sequence[Table],
-    kinds: Sequence[str] = (),
-    *,
-    pairs: Sequence[str] = (),
-    dark: bool = False,
-    note: Callable[[str], None] = lambda _: None,
-    known: Mapping[str, Kind] = KINDS,
-) -> dict[str, Figure]:
+    tables: Sequence[Table], kinds: Sequence[str] = (), *, pairs: Sequence[str] = (), dark: bool = False,
+    note: Callable[[str], None] = lambda _: None, known: Mapping[str, Kind] = KINDS,
+) -> dict[str, Figure]:  # fmt: skip
     """Draw the pictures for which the tables have rows; if `kinds` or `pairs` are given, only these.  `known` are all kinds.
 
-    Returns
-    -------
-    dict of str to matplotlib.figure.Figure
-        The figures by name.  The name is the kind, with the shape and timing if the sweep has several.  `note` is called for each
-        kind that was not requested by name and could not be drawn.
+    The name of a figure is the kind, with the shape and timing if the sweep has several.  `note` is called for each kind that
+    was not requested by name and could not be drawn.
 
-    Raises
-    ------
-    SpecError
-        Columns are missing, a requested kind has no rows, rows are from several machines, or a cell is not a number.
-    KvbmError
-        matplotlib is not installed.
+    Raises `SpecError` if columns are missing, a requested kind has no rows, rows are from several machines, or a cell is not a
+    number; `KvbmError` if matplotlib is not installed.
     """
     found: dict[str, Figure] = {}
     with looks(_settings(dark), "bench"):
@@ -382,9 +368,7 @@ def _jobs(name: str, kind: Kind, tables: Sequence[Table], pairs: tuple[str, ...]
     machines = [(gpu, held[0].where) for (gpu,), held in grouped(rows, "gpu").items()]
     if len(machines) > 1:
         (one, here), (other, there) = machines[:2]
-        raise SpecError(
-            f"{name}: a picture shows one machine, got {one} ({here}) and {other} ({there}); plot them apart"
-        )
+        raise SpecError(f"{name}: a picture shows one machine, got {one} ({here}) and {other} ({there}); plot them apart")
     footer = "\n".join(dict.fromkeys(comment for table in tables for comment in table.comments))
     groups = grouped(rows, *(column for column in ("shape", "timing") if column in kind.columns)) if rows else {}
     several = [len(set(column)) > 1 for column in zip(*groups, strict=True)]
@@ -428,22 +412,14 @@ def command(known: Mapping[str, Kind]) -> click.Command:
     @click.option("--format", "formats", default="png,svg", show_default=True, callback=comma_list(("png", "svg")),
                   metavar="FORMAT,...", shell_complete=items_of("png", "svg"), help="png, svg or both.")  # fmt: skip
     @click.option(
-        "--pair",
-        "pairs",
-        multiple=True,
-        shell_complete=complete_pair,
-        metavar="SRC:DST",
+        "--pair", "pairs", multiple=True, shell_complete=complete_pair, metavar="SRC:DST",
         help="Only this pair, as the CSV names it (may be repeated).",
-    )
+    )  # fmt: skip
     @click.option("--dark/--light", default=False, help="Light on dark, or dark on light (the default).")
     def plot(
-        files: tuple[Path, ...],
-        out: Path,
-        kinds: tuple[str, ...],
-        formats: tuple[str, ...],
-        pairs: tuple[str, ...],
+        files: tuple[Path, ...], out: Path, kinds: tuple[str, ...], formats: tuple[str, ...], pairs: tuple[str, ...],
         dark: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Draw pictures of what was measured, from the CSV files that the measurements wrote.
 
         Comment lines at the top of the files become the footers. Writes one file a picture and format, and prints their names.
@@ -451,13 +427,9 @@ def command(known: Mapping[str, Kind]) -> click.Command:
         """
         tables = [table for path in files for table in read(path)]
         figures = draw(
-            tables,
-            kinds,
-            pairs=pairs,
-            dark=dark,
-            note=lambda text: None if is_quiet() else click.echo(text, err=True),
+            tables, kinds, pairs=pairs, dark=dark, note=lambda text: None if is_quiet() else click.echo(text, err=True),
             known=known,
-        )
+        )  # fmt: skip
         for path in save(figures, out, formats or ("png", "svg"), dark=dark):
             if not is_quiet():
                 click.echo(path)

@@ -39,16 +39,7 @@ class Row(dict[str, str]):
 
 @dataclass(frozen=True)
 class Table:
-    """One header row and the rows below it.
-
-    Attributes
-    ----------
-    path : Path
-    comments : tuple of str
-        The comment lines above the header, without their ``#``: commit, machine, driver, date.
-    columns : tuple of str
-    rows : tuple of Row
-    """
+    """One header row, the rows below it, and the comment lines above it, without their ``#``: commit, machine, driver, date."""
 
     path: Path
     comments: tuple[str, ...]
@@ -59,10 +50,7 @@ class Table:
 def read(path: Path) -> list[Table]:
     """The tables of a CSV file.  A comment line begins a new table: several runs may have been appended to one file.
 
-    Raises
-    ------
-    SpecError
-        The file has only comments, a row has too few or too many cells, or the text is not UTF-8.
+    Raises `SpecError`: the file has only comments, a row has too few or too many cells, or the text is not UTF-8.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -98,46 +86,25 @@ def _table(path: Path, comments: Sequence[str], held: Sequence[tuple[int, str]])
 
 @dataclass(frozen=True)
 class Record:
-    """One row of the sweep's CSV; its fields are the columns.
-
-    Attributes
-    ----------
-    tokens_per_block, num_blocks : int
-        Tokens per block, and blocks per batch.
-    pattern : str
-        ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``.
-    direction : {"d2d", "h2d", "d2h", "h2h", "p2p"}
-    backend : str
-        Name of the backend; ``memcpy`` is the yardstick.
-    total_bytes, inner_bytes : int
-        Bytes of the batch; bytes of one layer's K or V in one block.
-    copy_size, num_copies : int
-        Bytes of the shortest run that is contiguous on both sides, and number of such runs in the batch.
-    median_ms, min_ms, max_ms : float
-    bandwidth_gbps : float
-        `total_bytes` over the median.  Every byte counts once, even if it is read and written in the same memory.
-    memcpy_ms, ratio : float
-        The yardstick's median time in the same run, and this time over `median_ms`.
-    timing : {"events", "replay", "clock"}
-    kernel, shape, gpu, driver, commit : str
-    """
+    """One row of the sweep's CSV; its fields are the columns."""
 
     tokens_per_block: int
     num_blocks: int
-    pattern: str
-    direction: str
-    backend: str
-    total_bytes: int
-    inner_bytes: int
-    copy_size: int
-    num_copies: int
+    pattern: str  # ``fc_to_fc``, ``lw_to_fc``, … or ``nhd:universal``
+    direction: str  # of `copies.DIRECTIONS`
+    backend: str  # name of the backend; ``memcpy`` is the yardstick
+    total_bytes: int  # of the batch
+    inner_bytes: int  # of one layer's K or V in one block
+    copy_size: int  # bytes of the shortest run that is contiguous on both sides
+    num_copies: int  # number of such runs in the batch
     median_ms: float
+    #: `total_bytes` over the median.  Every byte counts once, even if it is read and written in the same memory.
     bandwidth_gbps: float
     min_ms: float
     max_ms: float
-    memcpy_ms: float
-    ratio: float
-    timing: str
+    memcpy_ms: float  # the yardstick's median time in the same run
+    ratio: float  # this time over `median_ms`
+    timing: str  # "events", "replay" or "clock"
     kernel: str
     shape: str
     gpu: str
@@ -148,13 +115,7 @@ class Record:
 class Rows:
     """Writes each row at once, so that no measurement is lost if the run ends early.
 
-    Parameters
-    ----------
-    out : text file
-    comment : str
-        The text of `measure.header`.
-    columns : sequence of str, optional
-        Default: the fields of `Record`.
+    Below a comment, by default the fields of `Record`.
     """
 
     def __init__(self, out: TextIO, comment: str, columns: Sequence[str] | None = None) -> None:

@@ -101,20 +101,14 @@ def main() -> None:
 ])  # fmt: skip
 @click.argument("part", required=False, metavar="[PART]", shell_complete=complete_layout)
 @layouts_option("Also list the layouts in these files or folders (may be repeated).")
-@click.option(
-    "--aliases", "only_aliases", is_flag=True, help="List names of equal layouts, with --shape also those equal there."
-)
+@click.option("--aliases", "only_aliases", is_flag=True, help="List names of equal layouts, with --shape also those equal there.")
 @shape_option(default=None)
 @num_blocks_option("With --shape: blocks in the pool.  [default: 1024]")
 @json_option("a list of layouts; with --aliases an object")
 def layouts(
-    part: str | None,
-    paths: tuple[Path, ...],
-    only_aliases: bool,
-    shape_text: str | None,
-    num_blocks: int | None,
+    part: str | None, paths: tuple[Path, ...], only_aliases: bool, shape_text: str | None, num_blocks: int | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """List the shipped layouts: all of them, or those that have PART in their name (mla), or start with it (vllm/)."""
     listed = spec.load_all([spec.layouts_dir(), *paths])
     if shape_text is not None and not only_aliases:
@@ -250,14 +244,9 @@ def shapes(part: str | None, as_json: bool) -> None:
 @picture_option("html", "a page with the picture, the axes and the address")
 @json_option("allocations, and the stride of every axis")
 def show(
-    layout_name: str,
-    shape_text: str | None,
-    num_blocks: int,
-    svg: Path | None,
-    png: Path | None,
-    html: Path | None,
+    layout_name: str, shape_text: str | None, num_blocks: int, svg: Path | None, png: Path | None, html: Path | None,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Draw a layout: its allocations, how the axes nest, and which bytes are contiguous."""
     layout = spec.load(layout_name)
     shape_text = fitting_shape(shape_text, layout)
@@ -283,9 +272,7 @@ def show(
     "--shape", "shape_texts", multiple=True, metavar="SHAPE", help="Check at this shape (may be repeated).",
     shell_complete=complete_shape,
 )  # fmt: skip
-@click.option(
-    "--ambiguous", is_flag=True, help="Also list the layouts that accept the same arrays and read other elements."
-)
+@click.option("--ambiguous", is_flag=True, help="Also list the layouts that accept the same arrays and read other elements.")
 @json_option("a list with an object per layout")
 def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool, as_json: bool) -> None:
     """Check that layouts are valid and one-to-one at every --shape, or at the shipped shapes that fit them.
@@ -355,14 +342,9 @@ def check(given: tuple[str, ...], shape_texts: tuple[str, ...], ambiguous: bool,
 @num_blocks_option("Blocks that the arrays hold; derived from their sizes if it is not given.")
 @json_option()
 def which(
-    arrays: tuple[str, ...],
-    shape_text: str,
-    dtype: str | None,
-    engine: str | None,
-    paths: tuple[Path, ...],
-    num_blocks: int | None,
-    as_json: bool,
-) -> None:
+    arrays: tuple[str, ...], shape_text: str, dtype: str | None, engine: str | None, paths: tuple[Path, ...],
+    num_blocks: int | None, as_json: bool,
+) -> None:  # fmt: skip
     """List the layouts that fit arrays of these shapes and strides; in Python: kvbm.match(tensors, shape).
 
     An ARRAY is [COUNTx]SHAPE[:STRIDES]; strides are in elements, as torch prints them, and those of a contiguous array if not
@@ -405,17 +387,9 @@ def which(
 @picture_option("html", "a page with the picture, the loops and the explanation")
 @json_option("the loop nest, the kernels and the explanation")
 def plan(
-    src: str,
-    dst: str,
-    shape_text: str | None,
-    num_blocks: int,
-    cast: Cast,
-    dtype: str | None,
-    svg: Path | None,
-    png: Path | None,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+    src: str, dst: str, shape_text: str | None, num_blocks: int, cast: Cast, dtype: str | None, svg: Path | None,
+    png: Path | None, html: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Print how blocks are copied from SRC to DST: the loops, the kernel, and the reasons."""
     from ..planner import plan as planner
 
@@ -580,9 +554,7 @@ def _print_choices(rows: Sequence[dict[str, Any]]) -> None:
         fastest = ", ".join([*ranges, f"then {last}" if ranges else last])
         table.add_row(row["direction"], size_text(row["run_bytes"]), fastest, *cells)
     print_table(table)
-    print_prose(
-        "The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table."
-    )
+    print_prose("The three columns on the right are GB/s for 64 blocks of 1 MiB, computed from the costs fitted to the table.")
 
 
 @main.command(examples=["kvbm doctor", "kvbm doctor --json"])

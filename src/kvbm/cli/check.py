@@ -70,9 +70,7 @@ def chosen(given: Iterable[str]) -> Iterator[str | Path]:
         if path.is_dir() and spec.load_shipped(text) is None:
             files = [file for file in sorted(path.rglob("*.yaml")) if file.relative_to(path).parts[0] != "shapes"]
             if not files:
-                raise SpecError(
-                    f"{path}: expected .yaml files of layouts in this folder, got none; pass a file or a name"
-                )
+                raise SpecError(f"{path}: expected .yaml files of layouts in this folder, got none; pass a file or a name")
             yield from files
         else:
             yield text

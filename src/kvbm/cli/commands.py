@@ -124,14 +124,9 @@ class Real(_Words, click.FloatRange):
 
 
 class _Common(click.Command):
-    """Adds examples and the options of `GLOBAL`.
+    """Adds examples, command lines that the help lists and that run as they are, and the options of `GLOBAL`.
 
-    Parameters
-    ----------
-    examples : sequence of str
-        Command lines, which the help lists.  Each of them runs as it is.
-    other_names : mapping, optional
-        Options as other programs name them → the option of this command, which the error then suggests.
+    `other_names` are options as other programs name them → the option of this command, which the error then suggests.
     """
 
     def __init__(
@@ -174,24 +169,17 @@ class Command(_Common):
 class Group(_Common, click.Group):
     """A group of commands that may raise `KvbmError` and may be defined in other modules.
 
-    Parameters
-    ----------
-    lazy : mapping, optional
-        Name of a command → module, relative to this package, that defines it under this name, with ``_``
-        for ``-``.  The module is imported when the command is used.
-    sections : mapping, optional
-        Title → names of commands, in the order of the help.  Commands that no section names follow under ``Commands``.
+    `lazy` maps the name of a command to the module, relative to this package, that defines it under this name, with ``_`` for
+    ``-``. The module is imported when the command is used.  `sections` maps titles to names of commands, in the order of the
+    help; commands that no section names follow under ``Commands``.
     """
 
     command_class = Command
 
     def __init__(
-        self,
-        *args: Any,
-        lazy: Mapping[str, str] | None = None,
-        sections: Mapping[str, Sequence[str]] | None = None,
+        self, *args: Any, lazy: Mapping[str, str] | None = None, sections: Mapping[str, Sequence[str]] | None = None,
         **rest: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(*args, **rest)
         self.lazy = lazy or {}
         self.sections = sections or {}

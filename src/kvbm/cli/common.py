@@ -18,14 +18,7 @@ from ..errors import LayoutError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
 from .commands import Whole, is_coloured, is_quiet
-from .complete import (
-    complete_any_device,
-    complete_device,
-    complete_dtype,
-    complete_layout,
-    complete_shape,
-    some_of,
-)
+from .complete import complete_any_device, complete_device, complete_dtype, complete_layout, complete_shape, some_of
 from .values import device
 
 if TYPE_CHECKING:
@@ -307,17 +300,7 @@ def json_option(what: str = "") -> Callable[[Any], Any]:
     return click.option("--json", "as_json", is_flag=True, help=f"Print JSON instead{f': {what}' if what else ''}.")
 
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
 def size_of(text: str, most_tib: int = 1) -> int:
@@ -360,14 +343,9 @@ def picture_option(suffix: str, what: str) -> Callable[[Any], Any]:
 
 
 def write_pictures(
-    make: Callable[[], Any],
-    svg: Path | None,
-    png: Path | None = None,
-    html: Path | None = None,
-    page: Callable[[], str] | None = None,
-    *,
-    quiet: bool = False,
-) -> None:
+    make: Callable[[], Any], svg: Path | None, png: Path | None = None, html: Path | None = None,
+    page: Callable[[], str] | None = None, *, quiet: bool = False,
+) -> None:  # fmt: skip
     """Write the picture, and the `page` for `html`, to the given files.  All paths are checked before drawing.
 
     The paths are printed, unless `quiet`.

@@ -20,13 +20,7 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def some_of(*words: str, names: Callable[[], Iterable[str]] = tuple, files: bool = False) -> Complete:
-    """Complete one of the words, or of the names, which are looked up when they are needed.
-
-    Parameters
-    ----------
-    files : bool
-        The option also takes the path of a file.
-    """
+    """Complete one of the words, or of the names, which are looked up when they are needed; with `files` also a file's path."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
         found = [CompletionItem(word) for word in (*words, *names()) if word.startswith(incomplete)]
@@ -47,7 +41,7 @@ def items_of(*words: str, names: Callable[[], Iterable[str]] = tuple, separator:
     return complete
 
 
-def _shapes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_shape(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A preset; behind its comma a size or ``dtype=``, and the dtype."""
     before, comma, last = incomplete.rpartition(",")
     if not comma:
@@ -60,9 +54,6 @@ def _engines() -> set[str]:
     return {name.partition("/")[0] for name in spec.layouts() if "/" in name}
 
 
-complete_layout = some_of(names=spec.layouts, files=True)
-complete_shape: Complete = _shapes
-complete_dtype = some_of(*ITEMSIZE)
 def complete_pair(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """``SRC:DST``: the source, then ``:`` and the destination."""
     before, colon, last = incomplete.rpartition(":")
@@ -70,6 +61,8 @@ def complete_pair(ctx: click.Context, param: click.Parameter, incomplete: str) -
     return [CompletionItem(f"{before}{colon}{one.value}") for one in names]
 
 
+complete_layout = some_of(names=spec.layouts, files=True)
+complete_dtype = some_of(*ITEMSIZE)
 complete_engine = some_of(names=_engines)
 complete_device = some_of("cuda:0", "cuda:1")
 complete_any_device = some_of("cpu", "cuda:0", "cuda:1")

@@ -26,18 +26,10 @@ _FOLDER = Path(__file__).parents[1]
 
 
 def exit_code(marks: Iterable[tuple[str, str, str]]) -> int:
-    """The exit code of ``kvbm doctor``.
+    """The exit code of ``kvbm doctor`` for what `findings` yields.
 
-    Parameters
-    ----------
-    marks : iterable of (str, str, str)
-        As `findings` yields them.
-
-    Returns
-    -------
-    int
-        0: everything that was built can be used, or there is no GPU.  16: the package is broken.  19: there are CUDA kernels and
-        a driver, but no GPU can run the kernels.
+    0: everything that was built can be used, or there is no GPU.  16: the package is broken.  19: there are CUDA kernels and a
+    driver, but no GPU can run the kernels.
     """
     broken = {what for mark, what, _ in marks if mark == "broken"}
     if broken & _PACKAGE:

@@ -109,24 +109,12 @@ def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
 @_BLOCKS
 @cast_options("OUT")
 @device_option("Where to convert.")
-@click.option(
-    "--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast."
-)
+@click.option("--no-verify", is_flag=True, help="Do not compare or compute digests; OUT gets those of IN, or none with --cast.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")  # fmt: skip
 def convert(
-    source: Path,
-    target: Path,
-    src_name: str | None,
-    dst_name: str,
-    shape_text: str | None,
-    num_blocks: int | None,
-    blocks: Sequence[range] | None,
-    cast: Cast,
-    dtype: str | None,
-    device: str,
-    no_verify: bool,
-    force: bool,
-) -> None:
+    source: Path, target: Path, src_name: str | None, dst_name: str, shape_text: str | None, num_blocks: int | None,
+    blocks: Sequence[range] | None, cast: Cast, dtype: str | None, device: str, no_verify: bool, force: bool,
+) -> None:  # fmt: skip
     """Convert a safetensors file of blocks from one layout to another.
 
     A file holds one tensor per allocation, alloc_00000, alloc_00001, … in table order. Layout, fingerprint and shape are in
@@ -154,20 +142,10 @@ def convert(
     stored = store.read(source)
     with _bar(f"{source} → {dst_layout.name}") as update:
         made = store.convert(
-            stored,
-            target,
-            dst_layout,
-            _listed(blocks, stored),
-            src_layout=src_layout,
-            shape=load_shape(shape_text) if shape_text else None,
-            num_blocks=num_blocks,
-            cast=cast,
-            dtype=dtype,
-            device=device,
-            verify=not no_verify,
-            force=force,
-            progress=update,
-        )
+            stored, target, dst_layout, _listed(blocks, stored), src_layout=src_layout,
+            shape=load_shape(shape_text) if shape_text else None, num_blocks=num_blocks, cast=cast, dtype=dtype,
+            device=device, verify=not no_verify, force=force, progress=update,
+        )  # fmt: skip
     seconds = time.perf_counter() - start
     assert made.shape is not None
     assert made.num_blocks is not None
@@ -212,9 +190,7 @@ def verify(paths: tuple[Path, ...], src_name: str | None, blocks: Sequence[range
         if not as_json:
             for one in found:
                 click.echo(f"{shown(path)}: {one}")
-            click.echo(
-                f"{shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}"
-            )
+            click.echo(f"{shown(path)}: {checked:,} blocks compared, {f'{len(found):,} wrong' if found else 'all as they were'}")
         return {"num_blocks": stored.num_blocks, "compared": checked, "wrong": [_as_json(one) for one in found]}
 
     code = _each(paths, look, as_json)
@@ -240,14 +216,9 @@ def _as_json(one: Damage) -> dict[str, Any]:
 @click.option("--write", is_flag=True, help="Add digests to files that have none.")
 @_JSON
 def digest(
-    paths: tuple[Path, ...],
-    src_name: str | None,
-    shape_text: str | None,
-    num_blocks: int | None,
-    blocks: Sequence[range] | None,
-    write: bool,
-    as_json: bool,
-) -> None:
+    paths: tuple[Path, ...], src_name: str | None, shape_text: str | None, num_blocks: int | None,
+    blocks: Sequence[range] | None, write: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Print the digest of each block of safetensors files.
 
     A digest depends on the contents of a block and not on the layout: a converted file has the same digests. It is computed

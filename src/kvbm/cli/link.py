@@ -109,9 +109,7 @@ def link() -> None:
               help="Address to listen on; port 0 selects a free port. Without a secret, a loopback or private one.  "
               f"[default: 127.0.0.1:{PORT}; with a secret 0.0.0.0:{PORT}]")  # fmt: skip
 @_secret_option
-@click.option(
-    "--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in."
-)
+@click.option("--insecure", is_flag=True, help="Listen at any address without a secret: everybody who reaches it comes in.")
 @click.option("--wire", "only", type=_WIRES, help="Accept only this wire.  [default: any]")
 @_side_options("vllm/flash_attn_hnd", 64)
 @size_option("--memory", default="16GiB", help="The most memory that senders may request, together.")
@@ -120,18 +118,9 @@ def link() -> None:
 @click.option("--once", is_flag=True, help="Serve one sender, then exit with its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead, one object per line: address, then senders.")
 def serve(
-    address: tuple[str, int] | None,
-    secret_file: str | None,
-    insecure: bool,
-    only: str | None,
-    device: str,
-    layout: str,
-    nt: int,
-    memory: int,
-    timeout: float,
-    once: bool,
-    as_json: bool,
-) -> None:
+    address: tuple[str, int] | None, secret_file: str | None, insecure: bool, only: str | None, device: str,
+    layout: str, nt: int, memory: int, timeout: float, once: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Receive from `kvbm link send` until Ctrl-C.
 
     Who has the secret, or without one who reaches the port, can use memory of this machine and write to what this command
@@ -173,12 +162,7 @@ def serve(
 class Senders:
     """Serves senders, each on the thread of its conversation, so none waits for another.  All of them share the memory.
 
-    Attributes
-    ----------
-    count : int
-        Number of senders that said what they want.
-    ended : SimpleQueue of int
-        Exit codes of the senders that have ended.
+    `count` is the number of those that said what they want, and `ended` has the exit codes of those that have ended.
     """
 
     def __init__(self, side: Side, *, only: str | None, memory: int, timeout: float, once: bool, as_json: bool) -> None:
@@ -207,14 +191,9 @@ class Senders:
         try:
             with _telling_peer(talk, f"{talk.peer}: the memory that was asked for"):
                 serve_sender(
-                    talk,
-                    self._side,
-                    talk.here,
-                    only=self._only,
-                    memory=self._memory,
-                    served=served,
+                    talk, self._side, talk.here, only=self._only, memory=self._memory, served=served,
                     timeout=self._timeout,
-                )
+                )  # fmt: skip
         except (KvbmError, OSError) as error:
             failed = error
         except Exception as error:  # for any error, so that the command goes on
@@ -262,21 +241,10 @@ class Senders:
               help="Seconds that a connection, an answer or a sequence may take.")  # fmt: skip
 @json_option()
 def send(
-    address: tuple[str, int],
-    secret_file: str | None,
-    wire: str,
-    sizes: tuple[int, ...],
-    tokens: tuple[int, ...],
-    shape_text: str | None,
-    device: str,
-    layout: str,
-    nt: int,
-    repeat: int,
-    chunk_bytes: int | None,
-    ring_bytes: int | None,
-    timeout: float,
-    as_json: bool,
-) -> None:
+    address: tuple[str, int], secret_file: str | None, wire: str, sizes: tuple[int, ...], tokens: tuple[int, ...],
+    shape_text: str | None, device: str, layout: str, nt: int, repeat: int, chunk_bytes: int | None,
+    ring_bytes: int | None, timeout: float, as_json: bool,
+) -> None:  # fmt: skip
     """Send sequences to a machine that runs `kvbm link serve`, and print the speed.
 
     A sequence is packed, sent in chunks, unpacked into another layout and block size, and verified by digests. The time ends
@@ -362,13 +330,9 @@ def _print_table(head: dict[str, Any], rows: Sequence[Row], error: BaseException
     console = terminal()
     for way in ("from", "to"):
         one = head[way]
-        click.echo(
-            f"{way:4}  {one['host']}: {one['device']}, {one['layout']}, {one['tokens_per_block']} tokens per block"
-        )
+        click.echo(f"{way:4}  {one['host']}: {one['device']}, {one['layout']}, {one['tokens_per_block']} tokens per block")
     note = head["note_us"]
-    click.echo(
-        f"by    {head['wire']}; a note there and back takes {note['median']:,.0f} µs (at least {note['min']:,.0f})"
-    )
+    click.echo(f"by    {head['wire']}; a note there and back takes {note['median']:,.0f} µs (at least {note['min']:,.0f})")
     titles = ("tokens", "MB", "chunks", "ms", "GB/s", "wire", "of it", "memcpy", "µs per chunk", "again", "stalls")
     table = new_table(*titles, right=titles)
     table.padding = (0, 1 if console.width >= 92 else 0, 0, 0)

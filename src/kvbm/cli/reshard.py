@@ -51,9 +51,7 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @click.argument("src", metavar="A", shell_complete=_complete)
 @click.argument("dst", metavar="B", shell_complete=_complete)
 @shape_option()
-@click.option(
-    "--tokens", type=Whole(1, 1 << 40), metavar="N", help="Also print the bytes of a sequence of this length."
-)
+@click.option("--tokens", type=Whole(1, 1 << 40), metavar="N", help="Also print the bytes of a sequence of this length.")
 @click.option("--stripe", is_flag=True, help="Source ranks with the same data send a share each.")
 @click.option(
     "--gather",

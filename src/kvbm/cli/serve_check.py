@@ -6,7 +6,9 @@ Only click is imported here before something runs, as for every command.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,28 +42,9 @@ def _ranks(command: Any) -> Any:
     return command
 
 
-def _orders() -> tuple[str, ...]:
-    from ..engines.vllm import ORDERS
-
-    return ORDERS
-
-
-def _cache_dtypes() -> tuple[str, ...]:
-    from ..integrations.vllm.models import CACHE_DTYPES
-
-    return tuple(CACHE_DTYPES)
-
-
-def _host_values() -> tuple[str, ...]:
-    from ..integrations.host_values import FORMATS
-
-    return tuple(FORMATS)
-
-
-def _backends() -> tuple[str, ...]:
-    from ..engines.vllm import LATENT, SIDE_BY_SIDE
-
-    return (*SIDE_BY_SIDE, *LATENT)
+def _of(module: str, *tables: str) -> Callable[[], Iterator[str]]:
+    """The names in these tables of a module, which is imported when the shell asks for them."""
+    return lambda: chain.from_iterable(getattr(import_module(module, __package__), table) for table in tables)
 
 
 @click.command(
@@ -82,24 +65,15 @@ def _backends() -> tuple[str, ...]:
     ],
 )
 @click.option(
-    "--vllm",
-    "given",
-    required=True,
-    metavar="MODEL",
-    shell_complete=some_of(files=True),
+    "--vllm", "given", required=True, metavar="MODEL", shell_complete=some_of(files=True),
     help="A config.json, its folder, or a model in Hugging Face's cache.",
-)
+)  # fmt: skip
 @_ranks
 @click.option("--block-size", "nt", default=16, show_default=True, type=_COUNT, metavar="N", help="Tokens per block.")
 @click.option(
-    "--kv-cache-dtype",
-    "cache_dtype",
-    default="auto",
-    show_default=True,
-    metavar="TYPE",
-    help="As vLLM's flag.",
-    shell_complete=some_of(names=_cache_dtypes),
-)
+    "--kv-cache-dtype", "cache_dtype", default="auto", show_default=True, metavar="TYPE", help="As vLLM's flag.",
+    shell_complete=some_of(names=_of("..integrations.vllm.models", "CACHE_DTYPES")),
+)  # fmt: skip
 @click.option(
     "--dtype",
     metavar="TYPE",
@@ -107,41 +81,26 @@ def _backends() -> tuple[str, ...]:
     shell_complete=complete_dtype,
 )
 @click.option(
-    "--layout",
-    "order",
-    default="LBHNC",
-    show_default=True,
-    metavar="ORDER",
-    help="VLLM_KV_CACHE_LAYOUT.",
-    shell_complete=some_of(names=_orders),
-)
+    "--layout", "order", default="LBHNC", show_default=True, metavar="ORDER", help="VLLM_KV_CACHE_LAYOUT.",
+    shell_complete=some_of(names=_of("..engines.vllm", "ORDERS")),
+)  # fmt: skip
 @click.option(
-    "--backend",
-    default="",
-    metavar="NAME",
-    shell_complete=some_of(names=_backends),
+    "--backend", default="", metavar="NAME", shell_complete=some_of(names=_of("..engines.vllm", "SIDE_BY_SIDE", "LATENT")),
     help="Attention backend; FLASH_ATTN or FLASH_ATTN_MLA if not given.",
-)
+)  # fmt: skip
 @click.option(
-    "--host-gib",
-    default=64.0,
-    show_default=True,
-    type=Real(0, 1 << 20, min_open=True),
-    metavar="GIB",
+    "--host-gib", default=64.0, show_default=True, type=Real(0, 1 << 20, min_open=True), metavar="GIB",
     help="Host memory of all ranks.",
-)
+)  # fmt: skip
 @click.option(
-    "--host-layout",
-    default="pages",
-    show_default=True,
-    metavar="LAYOUT",
+    "--host-layout", default="pages", show_default=True, metavar="LAYOUT",
     shell_complete=some_of("pages", names=spec.layouts),
     help="Layout of blocks in host memory; pages: as the engine has them.",
-)
+)  # fmt: skip
 @click.option(
     "--host-values",
     metavar="VALUES",
-    shell_complete=some_of(names=_host_values),
+    shell_complete=some_of(names=_of("..integrations.host_values", "FORMATS")),
     help="Quantise blocks on the way to host memory: fp8, mxfp8 or nvfp4.",
 )
 @click.option(
@@ -157,32 +116,18 @@ def _backends() -> tuple[str, ...]:
     help="With --folder: the most bytes of all its files, such as 500GiB.",
 )
 @click.option(
-    "--num-blocks",
-    "blocks",
-    default=64,
-    show_default=True,
-    type=_COUNT,
-    metavar="N",
+    "--num-blocks", "blocks", default=64, show_default=True, type=_COUNT, metavar="N",
     help="Blocks of the store and the load that are planned.",
-)
+)  # fmt: skip
 @click.option(
-    "--to",
-    "to_text",
-    metavar="PLACEMENT",
-    shell_complete=items_of(*_NUMBERS, *(f"{name}=" for name in _TEXTS)),
+    "--to", "to_text", metavar="PLACEMENT", shell_complete=items_of(*_NUMBERS, *(f"{name}=" for name in _TEXTS)),
     help="The engine that decodes: tp1,nt64,layout=LBNHC; what it does not say is as in this engine.",
-)
+)  # fmt: skip
 @click.option(
-    "--tokens",
-    default=8192,
-    show_default=True,
-    type=Whole(1, 1 << 20),
-    metavar="N",
+    "--tokens", default=8192, show_default=True, type=Whole(1, 1 << 20), metavar="N",
     help="Tokens of a request, with --to.",
-)
-@cast_option(
-    'With --to and another kv-cache-dtype: "cast" of both engines, amax, a number, or JSON, as kvbm convert has it.'
-)
+)  # fmt: skip
+@cast_option('With --to and another kv-cache-dtype: "cast" of both engines, amax, a number, or JSON, as kvbm convert has it.')
 @gpu_option("GPU whose measured speeds are printed.")
 @json_option()  # fmt: skip
 def serve_check(
@@ -329,9 +274,7 @@ def _groups(names: list[str]) -> str:
 
 
 def _copy(one: dict[str, Any]) -> str:
-    speed = (
-        f"{one['gbps']:g} GB/s ({one['measured']})" if one["gbps"] else "speed not measured on this machine (kvbm tune)"
-    )
+    speed = f"{one['gbps']:g} GB/s ({one['measured']})" if one["gbps"] else "speed not measured on this machine (kvbm tune)"
     kvbm_work = f"{one['launches']} {'launch' if one['launches'] == 1 else 'launches'} of a kernel"
     if one["descriptors"]:
         kvbm_work += f", {one['descriptors']:,} descriptors"

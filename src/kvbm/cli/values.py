@@ -55,12 +55,8 @@ def device(_: click.Context, parameter: click.Parameter, value: str | None) -> s
 def usable_device(option: str, index: int | None, otherwise: str) -> str:
     """``cuda:N`` for a given number; else the first GPU, or ``cpu`` if kvbm can use none.
 
-    If kvbm was built without CUDA kernels, a message says what it does `otherwise`.
-
-    Raises
-    ------
-    DeviceNotFoundError
-        There is no such GPU.
+    If kvbm was built without CUDA kernels, a message says what it does `otherwise`.  Raises `DeviceNotFoundError` if there is
+    no such GPU.
     """
     from .. import _core
 

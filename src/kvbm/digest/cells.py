@@ -30,18 +30,10 @@ _KEY_LIMIT = 1 << 32
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a section's cells.
+    """The keys of a section's cells: the address map to keys times `CELL`, and the keys per token of the whole model.
 
-    Attributes
-    ----------
-    section : Section
-        The address map to keys times `CELL`.
-    lanes : int
-        Keys per token of the whole model.
-    rows : tuple of (str, str, int)
-        For each plane: its name, the axis of its rows, and elements per cell.
-    cells : tuple of (int, int)
-        For each plane: the place of its first cell, and bytes per cell.
+    For each plane, `rows` has its name, the axis of its rows, and elements per cell; `cells` has the place of its first cell,
+    and bytes per cell.
     """
 
     section: Section
@@ -114,9 +106,7 @@ class Model:
         """Yield axis, coordinates, and the model's number of coordinates."""
         for axis, held, count in (("l", self.layers, self.nl), ("h", self.heads, self.nh)):
             if (held is None) != (count is None):
-                raise LayoutError(
-                    f"axis '{axis}': expected its coordinates and how many the model has, got one of them"
-                )
+                raise LayoutError(f"axis '{axis}': expected its coordinates and how many the model has, got one of them")
             if held is not None and count is not None:
                 held = _coordinates(held) or ()
                 ends = (held[0], held[-1]) if isinstance(held, range) and held else held
@@ -145,21 +135,10 @@ Choice = tuple[str, Any]
 
 
 def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Choice] = ()) -> Keys:
-    """The keys of a pool's cells, or of a part of them.
+    """The keys of a pool's cells, or of a part of them: `choices` are the selections, axis and coordinates, in their order.
 
-    Parameters
-    ----------
-    whole : Section
-        All of a pool.
-    model : Model, optional
-        The part of a model that the pool holds.
-    choices : iterable of (str, coordinates)
-        The selections, in their order.
-
-    Raises
-    ------
-    PlanError
-        Elements share a byte along an axis that is not the last of their plane, or the model does not fit the pool.
+    Raises `PlanError` if elements share a byte along an axis that is not the last of their plane, or the model does not fit the
+    pool.
     """
     require_model(model)
     choices = list(choices)
@@ -330,25 +309,11 @@ def _formal(access: Access) -> Access:
 def alone(
     section: Section, keys: Keys, alignment: int, title: str, *, turns: bool = False
 ) -> list[tuple[Launch, list[CellParams]]]:
-    """The launches that digest a section, and their parameters for its cells.
+    """The launches that digest a section, and their parameters for its cells.  `keys` are of the same coordinates.
 
-    Parameters
-    ----------
-    section : Section
-        The section.
-    keys : Keys
-        Keys of the same coordinates.
-    alignment : int
-        Alignment of every base address (bytes).
-    title : str
-        Title for messages.
-    turns : bool
-        Read words with elements of several cells, and transpose them: on a GPU this is faster than gathering each cell.
-
-    Raises
-    ------
-    PlanError
-        The elements of a cell are in several arrays.
+    `alignment` is that of every base address (bytes).  With `turns`, words with elements of several cells are read and
+    transposed: on a GPU this is faster than gathering each cell.  Raises `PlanError` if the elements of a cell are in several
+    arrays.
     """
     made = between(formal(section), keys.section, title)
     cells = [
@@ -394,12 +359,9 @@ def _by_cells(part: Part) -> Iterator[Part]:
         held = part.run_bytes - over
         yield replace(part, inner=(run._replace(extent=held), *part.inner[1:]))
         part = replace(
-            part,
-            src_offset=part.src_offset + held,
-            dst_offset=part.dst_offset + held,
-            key=part.key + held * run.key,
+            part, src_offset=part.src_offset + held, dst_offset=part.dst_offset + held, key=part.key + held * run.key,
             inner=(run._replace(extent=over), *part.inner[1:]),
-        )
+        )  # fmt: skip
     yield part
 
 
@@ -475,9 +437,7 @@ def _cell_params(part: Part, steps: tuple[int, ...] = (), word: int = 0) -> Cell
     keys = [mode.key // CELL for mode in (*part.outer, *part.inner)]
     reach = sum((mode.extent - 1) * mode.key for mode in part.inner)
     if max(keys, default=0) >= _KEY_LIMIT or reach >= _KEY_LIMIT * CELL:
-        raise PlanError(
-            f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens per block, got {part.inner}"
-        )
+        raise PlanError(f"a digest of a part with keys beyond 32 bits: expected fewer layers or tokens per block, got {part.inner}")
     count = len(part.outer)
     return CellParams(part.key // CELL, tuple(keys[:count]), (1, *keys[count + 1 :]), steps, word)
 
@@ -527,12 +487,7 @@ def _fused_cast(part: CastPart, alignments: tuple[int, int], keys: Keys) -> tupl
 
     The keys of its inner modes count bytes: `CELL` for each cell.  Each thread of a warp has an item of eight elements, of two
     neighbouring groups, and several threads share a cell.  So consecutive items of a group must be consecutive parts of whole
-    cells, and so must be the scales of consecutive groups.
-
-    Raises
-    ------
-    PlanError
-        The parts of a cell do not lie so.
+    cells, and so must be the scales of consecutive groups, else a `PlanError` is raised.
     """
     launch = cast_launch(part, alignments)
     if launch.kernel[0].values not in DIGESTED_CASTS:
@@ -609,13 +564,7 @@ def _shared(work: Sequence[tuple[Part, Form, CellParams]]) -> Iterator[tuple[Lau
 
 
 def _fused_form(part: Part, form: Form, keys: Keys) -> tuple[Form, CellParams]:
-    """The kernel that copies and digests a part, and its parameters.
-
-    Raises
-    ------
-    PlanError
-        There is none: the words that it would copy are not the cells.
-    """
+    """The kernel that copies and digests a part, and its parameters; `PlanError` if the words that it would copy are no cells."""
     if form.kind == "tile":
         return _fused_tile(part, form, keys)
     _require_cells(part, form, keys, ())

@@ -35,14 +35,8 @@ def fused_copies(
 class CopyDigests:
     """The launches that digest a copy.
 
-    Attributes
-    ----------
-    direct, permute : list of Copy or str
-        Kernels that copy and digest; or the reason why there are none.
-    both : tuple of two lists of Copy
-        Kernels that only digest, for each side.
-    slots : sequence of Copy
-        Kernels that digest the slots of a staged copy, if its kernels do not.
+    Kernels that copy and digest (or the reason why there are none) are `direct` and `permute`.  Those that only digest are
+    `both`, for each side, and `slots`, for those of a staged copy, if its kernels do not digest.
     """
 
     direct: list[_core.Copy] | str
@@ -98,37 +92,17 @@ def _kernels(copies: Sequence[_core.Copy]) -> str:
 class Proof:
     """The digests of both sides of a copy that verifies, and their comparison, which `Done.synchronize` calls.
 
-    Only the copy's `Done` keeps it and its memory alive.  If the `Done` is dropped without `synchronize`, the next copy raises the
-    error.
-
-    Parameters
-    ----------
-    title : str
-        Title of the copy for messages.
-    count : int
-        Number of pairs.
-    device : int
-        Device that runs the kernels; -1: the host.
-    unreported : list of DigestError
-        Receives the error of a copy with a dropped `Done`.
-    pairs : Pairs
-        The pairs of the copy.
-    where : callable
-        Returns a text on where given pairs differ.
+    Only the copy's `Done` keeps it and its memory alive.  If the `Done` is dropped without `synchronize`, its error goes to
+    `unreported`, and the next copy raises it.  `where` returns a text on where given pairs differ.  On the host `device` is -1.
     """
 
     _memory: npt.NDArray[np.uint64] | None = None
     _is_asked = True  # also True before there is a copy
 
     def __init__(
-        self,
-        title: str,
-        count: int,
-        device: int,
-        unreported: list[DigestError],
-        pairs: _core.Pairs,
+        self, title: str, count: int, device: int, unreported: list[DigestError], pairs: _core.Pairs,
         where: Callable[[Sequence[int]], str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.title, self.count = title, count
         self._pairs, self._where, self._unreported = pairs, where, unreported
         self._pinned = pinned if device >= 0 else None

@@ -297,9 +297,7 @@ class FromEngines:
         if "l" in wanted and "l" not in dims:
             tensors, dims = [_joined(tensors, what)], ["l", *dims]
         if sorted(dims) != sorted(wanted):
-            raise BindError(
-                f"{what}: expected tensors of the dimensions {' '.join(wanted)} in any order, got {' '.join(dims)}"
-            )
+            raise BindError(f"{what}: expected tensors of the dimensions {' '.join(wanted)} in any order, got {' '.join(dims)}")
         sizes: dict[str, int] = {}
         for index, tensor in enumerate(tensors):
             if len(tensor.shape) != len(dims):
@@ -308,9 +306,7 @@ class FromEngines:
                 )
             for axis, size in zip(dims, tensor.shape, strict=True):
                 if sizes.setdefault(axis, int(size)) != size:
-                    raise BindError(
-                        f"{what}: tensor {index}: axis '{axis}': expected {sizes[axis]} as in tensor 0, got {size}"
-                    )
+                    raise BindError(f"{what}: tensor {index}: axis '{axis}': expected {sizes[axis]} as in tensor 0, got {size}")
         table = [axis for term in layout.orders[0].table for axis in term.axes]
         if "o" in table:
             sizes["o"] = 2
@@ -342,9 +338,7 @@ def _unfused(
             raise BindError(f"{what}: dims {' '.join(dims)!r}: '{name}': expected one of {', '.join(sizes)} first")
         for tensor in found:
             if len(tensor.shape) != len(names):
-                raise BindError(
-                    f"{what}: expected {len(names)} dimensions ({' '.join(dims)}), got {tuple(tensor.shape)}"
-                )
+                raise BindError(f"{what}: expected {len(names)} dimensions ({' '.join(dims)}), got {tuple(tensor.shape)}")
         found = [_split(tensor, at, (sizes[first], -1), f"{what}: dimension '{name}'") for tensor in found]
         names[at : at + 1] = [first, rest]
     return found, names
@@ -464,9 +458,7 @@ def _shape_of_planes(layout: Layout, tensors: Sequence[Any], dims: str | None, e
             raise BindError(f"{what}: tensor 0: dimension '{name}': expected a multiple of {before}, got {size}")
         sizes[axis] = size // before
     if missing := [axis for axis in "blht" if axis in layout.present and axis not in sizes]:
-        raise BindError(
-            f"{what}: dims {dims!r}: axis {missing[0]!r} missing: expected it there, or shape=BlockShape(…)"
-        )
+        raise BindError(f"{what}: dims {dims!r}: axis {missing[0]!r} missing: expected it there, or shape=BlockShape(…)")
     elements = int(first.shape[-1]) * (first.element_size() if hasattr(first, "element_size") else first.itemsize)
     held = math.prod(map(int, first.shape[:-1])) * elements
     # An element has at least four bits.  Take the largest size: if a pitch leaves room, smaller sizes leave gaps.

@@ -123,15 +123,8 @@ class Group:
     def arrays(self, kv_caches: Mapping[str, Any]) -> list[Any]:
         """The tensors of `kv_caches` for a `Pool` with this layout and shape: views of the same memory.
 
-        Parameters
-        ----------
-        kv_caches : mapping of str to tensor
-            The argument of a connector's ``register_kv_caches``.  It may contain other layers, too.
-
-        Raises
-        ------
-        BindError
-            A layer is missing, or shapes, strides or offsets differ from the config.
+        `kv_caches` is the argument of a connector's ``register_kv_caches``.  It may contain other layers, too.  Raises
+        `BindError` if a layer is missing, or shapes, strides or offsets differ from the config.
         """
         if missing := [name for name in self.names if name not in kv_caches]:
             raise BindError(f"{self}: layer {missing[0]!r}: expected it in kv_caches, got {_some(kv_caches)}")
@@ -203,9 +196,7 @@ def groups(
         names = tuple(_of(tensor, "kv_cache_config.kv_cache_tensors[…]", "layers"))
         indices = [index for index, one in enumerate(kv_groups) if names[0] in one.layer_names]
         if len(indices) != 1:
-            raise BindError(
-                f"vLLM: layer {names[0]!r}: expected it in one group of kv_cache_groups, got it in {len(indices)}"
-            )
+            raise BindError(f"vLLM: layer {names[0]!r}: expected it in one group of kv_cache_groups, got it in {len(indices)}")
         if group in (None, indices[0]):
             found.append(
                 _group(vllm_config, kv_cache_config, kv_groups[indices[0]], indices[0], tensor, names, order, layout)
@@ -220,15 +211,9 @@ def groups(
 
 
 def _group(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    kv_group: Any,
-    index: int,
-    tensor: Any,
-    names: tuple[str, ...],
-    order: str,
+    vllm_config: Any, kv_cache_config: Any, kv_group: Any, index: int, tensor: Any, names: tuple[str, ...], order: str,
     layout: Any,
-) -> Group:
+) -> Group:  # fmt: skip
     what = f"vLLM: group {index}, layer {names[0]!r}"
     cache_spec = kv_group.kv_cache_spec
     cache_spec = getattr(cache_spec, "kv_cache_specs", {}).get(names[0], cache_spec)  # layers of one type with different sizes
@@ -238,14 +223,10 @@ def _group(
             + _readable(kv_cache_config)
         )
     if getattr(tensor, "host_resident", False):
-        raise BindError(
-            f"{what}: its blocks are in a host pool with separate numbers; expected blocks on the device"
-        )
+        raise BindError(f"{what}: its blocks are in a host pool with separate numbers; expected blocks on the device")
     tokens, per_state = int(cache_spec.block_size), getattr(cache_spec, "tokens_per_state", 1)
     if per_state != 1:
-        raise BindError(
-            f"{what}: {per_state} tokens share a state (compressed); expected one state per token: no layout is known"
-        )
+        raise BindError(f"{what}: {per_state} tokens share a state (compressed); expected one state per token: no layout is known")
     heads = int(getattr(cache_spec, "num_head_slots", None) or cache_spec.num_kv_heads)
     blocks = int(kv_cache_config.num_blocks)
     content = int(cache_spec.state_content_size_bytes)
@@ -257,9 +238,7 @@ def _group(
     chosen = spec.as_layout(name)
     parallel = vllm_config.parallel_config
     if (pcp := getattr(parallel, "prefill_context_parallel_size", 1)) != 1:
-        raise BindError(
-            f"{what}: prefill_context_parallel_size: expected 1, got {pcp}: a placement cannot describe its ranks"
-        )
+        raise BindError(f"{what}: prefill_context_parallel_size: expected 1, got {pcp}: a placement cannot describe its ranks")
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
     model, layers = vllm_config.model_config, tuple(number_of_layer(name) for name in names)
     return Group(
@@ -274,10 +253,14 @@ def _group(
     )  # fmt: skip
 
 
+def specs_of(cache_spec: Any) -> list[Any]:
+    """The specs of a group's layers: its own, or one for each layer where they differ in size."""
+    return list((getattr(cache_spec, "kv_cache_specs", None) or {"": cache_spec}).values())
+
+
 def _readable(kv_cache_config: Any) -> str:
     """The advice to read only the groups that have a layout; empty if none has."""
-    specs = [getattr(one, "kv_cache_spec", None) for one in kv_cache_config.kv_cache_groups]
-    each = [list(getattr(one, "kv_cache_specs", {}).values()) or [one] for one in specs]
+    each = [specs_of(getattr(one, "kv_cache_spec", None)) for one in kv_cache_config.kv_cache_groups]
     found = [str(i) for i, some in enumerate(each) if all(getattr(one, "num_kv_heads", None) is not None for one in some)]
     return f"; pass group= with one of {', '.join(found)} to read a group that has one" if found else ""
 
@@ -445,9 +428,7 @@ def _order(vllm_config: Any, kv_cache_config: Any) -> str:
             "before 0.26, or not resolved yet; bind with Pool.from_vllm(kv_caches, layout), such as 'vllm/flash_attn_nhd'"
         )
     if len(names) > 1 or not names <= set(ORDERS):
-        raise BindError(
-            f"vLLM: kv_cache_layout: expected one of {', '.join(ORDERS)}, got {' and '.join(sorted(names))}"
-        )
+        raise BindError(f"vLLM: kv_cache_layout: expected one of {', '.join(ORDERS)}, got {' and '.join(sorted(names))}")
     return names.pop()
 
 
@@ -469,30 +450,14 @@ def _backend(vllm_config: Any, names: Sequence[str], what: str) -> str:
             f"{what}: expected the layer in vllm_config.compilation_config.static_forward_context, which names its attention "
             "backend, got none: the config of a worker has it; elsewhere bind with Pool.from_vllm(kv_caches, layout)"
         )
-    raise BindError(
-        f"{what}: expected one attention backend for all layers of a tensor, got {', '.join(sorted(map(str, found)))}"
-    )
+    raise BindError(f"{what}: expected one attention backend for all layers of a tensor, got {', '.join(sorted(map(str, found)))}")
 
 
 def total_heads(model_config: Any, layers: Sequence[int], held: int, tp: int) -> int | None:
     """KV heads of some layers on all ranks together.  In some models layers differ: in Gemma 4 and MiMo V2 by their windows.
 
-    With one head per rank the ranks may hold different heads or copies, and only the model's config can tell.
-
-    Parameters
-    ----------
-    model_config : vllm.config.ModelConfig
-    layers : sequence of int
-        Numbers of the layers.
-    held : int
-        KV heads that a rank holds.
-    tp : int
-        Number of ranks.
-
-    Returns
-    -------
-    int or None
-        None if the config names several numbers that give a rank one head, or none.
+    A rank has `held` of them.  With one head per rank the ranks may hold different heads or copies, and only the model's config
+    can tell; None if it names several numbers that give a rank one head, or none.
     """
     if held > 1 or tp == 1:
         return held * tp
@@ -513,9 +478,7 @@ def number_of_layer(name: str) -> int:
     """A layer's number in the model, from its name; `BindError` unless the name has exactly one number."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     if len(numbers) != 1:
-        raise BindError(
-            f"vLLM: layer {name!r}: expected one number between dots, got {len(numbers)}; pass a list in order"
-        )
+        raise BindError(f"vLLM: layer {name!r}: expected one number between dots, got {len(numbers)}; pass a list in order")
     return int(numbers[0])
 
 

@@ -23,20 +23,11 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass
 class Copying:
-    """A running copy.  It keeps the memory of the copy until the copy is done.
+    """A running copy of blocks `ids` of the engine and `units` of the host.
 
-    Attributes
-    ----------
-    ids, units : numpy.ndarray of int64
-        Blocks of the engine, and of the host.
-    expected : numpy.ndarray of uint64
-        For a load: the digests of the units when they were stored.
-    refused : numpy.ndarray of bool
-        For a load: units that were not copied, because they were not stored or have changed.
-    digests : torch.Tensor of int64, optional
-        The digests of the copied blocks: one row per copy.  The rows add up to the digests of the blocks.
-    dones : list
-        What the copies return.
+    It keeps the memory of the copy until the copy is done.  For a load, `expected` are the digests of the units when they were
+    stored, and `refused` is true for units that were not copied, because they were not stored or have changed.  `digests`
+    (int64) has one row per copy; the rows add up to the digests of the copied blocks.  `dones` is what the copies return.
     """
 
     ids: Ids
@@ -71,14 +62,10 @@ class HostStore:
         The two pools.  A block of `host` is called a unit.
     verify : bool
         Keep a digest of each unit, and compare it with the digest of what is loaded.
-    strategy : {"auto", "direct", "staged", "engine", "aside"}
-        As for `Transfer`.
-    digests : numpy.ndarray of uint64, optional
-        Memory for the digest of each unit when it was stored.
-    known : numpy.ndarray of bool, optional
-        Memory for a flag per unit: True for units that were stored.
-    cast : optional
-        As for `Transfer`: `host` has quantised values.  Digests are those of the quantised units.
+    strategy, cast
+        As for `Transfer`.  With a cast `host` has quantised values, and digests are those of the quantised units.
+    digests, known : arrays of uint64 and of bool, optional
+        Memory for the digest of each unit when it was stored, and for a flag: True for units that were stored.
 
     Attributes
     ----------
@@ -95,16 +82,9 @@ class HostStore:
     """
 
     def __init__(
-        self,
-        engine: Pool,
-        host: Pool,
-        *,
-        verify: bool = True,
-        strategy: Strategy = "auto",
-        digests: npt.NDArray[np.uint64] | None = None,
-        known: npt.NDArray[np.bool_] | None = None,
-        cast: Cast = None,
-    ) -> None:
+        self, engine: Pool, host: Pool, *, verify: bool = True, strategy: Strategy = "auto",
+        digests: npt.NDArray[np.uint64] | None = None, known: npt.NDArray[np.bool_] | None = None, cast: Cast = None,
+    ) -> None:  # fmt: skip
         self.engine, self.host, self.verify = engine, host, verify
         self.out = Transfer(engine, host, strategy, cast=cast)
         self.back = Transfer(host, engine, strategy, cast=cast)
@@ -141,34 +121,13 @@ class HostStore:
         return wrong
 
     def load(
-        self,
-        units: Sequence[int] | Ids,
-        ids: Sequence[int] | Ids,
-        parts: Iterable[range | None] = (None,),
+        self, units: Sequence[int] | Ids, ids: Sequence[int] | Ids, parts: Iterable[range | None] = (None,),
         stream: Any = None,
-    ) -> Iterator[Copying]:
-        """Begin to copy units to blocks of the engine, one part per step.
+    ) -> Iterator[Copying]:  # fmt: skip
+        """Begin to copy units to blocks of the engine, one part per step: a range of layers, None for all.
 
-        A unit that was not stored is not copied.  On the CPU neither is one that has changed.
-
-        Parameters
-        ----------
-        units, ids : sequence of int
-            Units of the host, and as many blocks of the engine.
-        parts : iterable of range
-            Layers per step.  None means all layers; an empty range copies nothing.
-        stream : optional
-            As for `Transfer.copy`.
-
-        Yields
-        ------
-        Copying
-            The same object at each step.
-
-        Raises
-        ------
-        BindError
-            A unit or a block does not exist.
+        Yields the same object each time.  A unit that was not stored is not copied.  On the CPU neither is one that has
+        changed.
         """
         steps = list(parts)
         copying = self._copying(ids, units, len(steps))

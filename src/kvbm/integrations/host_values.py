@@ -21,17 +21,7 @@ _SETTING = "host_values"
 
 
 class _Format(NamedTuple):
-    """Quantised values.
-
-    Attributes
-    ----------
-    group : int
-        Elements of K and V that share a scale; 0: all of a token and head.
-    layout : str
-        The layout for K and V.
-    text : str
-        Name of the elements and scales.
-    """
+    """Quantised values: elements of K and V that share a scale (0: all of a token and head), their layout, and a name of both."""
 
     group: int
     layout: str
@@ -50,12 +40,7 @@ FORMATS = {
 class HostValues:
     """Blocks in host memory, and in files behind it, with quantised values.  All groups of layers have the same kind.
 
-    Parameters
-    ----------
-    name : {"fp8", "mxfp8", "nvfp4"}
-        The setting.
-    rope : int
-        0: K and V.  Else the layers hold a latent, of which the last `rope` elements keep their format.
+    `name` is the setting.  If `rope` is not 0, the layers hold a latent, of which the last `rope` elements keep their format.
     """
 
     name: str
@@ -65,10 +50,7 @@ class HostValues:
     def of(cls, given: Mapping[str, Any], rope: int = 0, where: str = "kv_connector_extra_config") -> HostValues | None:
         """The setting among those of an engine, whose name for messages is `where`; None if it is not there.
 
-        Raises
-        ------
-        BindError
-            Its value is unknown, or a layout is given beside it.
+        Raises `BindError` if its value is unknown, or a layout is given beside it.
         """
         name = given.get(_SETTING)
         if name is None:
@@ -102,13 +84,7 @@ class HostValues:
         return f"{FORMATS[self.name].text} per {each}, from {dtype}{kept}"
 
     def require(self, shape: BlockShape, what: str) -> None:
-        """Check that blocks of this shape can be cast.
-
-        Raises
-        ------
-        BindError
-            They cannot.  `what` names the layers.
-        """
+        """Raise `BindError` if blocks of this shape cannot be cast.  `what` names the layers."""
         where, help_ = f"{_SETTING} {self.name}: {what}", f"leave {_SETTING} out"
         if shape.dtype not in PLAIN:
             raise BindError(f"{where}: expected a cache of {', '.join(PLAIN)}, got {shape.dtype}; {help_}")
@@ -125,13 +101,7 @@ class HostValues:
             )
 
     def block_bytes(self, shape: BlockShape) -> int:
-        """Bytes of a block of this shape.
-
-        Raises
-        ------
-        BindError
-            The layout does not fit the shape.
-        """
+        """Bytes of a block of this shape; `BindError` if the layout does not fit it."""
         try:
             return self.layout.resolve(shape, 1).nbytes
         except LayoutError as error:

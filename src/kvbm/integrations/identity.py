@@ -68,16 +68,9 @@ def of_model(
 ) -> dict[str, Any]:
     """The fields of a target or of a draft that all engines have.
 
-    Parameters
-    ----------
-    config : mapping
-        The configuration of Hugging Face that is in effect: with the operator's overrides.
-    dtype, quantization, quantised
-        The dtype of the computation, the method of quantisation, and its configuration.
-    weights : str
-        `weights`, or the operator's name of them.
-    longest : int
-        Tokens of the longest sequence that the engine may hold.
+    `config` is the configuration of Hugging Face that is in effect, with the operator's overrides; `quantization` and
+    `quantised` are the method of quantisation and its configuration.  `weights` is the result of `weights`, or the operator's
+    name of them, and `longest` the number of tokens of the longest sequence that the engine may hold.
     """
     counted, ropes = plain(relevant(config)), _ropes(config)
     if ropes and _PLAIN_ROPE.issuperset(ropes):
@@ -149,23 +142,11 @@ def weights(
 ) -> str:
     """A hash of a model's files of weights, and how the engine chooses among them if that is not the usual way.
 
-    A second call with the same files does not read them again.
+    A second call with the same files does not read them again.  Name, revision and downloads are as for `folder_of`, `settings`
+    are those of the engine's loader: a mapping, or a text of JSON.  Where engines choose among files by rules of their own,
+    `engine`, its name, counts.
 
-    Parameters
-    ----------
-    name, revision, downloads
-        `folder_of`.
-    load_format : str
-        The engine's load format.
-    settings
-        Settings of its loader: a mapping, or a text of JSON.
-    engine : str
-        The engine's name: where engines choose among files by rules of their own, it counts.
-
-    Raises
-    ------
-    BindError
-        There are no files on this machine, or the engine may not load them.
+    Raises `BindError` if there are no files on this machine, or the engine may not load them.
     """
     if load_format == "dummy":
         raise BindError("load_format: dummy weights have no files to tell models apart by")
@@ -192,10 +173,7 @@ def weights(
 def _loader(settings: object) -> str:
     """What counts of the settings of a loader, as JSON; empty if there is none.
 
-    Raises
-    ------
-    BindError
-        They may name files that are not in the model's folder.
+    Raises `BindError`: they may name files that are not in the model's folder.
     """
     given: object = settings or {}
     with contextlib.suppress(ValueError, RecursionError):
@@ -277,19 +255,8 @@ def configs_beside(*folders: Path | None) -> dict[str, list[str]]:
 def code_of(config: Mapping[str, Any], names: Sequence[str], revision: str | None) -> dict[str, str]:
     """Hashes of the Python files that a model brings, by the names of the repositories that have them.
 
-    Parameters
-    ----------
-    config : mapping
-        The configuration: its ``auto_map`` says whether there is code, and in which repositories beside the model's own.
-    names : sequence of str
-        Names or paths of the model, and of its configuration.
-    revision : str, optional
-        The revision of the code.
-
-    Raises
-    ------
-    BindError
-        The code is not on this machine.
+    The ``auto_map`` of its configuration says whether there is code, and in which repositories beside the model's own, which
+    `names` are names or paths of: the model's and its configuration's.  Raises `BindError` if the code is not on this machine.
     """
     said = [text for name, text in _texts(config, "") if "auto_map" in name.split(".")]
     own = dict.fromkeys(names) if any("--" not in text for text in said) else {}
@@ -312,17 +279,7 @@ def code_of(config: Mapping[str, Any], names: Sequence[str], revision: str | Non
 def key_of_files(folder: Path, more: str) -> str:
     """SHA-256 of the names and of all bytes of a model's files of weights, and of a text, in hexadecimal digits.
 
-    Parameters
-    ----------
-    folder : Path
-        Folder of the model, or a file of weights.
-    more : str
-        A text of everything else that influences the computation.
-
-    Raises
-    ------
-    BindError
-        There are no weights.
+    The text, `more`, is everything else that influences the computation.  Raises `BindError` if there are no weights.
     """
     files = _files(folder)
     if all(path.suffix == ".json" for path in files):
@@ -389,34 +346,17 @@ def key_of(model: Mapping[str, Any]) -> str:
 
 
 def stored_model(
-    config: Mapping[str, Any],
-    files: Path | None,
-    overrides: object,
-    dtype: object,
-    quantization: tuple[object, object],
-    weights: str,
-    longest: int,
-    more: Mapping[str, Any],
-) -> dict[str, Any]:
+    config: Mapping[str, Any], files: Path | None, overrides: object, dtype: object,
+    quantization: tuple[object, object], weights: str, longest: int, more: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     """The model of contents in a folder that engines share, by the rule of `kvbm.store.keys`.
 
-    Parameters
-    ----------
-    config : mapping
-        The configuration of Hugging Face that is in effect.
-    files : Path, optional
-        The folder of the ``config.json`` that the engine has read.  If there is none, `config` takes its place.
-    overrides
-        What the operator has changed in the configuration: fields by name, or a function.
-    dtype, quantization
-        The dtype of the computation; the method of quantisation, which counts if the file has none or another one, and the
-        operator's configuration of it.
-    weights : str
-        `weights`, or ``named`` and the operator's name of them.
-    longest : int
-        Tokens of the longest sequence that the engine may hold.
-    more : mapping
-        What else changes K and V in this engine.  Usual values (nothing, False, ``auto``, ``default``) do not count.
+    `config` is the configuration of Hugging Face that is in effect, and takes the place of the ``config.json`` in the folder
+    `files` if there is none.  `overrides` is what the operator has changed in the configuration: fields by name, or a function.
+    `quantization` is the method of quantisation, which counts if the file has none or another one, and the operator's
+    configuration of it.  `weights` is the result of `weights`, or ``named`` and the operator's name of them; `longest` the
+    number of tokens of the longest sequence that the engine may hold.  `more` is what else changes K and V in this engine;
+    usual values (nothing, False, ``auto``, ``default``) do not count.
     """
     held = _config_of(files) or config
     found = {name: value for name, value in more.items() if value not in _USUAL}

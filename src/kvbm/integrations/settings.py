@@ -27,18 +27,9 @@ def unknown(given: Mapping[str, Any], known: Iterable[str], places: Mapping[str,
 def require_known(
     given: Mapping[str, Any], known: Iterable[str], where: str, places: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raise `BindError` for an unknown setting, such as a misspelt one.
+    """Raise `BindError` for an unknown setting, such as a misspelt one.  `where` names the settings.
 
-    Parameters
-    ----------
-    given : mapping
-        The settings.
-    known : iterable of str
-        The names of all settings.
-    where : str
-        The name of the settings, for the message.
-    places : mapping, optional
-        Names that users write here by mistake → where they belong.
+    `places` says where names belong that users write here by mistake.
     """
     if problem := unknown(given, known, places):
         raise BindError(f"{where}: {problem}")

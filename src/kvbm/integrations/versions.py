@@ -16,24 +16,11 @@ _WARNED: set[tuple[str, str, str]] = set()
 
 
 def require_version(engine: str, found: str, first: str, end: str, part: str = "") -> None:
-    """Compare an engine's version with those that were tested: ``first <= found < end``.
+    """Raise `BindError` for a version of an engine that was not tested, and lacks something that kvbm takes.
 
-    What is behind the numbers, such as ``.post1``, does not count.  Another version is compared with `taken.TAKEN`.  If it
-    has all of that, one warning is logged, and it is used.
-
-    Parameters
-    ----------
-    engine, found : str
-        Name and version.
-    first, end : str
-        The first version that was tested, and the first newer one that was not.
-    part : str, optional
-        What is loaded, if it takes other names than the rest.
-
-    Raises
-    ------
-    BindError
-        The version was not tested, and lacks something that kvbm takes; the message has its name.
+    Tested are ``first <= found < end``.  What is behind the numbers, such as ``.post1``, does not count.  Another version is
+    compared with `taken.TAKEN`: with `part`, what is loaded, if it takes other names than the rest.  If it has all of that, one
+    warning is logged, and it is used.
     """
     number, low, high = (_numbers(version) for version in (found, first, end))
     if low <= number < high or (engine, found, part) in _WARNED:

@@ -49,14 +49,9 @@ NEW, WRITABLE, READONLY = 0, 1, 2  # `how` of _core.host_touch
 def available_bytes(root: str | os.PathLike[str] = "/") -> tuple[int, str]:
     """Bytes of host memory that a program can still get, and what limits them.
 
-    The least of: the machine's available memory with its free swap, what each limit of a control group of this process (version 1
-    or 2) leaves, and what the limit of the process's addresses leaves.
-    Pages of files that the kernel can drop do not count as used.
-
-    Parameters
-    ----------
-    root : path
-        The folder with ``proc`` and ``sys``.
+    The least of: the machine's available memory with its free swap, what each limit of a control group of this process (version
+    1 or 2) leaves, and what the limit of the process's addresses leaves.  Pages of files that the kernel can drop do not count
+    as used.
     """
     top = Path(root)
     found = [(sys.maxsize, "no known limit")]
@@ -96,17 +91,7 @@ def _limits(top: Path) -> Iterator[tuple[Path, Path, Path]]:
 
 
 def require_memory(nbytes: int, what: str, advice: str = "use fewer blocks, or a machine with more memory") -> None:
-    """Raise `NotEnoughMemoryError` unless the host has this many bytes.  Call it before anything is allocated.
-
-    Parameters
-    ----------
-    nbytes : int
-        Bytes that are needed.
-    what : str
-        What needs them.
-    advice : str
-        What to do next.
-    """
+    """Raise `NotEnoughMemoryError` unless the host has this many bytes for `what`.  Call it before anything is allocated."""
     if nbytes <= 1 << 20:  # not worth to ask
         return
     left, where = available_bytes()
@@ -153,14 +138,8 @@ def _offsets(resolved: Resolved) -> npt.NDArray[np.int64]:
 class Arrays(Sequence[Any]):
     """The arrays of a pool that owns its memory: each is made when you ask for it, so a million of them cost nothing.
 
-    It has a length, indices, slices (a tuple), and iterates.  Each array keeps the memory alive.
-
-    Parameters
-    ----------
-    resolved : Resolved
-        The layout at its sizes.
-    make : callable
-        ``make(kind, offset)``: the array of this kind at this byte of the memory.
+    It has a length, indices, slices (a tuple), and iterates.  Each array keeps the memory alive.  ``make(kind, offset)`` is the
+    array of a kind at a byte of the memory.
     """
 
     def __init__(self, resolved: Resolved, make: Callable[[Allocation, int], Any]) -> None:
@@ -202,10 +181,7 @@ def host_arrays(resolved: Resolved, memory: Any) -> Arrays:
 def new_slab(nbytes: int, what: str) -> npt.NDArray[np.uint8]:
     """New host memory for a pool, not initialised; aligned to 256 bytes.
 
-    Raises
-    ------
-    NotEnoughMemoryError
-        The machine does not have it.  Nothing was allocated.
+    Raises `NotEnoughMemoryError`, with nothing allocated, if the machine does not have it.
     """
     require_memory(nbytes, what)
     try:
@@ -295,13 +271,9 @@ class Pins:
         self.close.atexit = False
 
     def add(
-        self,
-        pages: Iterable[tuple[int, int, int]],
-        starts: npt.NDArray[np.uint64],
-        resolved: Resolved,
-        progress: Progress | None,
-        what: str,
-    ) -> None:
+        self, pages: Iterable[tuple[int, int, int]], starts: npt.NDArray[np.uint64], resolved: Resolved,
+        progress: Progress | None, what: str,
+    ) -> None:  # fmt: skip
         """Touch and register pages (begin, end, how) in pieces.  If one fails, nothing stays registered.
 
         Pieces begin at starts of allocations (`starts`, sorted), or of their blocks.
@@ -335,9 +307,7 @@ class Pins:
                 self.close()
             if not isinstance(error, CudaError | MemoryError):
                 raise  # such as an exception of `progress`
-            advice = (
-                "Raise the limits of the process (`ulimit -l`; in a container also its memory), or pin fewer blocks"
-            )
+            advice = "Raise the limits of the process (`ulimit -l`; in a container also its memory), or pin fewer blocks"
             if pieces[0][2] != NEW:
                 advice += "; a file on disk that is mapped to be written may not be pinnable at all, one in /dev/shm is"
             where = f"{what}: bytes {start} to {start + end - begin} of {total}"
@@ -364,19 +334,10 @@ def explained(error: CudaError | MemoryError, what: str, advice: str = "") -> Cu
 class Slab:
     """New host memory in huge pages, to be registered.  It is unmapped with the last array on it.
 
-    Arrays refer to it through ``__array_interface__`` and keep it alive.  So after `Pool.close`, an array that is still in use has
-    unpinned memory instead of an invalid address.
+    Arrays refer to it through ``__array_interface__`` and keep it alive.  So after `Pool.close`, an array that is still in use
+    has unpinned memory instead of an invalid address.
 
-    Parameters
-    ----------
-    nbytes : int
-    device : int, optional
-        The GPU on whose NUMA node the pages shall be, as for `numa.place`.
-
-    Attributes
-    ----------
-    node : int or None
-        The NUMA node that was set for the pages.
+    The pages shall be on the NUMA node of the GPU `device`, as for `numa.place`; `node` is the one that was set.
     """
 
     def __init__(self, nbytes: int, device: int | None = None) -> None:

@@ -152,17 +152,13 @@ def of_steps_forward(at: Look) -> None:
         if type(stride) is not int or stride > 0 or type(n) is not int or n < 2:
             continue
         if stride < 0:
-            why = (
-                "it is a reversed view, such as [::-1], and no layout counts down: pass the array that it is a view of"
-            )
+            why = "it is a reversed view, such as [::-1], and no layout counts down: pass the array that it is a view of"
         else:
             why = (
                 "its items are all in one place, as after expand or broadcast_to: pass an array with an item for each index, as "
                 ".copy() (NumPy) or .contiguous() (torch) returns"
             )
-        raise BindError(
-            f"{at.name}: expected strides above 0, got a stride of {stride} bytes along axis {axis} of {n}; {why}"
-        )
+        raise BindError(f"{at.name}: expected strides above 0, got a stride of {stride} bytes along axis {axis} of {n}; {why}")
 
 
 def of_the_bytes(at: Look) -> None:
@@ -249,13 +245,9 @@ def require(who: Caller, seen: Sequence[Array], sized: Sized) -> None:
 
 
 def require_each(
-    who: Caller,
-    seen: Sequence[Array],
-    kinds: Sequence[Kind],
-    which: Sequence[int] | None,
-    shape: BlockShape,
+    who: Caller, seen: Sequence[Array], kinds: Sequence[Kind], which: Sequence[int] | None, shape: BlockShape,
     gates: Sequence[Callable[[Look], None]] = GATES,
-) -> None:
+) -> None:  # fmt: skip
     """Run checks on arrays, one by one.  The kind of an array is ``kinds[which[index]]``, or the only kind."""
     passed: dict[int, Array] = {}  # the last of each kind: an equal one passes, too
     for index, array in enumerate(seen):
@@ -328,22 +320,11 @@ def reads_as(found: str, wanted: str) -> bool:
 def formats_of(resolved: Resolved, dtypes: Sequence[str], title: str) -> dict[str, str]:
     """The formats of arrays of bytes that say more than their layout: plane → dtype, such as ``{"": "float8_e5m2"}``.
 
-    Where a shape or a plane says uint8 or int8, an array of any dtype of one byte is accepted.  Its own dtype is then the format of
-    its bytes: a copy between arrays of two formats would change values.  Arrays of uint8, int8 and raw bytes have no format.
+    Where a shape or a plane says uint8 or int8, an array of any dtype of one byte is accepted.  Its own dtype is then the
+    format of its bytes: a copy between arrays of two formats would change values.  Arrays of uint8, int8 and raw bytes have no
+    format.
 
-    Parameters
-    ----------
-    resolved : Resolved
-        The layout at a shape.
-    dtypes : sequence of str
-        The dtype of each array, in table order.
-    title : str
-        For messages.
-
-    Raises
-    ------
-    DTypeError
-        Arrays of one plane have two formats.
+    `dtypes` are those of the arrays, in table order.  Raises `DTypeError` if arrays of one plane have two formats.
     """
     which: Sequence[int] = resolved.kind_of_entry if len(resolved.kinds) > 1 else ()
     looks = set(zip(which, dtypes, strict=True)) if which else {(0, dtype) for dtype in set(dtypes)}
@@ -548,9 +529,8 @@ class Side:
         axes, first = self._one.axes, shapes[0]
         any_shape = self._one.is_record and "b" in axes and axes.index("b") < len(first)
         if len(first) != len(axes) and not any_shape:
-            expected = ", ".join(
-                "blocks" if axis == "b" else str(n) for axis, n in zip(axes, self._one.shape, strict=True)
-            )
+            sizes = zip(axes, self._one.shape, strict=True)
+            expected = ", ".join("blocks" if axis == "b" else str(n) for axis, n in sizes)
             raise BindError(
                 f"{who(0)}: expected {len(axes)} axes ({' '.join(axes)}) of ({expected}), got shape {_tuple(tuple(first))}; "
                 "check the shape; .reshape(…) of a contiguous array changes it without a copy"
@@ -567,9 +547,7 @@ class Side:
             return blocks
         blocks, rest = divmod(first[0], self._one.shape[0])
         if rest:
-            raise BindError(
-                f"{who(0)}: expected a multiple of the {self._one.shape[0]} elements of a block, got {first[0]}"
-            )
+            raise BindError(f"{who(0)}: expected a multiple of the {self._one.shape[0]} elements of a block, got {first[0]}")
         return blocks
 
     def _is_exact(self, shape: Sequence[int], blocks: int) -> bool:
@@ -675,28 +653,14 @@ def side_of(layout: str, shape: BlockShape) -> Side:
 
 
 def sides_of(src: str, dst: str, text: str, found: str, out: str | None, cast: Scale | None) -> tuple[Side, Side]:
-    """Both sides of a call.
+    """Both sides of a call, by names of layouts or paths of their files, and a text of the sizes of a block.
 
-    Parameters
-    ----------
-    src, dst : str
-        Names of layouts, or paths of their files.
-    text : str
-        The sizes of a block.
-    found : str
-        Dtype of the first array of the source, or of the destination if the source has none.
-    out : str, optional
-        Dtype of the first array of the destination; None if its arrays are made.
-    cast : Scale, optional
-        Without it both sides have one block shape.  With it, arrays of a layout without planes have their own dtype, and the text
-        names that of the others.
+    `found` is the dtype of the first array of the source, or of the destination if the source has none; `out` that of the first
+    array of the destination, None if its arrays are made.  Without a `cast` both sides have one block shape.  With it, arrays
+    of a layout without planes have their own dtype, and the text names that of the others.
 
-    Raises
-    ------
-    SpecError
-        There is no such layout or shape, or nothing says of which dtype the new arrays of a cast are.
-    DTypeError
-        With a cast into given arrays: one is int8, and the text names another format of one byte.
+    Raises `SpecError` if there is no such layout or shape, or nothing says of which dtype the new arrays of a cast are;
+    `DTypeError` if, with a cast into given arrays, one is int8 and the text names another format of one byte.
     """
     shape = block_shape(text, found)
     sides = side_of(src, shape), side_of(dst, shape)

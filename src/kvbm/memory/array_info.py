@@ -28,22 +28,10 @@ _TYPESTRS = tuple(dtype.str for dtype in _INTEGERS)
 
 
 class Array(NamedTuple):
-    """The description of an array.
+    """The description of an array: address of its first element, elements along each axis, bytes between neighbours.
 
-    Attributes
-    ----------
-    address : int
-        Address of the first element.
-    shape, strides : tuple of int
-        Elements along each axis; bytes between neighbours.
-    dtype, device : str
-        Name of the dtype; ``"cpu"`` or ``"cuda:N"``.
-    readonly : bool
-        True if the array may not be written.
-    offset : int
-        Offset in its storage (elements).
-    owner : object
-        The object that must live while the address is used, if it is not the array.
+    `device` is ``"cpu"`` or ``"cuda:N"``, `offset` that in its storage (elements), and `owner` the object that must live while
+    the address is used, if it is not the array.
     """
 
     address: int
@@ -57,14 +45,12 @@ class Array(NamedTuple):
 
 
 def describe(array: Any, what: str = "array") -> Array:
-    """Describe an array without accessing its memory.
+    """Describe an array without accessing its memory.  torch is not imported.
 
     Parameters
     ----------
     array : torch.Tensor, numpy.ndarray, or anything with ``__cuda_array_interface__`` or ``__dlpack__``
-        The array.  torch is not imported.
-    what : str
-        Name of the array in messages.
+        The array; messages call it `what`.
 
     Raises
     ------
@@ -105,18 +91,8 @@ def flat_integers(array: Any, count: int) -> tuple[int, int, Any] | None:
 
     Nothing is cached: another array may have the same name and address, or the array may have become read-only.
 
-    Parameters
-    ----------
-    array : as for `describe`
-        The array.
-    count : int
-        Expected number of items.
-
-    Returns
-    -------
-    tuple or None
-        ``(address, CUDA device ordinal or -1, owner)``.  None if the array is different, or cannot be checked in this way: then
-        call `describe`, and raise an error if it is wrong.
+    Returns ``(address, CUDA device ordinal or -1, owner)``.  None if the array is different, or cannot be checked in this way:
+    then call `describe`, and raise an error if it is wrong.
     """
     kind = type(array)
     torch: Any = sys.modules.get("torch")
@@ -165,15 +141,11 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
     if device.type not in ("cpu", "cuda"):
         raise BindError(f"{what}: expected a CPU or CUDA tensor, got one on {device}")
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # fake, masked, distributed, …
-        raise BindError(
-            f"{what}: a {kind.__name__} does not hold its values itself; pass the plain tensor that does"
-        )
+        raise BindError(f"{what}: a {kind.__name__} does not hold its values itself; pass the plain tensor that does")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         odd = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else ""
         found = odd or str(tensor.layout).removeprefix("torch.")
-        raise BindError(
-            f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it consists of"
-        )
+        raise BindError(f"{what}: expected a dense tensor, got a {found} one; pass the dense tensors that it consists of")
     if tensor.is_neg() or tensor.is_conj():
         raise BindError(
             f"{what}: a view of the {'negative' if tensor.is_neg() else 'conjugate'} of its memory's values; pass the tensor "
@@ -185,9 +157,7 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
         address, storage = tensor.data_ptr(), tensor.untyped_storage()
         room = storage.data_ptr() + storage.nbytes() - address
     except (NotImplementedError, RuntimeError):
-        raise BindError(
-            f"{what}: the tensor has no memory; expected a plain tensor outside of torch.func"
-        ) from None
+        raise BindError(f"{what}: the tensor has no memory; expected a plain tensor outside of torch.func") from None
     extent = span(shape, strides, size)
     if extent > room:
         raise BindError(
@@ -195,15 +165,9 @@ def _tensor(tensor: Any, what: str, torch: Any) -> Array:
             "storage was resized"
         )
     return Array(
-        address,
-        shape,
-        strides,
-        str(tensor.dtype).removeprefix("torch."),
-        "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
-        False,
-        tensor.storage_offset(),
-        storage,
-    )
+        address, shape, strides, str(tensor.dtype).removeprefix("torch."),
+        "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}", False, tensor.storage_offset(), storage,
+    )  # fmt: skip
 
 
 def _numpy(array: npt.NDArray[Any], what: str, owner: Any = None) -> Array:
@@ -332,6 +296,19 @@ def other_order(axes: Sequence[str], strides: Sequence[int], copier: str = "") -
     if copier:
         return f"{found}. An input is only read, so a copy by {copier} works, too"
     return f"{found}. Do not pass a contiguous copy: the result would not be in your array"
+
+
+class View:
+    """An array on a GPU, in memory that another object owns.  Without a `device`, CUDA is asked whose the address is."""
+
+    def __init__(
+        self, device: int | None, address: int, shape: Sequence[int], strides: Sequence[int], typestr: str
+    ) -> None:
+        self.device = device
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3, "shape": tuple(shape), "strides": tuple(strides), "typestr": typestr, "data": (address, False),
+            "stream": None,
+        }  # fmt: skip
 
 
 class PackedArray(np.ndarray[Any, Any]):
@@ -508,18 +485,8 @@ def find_overlap(
 ) -> tuple[int, int] | None:
     """Find two arrays that share a byte of an element; None if there are none.
 
-    An array may lie in the padding of another one, as the rows of several views of one tensor do.
-
-    Parameters
-    ----------
-    addresses : numpy.ndarray of uint64
-        Address of each array.
-    kinds : sequence of Allocation
-        The kinds of arrays.
-    kind_of : sequence of int
-        For each array, the index of its kind.
-    side_of : sequence of int, optional
-        For each kind, its side.  Only arrays of different sides are compared.
+    An array may lie in the padding of another one, as the rows of several views of one tensor do.  `kind_of` has the index in
+    `kinds` of each array.  If `side_of` has a side for each kind, only arrays of different sides are compared.
     """
     order = np.argsort(addresses, kind="stable")
     starts, which = addresses.astype(np.int64)[order], np.asarray(kind_of).astype(np.int64)[order]

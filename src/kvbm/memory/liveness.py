@@ -32,26 +32,14 @@ _UNWATCHED, _NUMPY, _TORCH, _ASKED = range(4)  # as in core/watch.pxi
 class Borrowed:
     """The caller's arrays of a pool: checks if they have changed since they were bound, and tells autograd of writes.
 
-    Parameters
-    ----------
-    pool : object
-        The pool, for errors.  It is not kept alive.
-    arrays, found : sequence
-        The arrays and their descriptions.
-    extent : callable
-        ``extent(index)``: the bytes that the pool uses behind the address of an array.
-    readonly : bool
-        True if an array may not be written.
+    The pool, named in errors, is not kept alive.  `found` describes the arrays, and ``extent(index)`` gives the bytes that the
+    pool uses behind the address of one.  If they are `readonly`, no array may be written.
     """
 
     def __init__(
-        self,
-        pool: object,
-        arrays: Sequence[Any] = (),
-        found: Sequence[Array] = (),
-        extent: Callable[[int], int] = lambda _: 0,
-        readonly: bool = False,
-    ) -> None:
+        self, pool: object, arrays: Sequence[Any] = (), found: Sequence[Array] = (),
+        extent: Callable[[int], int] = lambda _: 0, readonly: bool = False,
+    ) -> None:  # fmt: skip
         from .. import _core
 
         self._arrays, self._found, self._extent = list(arrays), list(found), extent

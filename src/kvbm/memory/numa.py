@@ -33,12 +33,9 @@ _refused: set[str] = set()
 
 
 def nodes(root: str | os.PathLike[str] = "/") -> frozenset[int]:
-    """The nodes with processors and with memory.  Memory of GPUs that is a node of its own has no processors.
+    """The nodes with processors and with memory, by the folder with ``sys``.
 
-    Parameters
-    ----------
-    root : path
-        The folder with ``sys``.
+    Memory of GPUs that is a node of its own has no processors.
     """
     folder = Path(root) / "sys/devices/system/node"
     return _numbers(folder / "has_cpu") & _numbers(folder / "has_memory")
@@ -55,15 +52,7 @@ def _numbers(path: Path) -> frozenset[int]:
 
 
 def node_of_gpu(device: int, root: str | os.PathLike[str] = "/") -> int:
-    """The node of a GPU, by its address on PCI; -1 if it is not known, as in many virtual machines.
-
-    Parameters
-    ----------
-    device : int
-        Ordinal.
-    root : path
-        The folder with ``sys``.
-    """
+    """The node of a GPU, by its address on PCI; -1 if it is not known, as in many virtual machines."""
     with contextlib.suppress(OSError, ValueError):
         path = Path(root) / "sys/bus/pci/devices" / pci_address(device) / "numa_node"
         return int(path.read_text(encoding="ascii"))
@@ -84,24 +73,13 @@ def pci_address(device: int) -> str:
 
 
 def place(address: int, nbytes: int, device: int | None, root: str | os.PathLike[str] = "/") -> int | None:
-    """Let the pages of a range come from the node of a GPU.  Call it before they are touched.
+    """Let the pages of a range, which begins at a page, come from the node of a GPU.  Call it before they are touched.
 
     Nothing is done on a machine with one node, if the node of the GPU is not known, and if this thread has a memory policy
     (``numactl``): that stands.  On a machine of several nodes the log says what was done.
 
-    Parameters
-    ----------
-    address, nbytes : int
-        The range.  It begins at a page.
-    device : int, optional
-        The GPU that the memory is for.  Default: all that this process can use; they need to be on one node.
-    root : path
-        The folder with ``sys``.
-
-    Returns
-    -------
-    int or None
-        The node; None if the range was left as it is.
+    By default the memory is for all GPUs that this process can use; they need to be on one node.  Returns the node; None if the
+    range was left as it is.
     """
     known = nodes(root)
     if len(known) < 2:

@@ -28,12 +28,8 @@ _lock = Lock()
 def shared_slab(nbytes: int, what: str) -> npt.NDArray[np.uint8]:
     """New host memory in a memory file, all zero.  It is freed with the last array on it.
 
-    Raises
-    ------
-    NotEnoughMemoryError
-        The machine does not have it.  Nothing was allocated.
-    BindError
-        The system has no memory files.
+    Raises `NotEnoughMemoryError`, with nothing allocated, if the machine does not have it, and `BindError` without memory
+    files.
     """
     if not hasattr(os, "memfd_create"):
         raise BindError(f"{what}: device 'shared': this system has no memory files; use 'cpu'")
@@ -64,13 +60,7 @@ def _forget(entry: tuple[int, int, int]) -> None:
 
 
 def file_of(begin: int, end: int) -> tuple[int, int, int]:
-    """The memory file that holds some bytes: its descriptor, and where it is mapped.
-
-    Raises
-    ------
-    BindError
-        They are in none.
-    """
+    """The memory file that holds some bytes: its descriptor, and where it is mapped; `BindError` if they are in none."""
     with _lock:
         at = bisect_right(_files, (begin, 1 << 64, 0)) - 1
         first, behind, file = _files[at] if at >= 0 else (0, 0, -1)

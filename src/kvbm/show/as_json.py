@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..layout.shapes import BlockShape
+from ..planner.cast import GROUP_MODES, CastPart
+from ..planner.loopnest import Form, Mode, Part
 from .elements import loop_axes
 from .facts import address_lines, halves, meaning, one_block
 
 if TYPE_CHECKING:
     from ..layout.layout import Layout
     from ..layout.resolved import Piece, Resolved
-    from ..planner.loopnest import Form, Part
     from ..planner.plan import Plan
 
 
@@ -103,9 +104,6 @@ def of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _part(plan: Plan, part: Part, form: Form) -> dict[str, Any]:
-    from ..planner.cast import GROUP_MODES, CastPart
-    from ..planner.loopnest import Mode
-
     named = [("chunk", mode) for mode in reversed(part.outer)]
     ids = (part.src_id.entries, part.src_id.nbytes, part.dst_id.entries, part.dst_id.nbytes)
     if isinstance(part, CastPart):

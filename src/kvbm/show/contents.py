@@ -21,20 +21,11 @@ _RUNS = (5, 2)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One member of a level.
+    """One member of a level, labelled ``t3``, ``K`` or ``d 0–7``.
 
-    Attributes
-    ----------
-    label : str
-        ``t3``, ``K``, ``d 0–7``.
-    start : int
-        First byte in its allocation; for an allocation, its index in the table.
-    nbytes, padding : int
-        Bytes that it holds, and unused bytes before the next member.
-    half : int or None
-        0 for K, 1 for V, None for both or neither.
-    plane : int or None
-        Number of the plane, None for all planes or a layout without planes.
+    It starts at a byte in its allocation; an allocation has its index in the table.  `padding` are unused bytes before the next
+    member.  `half` is 0 for K, 1 for V, None for both or neither, and `plane` the number of the plane, None for all or without
+    planes.
     """
 
     label: str
@@ -47,41 +38,20 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One level of a layout: the table of allocations, or an axis inside an allocation.
+    """One level of a layout: the table of allocations, or an axis inside an allocation."""
 
-    Attributes
-    ----------
-    term, about : str
-        As declared, and in prose.
-    extent, step : int
-        Number of members; bytes from one member to the next (for allocations: bytes of the first shown).
-    cells : tuple of (Cell or int)
-        A number stands for that many members that are not shown.
-    opened : int
-        Index in `cells` of the member that the next row shows.
-    turns : int
-        Number of alternating runs of K and V inside a member; 0 if they do not alternate there.
-    opaque : bool
-        The order of the elements is unspecified: one cell stands for all.
-    blocks : tuple of (int, int, str)
-        If a block has several allocations: first and last index in `cells` of each block shown, and its name.
-    is_record : bool
-        The members are runs of planes, of different sizes.
-    between : bool
-        Other planes lie between the members, so not all of that space is padding.
-    """
-
-    term: str
-    about: str
-    extent: int
-    step: int
-    cells: tuple[Cell | int, ...]
-    opened: int = 0
-    turns: int = 0
-    opaque: bool = False
+    term: str  # as declared
+    about: str  # in prose
+    extent: int  # number of members
+    step: int  # bytes from one member to the next; for allocations: bytes of the first shown
+    cells: tuple[Cell | int, ...]  # a number stands for that many members that are not shown
+    opened: int = 0  # index in `cells` of the member that the next row shows
+    turns: int = 0  # number of alternating runs of K and V inside a member; 0 if they do not alternate there
+    opaque: bool = False  # the order of the elements is unspecified: one cell stands for all
+    #: If a block has several allocations: first and last index in `cells` of each block shown, and its name.
     blocks: tuple[tuple[int, int, str], ...] = ()
-    is_record: bool = False
-    between: bool = False
+    is_record: bool = False  # the members are runs of planes, of different sizes
+    between: bool = False  # other planes lie between the members, so not all of that space is padding
 
     @property
     def members(self) -> list[Cell]:
@@ -93,14 +63,8 @@ class Row:
 class Section:
     """Rows that are drawn below one title: the table, the levels inside an allocation, those of K, of V, or of a plane.
 
-    Attributes
-    ----------
-    rows : tuple of Row
-        Slowest first; each row shows the inside of the opened member of the row before.
-    title, about : str
-        For example ``Inside: scale of V``, and a description; empty if there is only one section of levels.
-    half, plane : int or None
-        0 for K, 1 for V; number of the plane.
+    Slowest first; each row shows the inside of the opened member of the row before.  Title, such as ``Inside: scale of V``, and
+    description are empty if there is only one section of levels.  `half` is 0 for K, 1 for V; `plane` is a number.
     """
 
     rows: tuple[Row, ...]
@@ -111,18 +75,9 @@ class Section:
 
 
 def sections(resolved: Resolved) -> list[Section]:
-    """The sections of a picture: the table of allocations first, then the inside of an allocation.
+    """The sections of a picture: the table of allocations first, then the inside of an allocation, one for each order.
 
-    Parameters
-    ----------
-    resolved : Resolved
-        The layout at a shape and a number of blocks.
-
-    Returns
-    -------
-    list of Section
-        The table, then one section per order.  With planes: the table, the shared levels if the planes share records, then one
-        section per plane and order.
+    With planes: the table, the shared levels if the planes share records, then one section per plane and order.
     """
     made = [Section((_table_row(resolved),))]
     every = halves(resolved)
@@ -200,12 +155,7 @@ def _cascade(
 def record_runs(resolved: Resolved, first: int, last: int) -> tuple[list[Cell], int, list[Cell]]:
     """The first runs of planes in a record, the number of runs that are left out, and the last runs, in address order.
 
-    Parameters
-    ----------
-    resolved : Resolved
-        A layout whose planes share records.  If V has its own order, the order of K is shown.
-    first, last : int
-        Number of runs to return at each end.  A record with at most `first` + `last` runs is returned whole.
+    Of a record with at most `first` + `last` runs none is left out.  If V has its own order, the order of K is shown.
     """
     found, total = [], 0
     for plane, half in enumerate(half for half in halves(resolved) if not half.o):

@@ -119,16 +119,9 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """The unit that is drawn once: all allocations if they are alike, K or V if their orders differ, or a plane.
+    """The unit that is drawn once: all allocations if they are alike, K or V (`o`) if their orders differ, or a plane (`part`).
 
-    Attributes
-    ----------
-    part : Resolved
-        The plane, or the layout itself.
-    o : int or None
-        0 for K, 1 for V; None for both.
-    shared, own : tuple of Level
-        Slowest first: the levels around the record that planes share, and the levels inside it.  Without a record all are `own`.
+    Levels are slowest first: those around the record that planes share, and those inside it.  Without a record all are `own`.
     """
 
     part: Resolved
@@ -231,9 +224,7 @@ def _runs(orders: Sequence[Sequence[Piece]], fixed: Sequence[str], times: str, i
     )
 
 
-def _joined(
-    pieces: Sequence[Piece], held: Set[str], count: int, run: int, *, is_whole: bool = True
-) -> tuple[int, int]:
+def _joined(pieces: Sequence[Piece], held: Set[str], count: int, run: int, *, is_whole: bool = True) -> tuple[int, int]:
     """Number and bytes of the runs after these pieces.  Unless the runs are `is_whole`, pieces repeat and do not join them."""
     free = (piece for piece in pieces if not held & set(piece.term.axes))
     for piece in sorted(free, key=lambda piece: (piece.table > 0, piece.stride)):
@@ -286,14 +277,7 @@ def _index_name(piece: Piece, sizes: Mapping[str, int]) -> str:
 
 
 def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, str]]:
-    """Names and values: the declaration of a layout, and the sizes of its blocks and its pool.
-
-    Parameters
-    ----------
-    resolved : Resolved
-    shape_text : str, optional
-        Name of the shape, e.g. ``llama-3.1-70b/tp8``.
-    """
+    """Names and values: the declaration of a layout, and the sizes of its blocks and its pool."""
     layout, shape = resolved.layout, resolved.shape
     sizes = f"nl {shape.nl}, no {shape.no}, nh {shape.nh}, nt {shape.nt}, hd {shape.hd}, {shape.dtype}"
     found = [("title", printable(layout.title))] if layout.title else []
@@ -309,9 +293,7 @@ def facts(resolved: Resolved, shape_text: str | None = None) -> list[tuple[str, 
     padding = total - resolved.num_blocks * resolved.block_bytes
     padded = f", and {padding * 100 / total:.1f} % of the pool is padding" if padding else ""
     found.append(("one block", f"{exact_size(resolved.block_bytes)}{padded}"))
-    each = (
-        f" of {' or '.join(dict.fromkeys(exact_size(half.nbytes) for half in halves(resolved)))}" if count > 1 else ""
-    )
+    each = f" of {' or '.join(dict.fromkeys(exact_size(half.nbytes) for half in halves(resolved)))}" if count > 1 else ""
     pool = f"{count_text(count, 'allocation')}{each}, {exact_size(total)}"
     found.append(("pool", f"{count_text(resolved.num_blocks, 'block')} in {pool}"))
     return found

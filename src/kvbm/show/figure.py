@@ -55,12 +55,7 @@ _SETTINGS = {
 def looks(settings: Mapping[str, Any] | None = None, extra: str = "show") -> Iterator[None]:
     """Context manager: use matplotlib's defaults and our settings.  Your settings have no effect, and are restored at the end.
 
-    Parameters
-    ----------
-    settings : mapping, optional
-        Further matplotlib settings that override ours.
-    extra : str
-        The extra of the package that installs matplotlib, for the error message.
+    Further `settings` override ours.  `extra` is the extra of the package that installs matplotlib, for the error message.
     """
     try:
         import matplotlib as mpl
@@ -230,20 +225,8 @@ class Sheet:
 def draw_layout(resolved: Resolved) -> Figure:
     """Draw a layout: its allocations, and the inside of the first one, level by level.
 
-    Parameters
-    ----------
-    resolved : Resolved
-        The layout at a shape and a number of blocks.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        800 px wide.  The label of each patch of a member is ``"TERM LABEL @START +NBYTES"``.
-
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
+    The figure is 800 px wide.  The label of each patch of a member is ``"TERM LABEL @START +NBYTES"``.  Raises `KvbmError` if
+    matplotlib is not installed.
     """
     layout, shape = resolved.layout, resolved.shape
     with looks():

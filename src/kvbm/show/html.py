@@ -35,10 +35,7 @@ _GALLERY_BLOCKS = 1024
 def check_path(path: Path, *suffixes: str) -> None:
     """Raise an error before drawing if the file cannot be written.
 
-    Raises
-    ------
-    SpecError
-        The path has another suffix, is a folder, or its folder does not exist.
+    Raises `SpecError`: the path has another suffix, is a folder, or its folder does not exist.
     """
     if path.suffix.lower() not in suffixes:
         raise SpecError(f"{path}: expected a file that ends in {' or '.join(suffixes)}, got {path.name!r}")
@@ -51,17 +48,8 @@ def check_path(path: Path, *suffixes: str) -> None:
 def save(figure: Figure, path: Path, settings: Mapping[str, Any] | None = None) -> None:
     """Write a picture: SVG, in which text stays text, or PNG at 200 dots per inch.
 
-    Parameters
-    ----------
-    figure : matplotlib.figure.Figure
-    path : Path
-    settings : mapping, optional
-        The settings of `looks` that the figure was drawn with.
-
-    Raises
-    ------
-    SpecError
-        The path ends in neither .svg nor .png, is a folder, or its folder does not exist.
+    The settings are those of `looks` that it was drawn with.  Raises `SpecError` if the path ends in neither .svg nor .png, is
+    a folder, or its folder does not exist.
     """
     check_path(path, ".svg", ".png")
     path.write_bytes(_bytes(figure, path.suffix.lower().lstrip("."), settings))
@@ -98,10 +86,7 @@ _STYLE = (
 def page(resolved: Resolved) -> str:
     """A self-contained HTML file: the picture of a layout, its axes and its address.
 
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
+    Raises `KvbmError`: matplotlib is not installed.
     """
     layout = resolved.layout
     say = markup.escape
@@ -125,10 +110,7 @@ def page(resolved: Resolved) -> str:
 def plan_page(plan: Plan) -> str:
     """A self-contained HTML file: the picture of a copy, its loops with their axes, and its explanation.
 
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
+    Raises `KvbmError`: matplotlib is not installed.
     """
     say = markup.escape
     body = [f"<h1>{say(plan.title)}</h1>", svg_element(draw_plan(plan), f"Copy {plan.title}"), "<table>"]
@@ -220,24 +202,10 @@ def gallery_index(layouts: Sequence[Layout]) -> str:
 
 
 def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
-    """Draw all layouts, one SVG per meaning, and write an index.
+    """Draw all layouts, by default the shipped ones, one SVG per meaning, and write an index.  Returns the files.
 
-    Parameters
-    ----------
-    out : Path
-        The folder.  It is created if it does not exist.  Other files in it are not changed.
-    layouts : sequence of Layout, optional
-        Default: the shipped layouts.
-
-    Returns
-    -------
-    list of Path
-        The files that were written.
-
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
+    The folder is created if it does not exist.  Other files in it are not changed.  Raises `KvbmError` if matplotlib is not
+    installed.
     """
     layouts = spec.load_dir(spec.layouts_dir()) if layouts is None else layouts
     out.mkdir(parents=True, exist_ok=True)
@@ -246,9 +214,7 @@ def gallery(out: Path, layouts: Sequence[Layout] | None = None) -> list[Path]:
         written.append(out / _file(first))
         shape = spec.example_shape(first)
         if shape is None:
-            raise LayoutError(
-                f"{first.name} ({first.order_text}): no shape is known at which it is legal, so it has no picture"
-            )
+            raise LayoutError(f"{first.name} ({first.order_text}): no shape is known at which it is legal, so it has no picture")
         save(draw_layout(first.resolve(load_shape(shape), _GALLERY_BLOCKS)), written[-1])
     written.append(out / "README.md")
     written[-1].write_text(gallery_index(layouts), encoding="utf-8")

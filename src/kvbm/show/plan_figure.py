@@ -26,25 +26,12 @@ def draw_plan(plan: Plan) -> Figure:
     """Draw a copy: the chunks of each side, the runs of the first chunk, and the destination of each run.
 
     Two loops of a chunk are drawn: the one that steps to the next run of the source, and the one that steps to the next run of
-    the destination.  Chunks and runs have the names of their first elements.  The colours of runs show their destinations.
-    If chunks interleave in memory, their pieces are drawn in address order.
+    the destination.  Chunks and runs have the names of their first elements.  The colours of runs show their destinations.  If
+    chunks interleave in memory, their pieces are drawn in address order.
 
-    Parameters
-    ----------
-    plan : Plan
-        A plan from `kvbm.plan`.
+    The figure is 800 px wide.  The label of the patch of a run is ``"source N @START"`` or ``"destination N @START"``.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-        800 px wide.  The label of the patch of a run is ``"source N @START"`` or ``"destination N @START"``.
-
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
-    PlanError
-        Values are cast: runs of both sides have other sizes.
+    Raises `KvbmError` if matplotlib is not installed, and `PlanError` if values are cast: runs of both sides have other sizes.
     """
     if plan.casts:
         raise PlanError(f"{plan.title}: a plan of a cast has no picture; print it, or its explain()")

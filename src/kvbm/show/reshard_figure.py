@@ -86,24 +86,13 @@ def _further(number: int) -> tuple[str, str, str]:
 def draw(*steps: Resharding) -> Figure:
     """Draw a resharding, or the two steps of `gather` below each other.
 
-    Ranks that hold, send and receive the same are one box.  At most 64 boxes are drawn per side; the last one is for all remaining
-    ranks.  A bar per axis shows what the ranks hold: grey if it is not copied, else in the sender's colour, or in bands if several
-    ranks send parts of it.  The width of a ribbon is proportional to its bytes.
+    Ranks that hold, send and receive the same are one box.  At most 64 boxes are drawn per side; the last one is for all
+    remaining ranks.  A bar per axis shows what the ranks hold: grey if it is not copied, else in the sender's colour, or in
+    bands if several ranks send parts of it.  The width of a ribbon is proportional to its bytes.
 
-    Parameters
-    ----------
-    *steps : Resharding
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        800 px wide.  The label of a ribbon names its messages, such as ``"messages 0→0 1→0"``.  The label of a box names its ranks,
-        such as ``"source ranks 0 1"`` or ``"destination ranks 0"``.
-
-    Raises
-    ------
-    KvbmError
-        matplotlib is not installed.
+    The figure is 800 px wide.  The label of a ribbon names its messages, such as ``"messages 0→0 1→0"``.  The label of a box
+    names its ranks, such as ``"source ranks 0 1"`` or ``"destination ranks 0"``.  Raises `KvbmError` if matplotlib is not
+    installed.
     """
     with looks():
         sheet = Sheet()

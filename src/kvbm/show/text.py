@@ -61,17 +61,7 @@ _ASCII = _Glyphs("++++", "-", "|", "++", "x", "...", ":", "/")
 
 
 def show(console: Console, resolved: Resolved, shape_text: str | None = None) -> None:
-    """Draw a layout.
-
-    Parameters
-    ----------
-    console : rich.console.Console
-        The drawing uses at most 120 columns of it.  Without UTF-8 the drawing is ASCII.
-    resolved : Resolved
-        The layout at a shape and a number of blocks.
-    shape_text : str, optional
-        Name of the shape, e.g. ``llama-3.1-70b/tp8``.
-    """
+    """Draw a layout, in at most 120 columns of a console.  Without UTF-8 the drawing is ASCII."""
     drawing = _Drawing(console, resolved)
     drawing.facts(shape_text)
     drawing.axes()
@@ -168,9 +158,7 @@ class _Drawing:
         if half.part.plane:
             title = f"Inside an array of {' of '.join(half.name.split())}, {half.part.shape.dtype}"
         elif half.o is not None:
-            title = (
-                f"Inside the allocation, the half of {half.name}" if is_one else f"Inside an allocation of {half.name}"
-            )
+            title = f"Inside the allocation, the half of {half.name}" if is_one else f"Inside an allocation of {half.name}"
         else:
             title = "Inside the allocation" if is_one else "Inside an allocation (all are alike)"
         self.head(title)
@@ -198,16 +186,8 @@ class _Drawing:
     ) -> list[Text]:
         """One box with the members of the first level inside.  Of K and V, the one of `half` is opened.
 
-        Without `half`, the innermost box shows the planes.
-
-        Parameters
-        ----------
-        label : str
-            Label of the opened member of the level outside.
-        nbytes : int
-            Bytes that the box represents.
-        width : int
-            Width in columns.
+        Without `half`, the innermost box shows the planes.  `label` is that of the opened member of the level outside, and the
+        box is `width` columns wide.
         """
         room = width - 4
         if not levels:

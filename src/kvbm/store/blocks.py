@@ -59,11 +59,6 @@ Progress = Callable[[int, int], None]
 def layout_of(stored: Stored) -> Layout:
     """The shipped layout that a file names.
 
-    Parameters
-    ----------
-    stored : Stored
-        The header, from `read`.
-
     Raises
     ------
     BindError
@@ -100,21 +95,9 @@ def _open(
 
 
 class _Reader:
-    """Some blocks of a file in memory, in the file's layout.
+    """Some blocks of a file in memory, in the file's layout; `most` bytes are read at a time.
 
-    Parameters
-    ----------
-    source : Source
-        The file.
-    formats : dict of str to str
-        As `Stored.formats`.
-    most : int
-        Bytes to read at a time.
-
-    Attributes
-    ----------
-    pool : Pool
-        The memory: for two times as many blocks, so that some are read while others are used.
+    `pool` has room for two steps, so that some blocks are read while others are used.
     """
 
     def __init__(self, source: Source, formats: dict[str, str], most: int = _READ_BYTES) -> None:
@@ -273,16 +256,9 @@ def _mover(src: Pool, dst: Pool, step: int, stream: Any = None, cast: Scale | No
 
 
 def _copy(
-    src: _Side,
-    dst: _Side,
-    move: _Move,
-    *,
-    verify: bool,
-    rows: Digests | None = None,
-    casts: bool = False,
-    stream: Any = None,
-    progress: Progress | None = None,
-) -> None:
+    src: _Side, dst: _Side, move: _Move, *, verify: bool, rows: Digests | None = None, casts: bool = False,
+    stream: Any = None, progress: Progress | None = None,
+) -> None:  # fmt: skip
     """Copy all of `src.names` to blocks 0, 1, 2, … of `dst`.  Compare digests, and store those of the source in `rows`.
 
     The stored digests of the source are compared with those of the destination: this covers the file, the read and the copy.  If
@@ -326,9 +302,7 @@ def _refuse(src: _Side, dst: _Side | None, known: Digests, rows: Sequence[int], 
     if not found and dst is not None:
         title, found = f"{src.title} → {dst.title}", damages(known, dst.pool, rows, names, dst.stream())
     if not found:  # memory or disk returned other bytes the second time
-        raise DigestError(
-            f"{title}: block {names[0]} was wrong, and was right when it was read again", pairs=tuple(names)
-        )
+        raise DigestError(f"{title}: block {names[0]} was wrong, and was right when it was read again", pairs=tuple(names))
     more = f"; and {len(found) - 1} more of the blocks that were compared" if len(found) > 1 else ""
     raise DigestError(f"{title}: {found[0]}{more}", pairs=tuple(one.block for one in found))
 
@@ -660,9 +634,7 @@ def verify(
     given = None if src_layout is None else as_layout(src_layout, "src_layout")
     stored = path if isinstance(path, Stored) else read(path)
     if stored.digests is None:
-        raise BindError(
-            f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of its current contents"
-        )
+        raise BindError(f"{stored.path}: the file has no digests: `kvbm digest --write` adds those of its current contents")
     _, reader = _open(stored, given)
     names = _chosen(stored.path, ids, reader.source.num_blocks)
     found = []

@@ -85,14 +85,9 @@ class CastFrom:
 
 @dataclass(frozen=True)
 class Casting:
-    """The cast of a copy from, into, or between files.
+    """The cast of a copy from, into, or between files, and what the metadata of the destination say of it.
 
-    Attributes
-    ----------
-    scale : Scale, optional
-        As for `kvbm.convert`; None if no value changes.
-    notes : dict of str to CastFrom
-        What the metadata of the destination say.
+    `scale` is as for `kvbm.convert`, None if no value changes.
     """
 
     scale: Scale | None
@@ -100,25 +95,10 @@ class Casting:
 
     @classmethod
     def of(cls, title: str, src: Section, dst: Section, told: Scale, known: Mapping[str, CastFrom]) -> Casting:
-        """Plan a cast.
+        """Plan a cast that the caller has `told`, of values that were cast before as in `known`; messages begin with `title`.
 
-        Parameters
-        ----------
-        title : str
-            Start of messages.
-        src, dst : Section
-            Both sides.
-        told : Scale
-            What the caller has said.
-        known : mapping of str to CastFrom
-            How values of the source were cast before.
-
-        Raises
-        ------
-        BindError
-            The caller's scales are not those of the file.
-        PlanError
-            There is no such cast, or nobody could read its values later, or the file's scale is that of other planes.
+        Raises `BindError` if the caller's scales are not those of the file; `PlanError` if there is no such cast, nobody could
+        read its values later, or the file's scale is that of other planes.
         """
         scale = _with_recorded(title, known, told, src.shape)
         made = between_layers(src, dst, title, None, scale)
@@ -241,10 +221,7 @@ def _misfit(scale: Scale, shape: BlockShape) -> str:
 def _with_recorded(path: object, notes: Mapping[str, CastFrom], cast: Scale, shape: BlockShape) -> Scale:
     """The cast with the scales of the caller that a file was written with.
 
-    Raises
-    ------
-    BindError
-        The file was written with other scales than those of `cast`, or planes of it with different ones.
+    Raises `BindError` if those are other scales than those of `cast`, or differ between planes.
     """
     recorded = {note.scale: plane for plane, note in notes.items() if note.scale is not None}
     if cast.is_given:

@@ -50,15 +50,7 @@ def blocks_of(title: object, given: Any, num_blocks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which digests exist.
-
-    Attributes
-    ----------
-    blocks, layers, tokens : bool
-        True if there is one digest per block, per layer of a block, per token of a block.
-    reason : str
-        Why there are no digests of blocks.
-    """
+    """Which digests exist: one per block, per layer of a block, per token of a block; else why there are none of blocks."""
 
     blocks: bool = False
     layers: bool = False
@@ -74,10 +66,8 @@ class Kinds:
         except (LayoutError, PlanError) as error:
             return cls(reason=str(error))
         layers = _has(lambda: _plan(whole.select("l", range(1)), [("l", range(1))]))
-        tokens = whole.num_blocks * whole.count("t") <= _MOST_IDS and _has(
-            lambda: _plan(whole.cut(1), [("t", range(1))])
-        )
-        return cls(True, layers, tokens)
+        is_countable = whole.num_blocks * whole.count("t") <= _MOST_IDS
+        return cls(True, layers, is_countable and _has(lambda: _plan(whole.cut(1), [("t", range(1))])))
 
     def __and__(self, other: Kinds) -> Kinds:
         return Kinds(self.blocks and other.blocks, self.layers and other.layers, self.tokens and other.tokens)
@@ -250,18 +240,7 @@ def damages(
 ) -> list[Damage]:
     """Find the blocks that do not match their stored digests, and in each the smallest rectangle of wrong layers and tokens.
 
-    Parameters
-    ----------
-    stored : Digests
-        One row per block.
-    pool : Pool
-        The pool that holds the blocks.
-    ids : sequence of int
-        Ids of the blocks in the pool.
-    names : sequence of int, optional
-        Numbers of the blocks in messages.  Default: `ids`.
-    stream : optional
-        As for `Pool.digest`.
+    `stored` has a row for each of `ids`, the blocks in the pool; messages call them by `names`, by default `ids`.
     """
     there = Digests.of(pool, ids, kinds=stored.kinds & Kinds.of(pool.resolved), stream=stream)
     found, torn = [], stored.torn()

@@ -1,11 +1,8 @@
 """Pools in safetensors files: one tensor per allocation, with the layout in the metadata.
 
-A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table.  Its metadata are ``kvbm.layout``
-(name), ``kvbm.order``, ``kvbm.fingerprint``, ``kvbm.shape`` (JSON), ``kvbm.num_blocks``, ``kvbm.format`` and, for layouts of
-several planes, ``kvbm.planes`` (JSON: dtype, and first byte in the record or tensors).
-``kvbm.formats`` (JSON: plane → dtype) is there if arrays had a dtype where the shape says only bytes, and ``kvbm.cast`` if values
-were cast (`kvbm.store.casting`).  Records are tensors of bytes; planes in separate arrays have their own dtypes.  Tensors of
-digests come before those of blocks.  Any safetensors reader can open the file; ``docs/reference/file-format.md`` describes it.
+A file holds the tensors ``alloc_00000``, ``alloc_00001``, … in the order of the layout's table, after those of digests.  Records
+are tensors of bytes; planes in separate arrays have their own dtypes.  Any safetensors reader can open the file.
+``docs/reference/file-format.md`` describes it, and its metadata.
 
 The header is read and written here instead of by the ``safetensors`` package, which has no bfloat16 or fp8 for NumPy.  Blocks are
 read some at a time, and written to a mapped file, so pools larger than the memory can be converted.  A file that is read is opened
@@ -58,26 +55,12 @@ KEPT = (FORMATS, CAST)
 _ALIGN = 4096  # the first tensor starts at a page, so that the kernels can use their widest words
 _NUMBER = re.compile("[0-9]{1,18}")
 _CODES = {
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float4_e2m1fn": "F4",
-    "int8": "I8",
-    "uint8": "U8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "bool": "BOOL",
-}
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn": "F4",
+    "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16",
+    "int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "U64", "bool": "BOOL",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,9 +127,7 @@ class Stored:
             if not all(isinstance(one, str) and one in ITEMSIZE for one in found.values()):
                 raise ValueError("expected names of dtypes")
         except ValueError as error:
-            raise BindError(
-                f"{self.path}: metadata {FORMATS!r}: {printable(str(error))}, got {quoted(text)}"
-            ) from None
+            raise BindError(f"{self.path}: metadata {FORMATS!r}: {printable(str(error))}, got {quoted(text)}") from None
         return found
 
     @functools.cached_property
@@ -212,9 +193,7 @@ class Stored:
                 continue
             if entry is None or (entry.dtype, entry.shape) != (_DIGEST_CODE, sizes):
                 got = "none" if entry is None else f"{printable(entry.dtype, 60)} {quoted(list(entry.shape))}"
-                raise BindError(
-                    f"{self.path}: tensor {PARTS[kind]!r}: expected {_DIGEST_CODE} {list(sizes)}, got {got}"
-                )
+                raise BindError(f"{self.path}: tensor {PARTS[kind]!r}: expected {_DIGEST_CODE} {list(sizes)}, got {got}")
             raw = np.empty(sizes, "<u8")
             self.file.fill(raw.data, entry.begin)
             found[kind] = raw.astype(np.uint64, copy=False)
@@ -344,9 +323,8 @@ class Stored:
 
     def _check_tensors(self, layout: Layout, resolved: Resolved) -> list[int]:
         """Check that every tensor is as the layout expects, and return each allocation's offset in the file."""
-        count = (
-            resolved.table_size
-        )  # there may be far more than the file has bytes: check the count before listing them
+        # There may be far more than the file has bytes: check the count before listing them.
+        count = resolved.table_size
         missing = next((name for name in map(_name, range(count)) if name not in self.tensors), None)
         if missing is not None:
             names = [printable(name, 60) for name in list(self.tensors)[:3]]
@@ -544,19 +522,7 @@ def framed(layout: Layout, shape: BlockShape, num_blocks: int, digests: Digests,
 
     It is for writers of many small files that hold their blocks in one piece.  `create` maps a pool into the file instead.
 
-    Parameters
-    ----------
-    layout : Layout
-        A layout with one allocation and no padding for `num_blocks` blocks.
-    shape, num_blocks, metadata
-        As for `create`.
-    digests : Digests
-        Digests of the blocks.
-
-    Raises
-    ------
-    BindError
-        The layout has several allocations or padding, or the digests do not fit the blocks.
+    Raises `BindError` if the layout has several allocations or padding, or the digests do not fit the blocks.
     """
     resolved = layout.resolve(shape, num_blocks)
     digests.require(shape, num_blocks)
@@ -668,7 +634,6 @@ def _bind(layout: Layout, shape: BlockShape, resolved: Resolved, pages: mmap.mma
     from ..pool.pool import Pool
 
     arrays = [
-        array_on(pages, allocation, offset)
-        for allocation, offset in zip(resolved.allocations, offsets, strict=True)
+        array_on(pages, allocation, offset) for allocation, offset in zip(resolved.allocations, offsets, strict=True)
     ]
     return Pool(layout, shape, arrays, num_blocks=resolved.num_blocks)

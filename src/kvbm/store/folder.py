@@ -76,13 +76,12 @@ class Folder:
     Parameters
     ----------
     folder : Path
-        The folder.  It may hold units of other contents, each kind in its own subfolder.
+        It may hold units of other contents, each kind in its own subfolder.
     content : Content
         The content of the units.
     most_bytes : int, optional
         Limit of the bytes of all files in the folder.  Above it, the least recently used units are removed.  Each process checks
         this after it has written 1/64 of the limit, so each process may exceed it by that much.  Default: no limit.
-
     key : str, optional
         The key of the content, if it is known.
 
@@ -100,17 +99,9 @@ class Folder:
         self._guard = threading.Lock()
 
     def make(self, model: Mapping[str, Any]) -> None:
-        """Create the folder, with a file that describes its content.
+        """Create the folder, with a file that describes its content and `model`: that of which `Content.model` is the key.
 
-        Parameters
-        ----------
-        model : mapping
-            The model of which `Content.model` is the key: `kvbm.store.keys.model_of`.
-
-        Raises
-        ------
-        BindError
-            The folder cannot be created or written, or is a link: its files would not count.
+        Raises `BindError` if it cannot be created or written, or is a link: its files would not count.
         """
         if self.root.is_symlink():
             raise BindError(f"folder: {self.root}: expected a folder, got a link: the limit of bytes would not count its files")
@@ -166,32 +157,12 @@ class Folder:
     # ---- files -----------------------------------------------------------------------------------------------------
 
     def write(self, name: str, part: Part, first: int, row: npt.NDArray[Any], block: int, heads: Sequence[int]) -> int:
-        """Write a file.  It gets its name when it is complete.
+        """Write a file, which gets its name when it is complete, and return its bytes.
 
-        Parameters
-        ----------
-        name : str
-            Name of the unit.
-        part : Part
-            The heads of the file.
-        first : int
-            Position of the unit's first token.
-        row : array
-            The heads, shape ``(nh, nl, no, nt, hd)``; of quantised values ``(nh, nl, no, bytes)``.
-        block : int
-            Their digest at position 0, as in files of `kvbm.store`.
-        heads : sequence of int
-            The digest of each head, at its place in the model, as for a unit at position 0.
-
-        Returns
-        -------
-        int
-            Bytes of the file.
-
-        Raises
-        ------
-        OSError
-            The disk is full, or the folder is not writable.
+        `name` and `part` are the unit and the heads of the file, `first` the position of the unit's first token.  `row` has the
+        heads, shape ``(nh, nl, no, nt, hd)``; of quantised values ``(nh, nl, no, bytes)``.  `block` is their digest at position
+        0, as in files of `kvbm.store`; `heads` has the digest of each head, at its place in the model, as for a unit at
+        position 0.
         """
         shape = replace(self.content.shape, nh=part.last - part.first)
         metadata = {
@@ -213,10 +184,7 @@ class Folder:
     def open(self, name: str, part: Part) -> tuple[Stored, list[int]]:
         """An open file with its header, and the digests of its heads.
 
-        Raises
-        ------
-        BindError
-            The file is cut short, or its contents do not fit its name.  It is removed.
+        Raises `BindError` for a file that is cut short, or whose contents do not fit its name.  It is removed.
         """
         file = Opened(self.home(name) / part.name)
         try:
@@ -248,9 +216,7 @@ class Folder:
             raise BindError(f"{stored.path}: expected one block, {expected}, got {stored.shape}")
         words = metadata.get("store.digests", "").split(" ")
         if len(words) != expected.nh or not all(map(_DIGEST.fullmatch, words)):
-            raise BindError(
-                f"{stored.path}: store.digests: expected {expected.nh}, got {metadata.get('store.digests')!r:.200}"
-            )
+            raise BindError(f"{stored.path}: store.digests: expected {expected.nh}, got {metadata.get('store.digests')!r:.200}")
         return stored, [int(word, 16) for word in words]
 
     # ---- the limit -------------------------------------------------------------------------------------------------
@@ -269,12 +235,7 @@ class Folder:
     def trim(self) -> int:
         """Remove the least recently used units, of any content, until the folder is below its limit.
 
-        Only one process at a time does this; the others continue.
-
-        Returns
-        -------
-        int
-            Number of removed bytes.
+        Returns the removed bytes.  Only one process at a time does this; the others continue.
         """
         if self.most_bytes is None:
             return 0
@@ -351,14 +312,8 @@ Problem = Callable[[Path, KvbmError | OSError], object]
 def units_of(content: str, clear: bool = False, problem: Problem = lambda *_: None) -> Iterator[Unit]:
     """The units in the folder of a content.
 
-    Parameters
-    ----------
-    content : str
-        The folder.
-    clear : bool
-        Remove what ended processes have left.
-    problem : callable
-        Told of each folder that cannot be read, is a link, or lies where no engine looks for it.  Its units are left out.
+    With `clear`, what ended processes have left is removed.  `problem` is told of each folder that cannot be read, is a link,
+    or lies where no engine looks for it: its units are left out.
     """
     inside = _files(content, problem)
     if clear:
@@ -442,23 +397,12 @@ def remove(unit: Unit) -> int:
 
 @dataclass(frozen=True)
 class Described:
-    """What the folder of a content says of itself.
+    """What the folder of a content says of itself."""
 
-    Attributes
-    ----------
-    title : str
-        Name of the model.
-    fields : dict
-        The content, with the model in place of its key; empty if the folder is of another rule.
-    problem : str
-        Why its units are not found under the rule of this version; empty if they are.
-    is_damaged : bool
-        True if that is not another rule: the description was changed, or cannot be read.  Engines may use the units all the same.
-    """
-
-    title: str
-    fields: dict[str, Any]
-    problem: str
+    title: str  # name of the model
+    fields: dict[str, Any]  # the content, with the model in place of its key; empty if the folder is of another rule
+    problem: str  # why its units are not found under the rule of this version; empty if they are
+    #: Not another rule: the description was changed, or cannot be read.  Engines may use the units all the same.
     is_damaged: bool = False
 
 

@@ -45,10 +45,7 @@ class Entry:
 def parsed_header(data: bytes | bytearray, start: int) -> tuple[dict[str, str], dict[str, Entry]]:
     """Metadata, and tensors by name, of a header whose tensors start at byte `start` of the file.
 
-    Raises
-    ------
-    ValueError
-        It is not the header of a safetensors file; the message says where.
+    Raises ValueError, which says where, if it is not the header of a safetensors file.
     """
     text = data.decode("utf-8")
     if (match := _BEGIN.match(text)) is None:

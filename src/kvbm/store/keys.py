@@ -131,10 +131,8 @@ def model_of(
     ----------
     weights : str
         ``sha256:`` and a hash of the files of weights, and the load format if it counts; or ``named`` and the operator's name.
-    config : mapping
-        The model's ``config.json``.
-    rope : mapping
-        RoPE in effect: `ropes` of the engine's configuration.
+    config, rope : mapping
+        The model's ``config.json``, and RoPE in effect: `ropes` of the engine's configuration.
     dtype : str
         Dtype of the computation.
     more : mapping
@@ -146,30 +144,15 @@ def model_of(
 
 @dataclass(frozen=True)
 class Content:
-    """What two caches must have in common.  Units are found only by an equal content.
+    """What two caches must have in common.  Units are found only by an equal content."""
 
-    Attributes
-    ----------
-    model : str
-        `key_of_json` of the model: of its weights and configuration (`model_of`).
-    title : str
-        Name of the model for readers; it is not part of the key.
-    layers : tuple of int
-        The layers' numbers in the model.
-    shape : BlockShape
-        Shape of a unit of the whole model: all KV heads, and the tokens of a unit.
-    layout : Layout
-        Order of elements in the files: heads outermost.
-    values : str
-        What quantised values are; empty for those of the shape's dtype.
-    """
-
-    model: str
-    title: str
-    layers: tuple[int, ...]
-    shape: BlockShape
+    model: str  # `key_of_json` of the model: of its weights and configuration (`model_of`)
+    title: str  # name of the model for readers; it is not part of the key
+    layers: tuple[int, ...]  # the layers' numbers in the model
+    shape: BlockShape  # shape of a unit of the whole model: all KV heads, and the tokens of a unit
+    #: Order of elements in the files: heads outermost.
     layout: Layout = field(default_factory=lambda: layouts.load(LAYOUT))
-    values: str = ""
+    values: str = ""  # what quantised values are; empty for those of the shape's dtype
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -229,15 +212,10 @@ class Chain:
     def keys(self, first: int, last: int) -> tuple[str, ...]:
         """Keys of the units of tokens `first` to `last` (exclusive); both are multiples of a unit.
 
-        Raises
-        ------
-        BindError
-            The range does not begin or end at a unit, or is beyond the sequence, or a token is none.
+        Raises `BindError` if they are not, if the range is beyond the sequence, or if a token is none.
         """
         if first % self.unit or last % self.unit or not 0 <= first <= last <= len(self._tokens):
-            raise BindError(
-                f"store: expected tokens of {len(self._tokens)}, in whole units of {self.unit}, got {first} to {last}"
-            )
+            raise BindError(f"store: expected tokens of {len(self._tokens)}, in whole units of {self.unit}, got {first} to {last}")
         for at in range(len(self._keys) * self.unit, last, self.unit):
             tokens = self._tokens[at : at + self.unit]
             try:

@@ -43,26 +43,9 @@ def mapped(number: int, size: int, path: object, access: int = mmap.ACCESS_DEFAU
 class Opened:
     """A regular file, open for reading.  `close` or the last reference closes it.
 
-    Parameters
-    ----------
-    path : Path
-        The file, and its name in messages.
-    number : int, optional
-        A descriptor of the file, which now belongs to this object.  Default: the file is opened by its path.
-
-    Attributes
-    ----------
-    size : int
-        Bytes of the file when it was opened.
-    place : tuple of int
-        Its device and inode.
-
-    Raises
-    ------
-    BindError
-        The path is not a regular file.
-    OSError
-        The file cannot be opened.
+    `path` names it in messages.  With `number`, a descriptor that now belongs to this object, it is not opened by its path.
+    `size` are its bytes when it was opened, and `place` are its device and inode.  Raises `BindError` if it is not a regular
+    file.
     """
 
     def __init__(self, path: Path, number: int | None = None) -> None:
@@ -106,12 +89,7 @@ class Opened:
     def fill(self, into: Any, at: int) -> None:
         """Read bytes from `at` on, until a buffer is full.
 
-        Raises
-        ------
-        BindError
-            The file ends before: another program has cut it.
-        OSError
-            The disk does not return them.
+        Raises `BindError` if the file ends before: another program has cut it.
         """
         left, number = memoryview(into).cast("B"), self._open()
         while len(left):
@@ -121,10 +99,7 @@ class Opened:
             left, at = left[count:], at + count
 
     def map(self) -> mmap.mmap:
-        """Map the file, read-only.
-
-        If another program cuts the file later, access to its lost part ends the process (SIGBUS).
-        """
+        """Map the file, read-only.  If another program cuts it later, access to its lost part ends the process (SIGBUS)."""
         self.require_size()
         return mapped(self._open(), self.size, self.path, access=mmap.ACCESS_READ)
 

@@ -40,15 +40,7 @@ class Begin(Protocol):
 
 
 class Source:
-    """The blocks of a file.
-
-    Attributes
-    ----------
-    layout, shape, num_blocks
-        Layout, block shape and number of blocks.
-    resolved : Resolved
-        The layout at these sizes.
-    """
+    """The blocks of a file: `num_blocks` of them, `resolved` at these sizes."""
 
     def __init__(
         self, file: Opened, layout: Layout, shape: BlockShape, resolved: Resolved, offsets: Sequence[int]
@@ -59,14 +51,7 @@ class Source:
     def fill(self, pool: Pool, ids: Sequence[int], rows: Sequence[int]) -> None:
         """Read blocks `ids` into blocks `rows` of a pool of the same layout and shape in host memory.
 
-        Bytes of the pool that belong to no element may be changed.
-
-        Raises
-        ------
-        BindError
-            Another program has cut the file.
-        OSError
-            The disk does not return the blocks.
+        Bytes of the pool that belong to no element may be changed.  Raises `BindError` if another program has cut the file.
         """
         with self.reading(pool) as begin:
             begin(ids, rows, now=True)()
@@ -206,7 +191,7 @@ def _inside(resolved: Resolved) -> list[object]:
 def _places(resolved: Resolved, first: int, count: int) -> Iterator[tuple[int, int, int]]:
     """The bytes of `count` consecutive blocks: allocation, first byte, number of bytes.
 
-    Their order depends only on layout and shape.
+    Their order depends on layout and shape alone.
     """
     for tables, outer, block, inner, (byte, entry), item_bytes, half in _orders(resolved):
         steps = [(piece.extent, piece.stride) for piece in inner]

@@ -51,20 +51,10 @@ class _Desk:
 
 @dataclass
 class Shelved:
-    """The result of writing or reading some units.
+    """The result of writing or reading some units of the `blocks` of host memory.
 
-    Attributes
-    ----------
-    blocks : numpy.ndarray of int64
-        Block ids of the units in host memory.
-    digests : numpy.ndarray of uint64
-        The blocks' digests, as from `Pool.digest`.
-    good : numpy.ndarray of bool
-        True for each block that was read or written completely.
-    nbytes : int
-        Bytes that were read or written.
-    why : str
-        The reason for a block that is not good.
+    `digests` are those of the blocks, as from `Pool.digest`.  `good` is true for each block that was read or written
+    completely, and `why` is the reason for one that was not.  `nbytes` were read or written.
     """
 
     blocks: Ids
@@ -75,32 +65,12 @@ class Shelved:
 
 
 class Shelf:
-    """Writes blocks of host memory to files and reads them from files, for one rank.  Several threads may use it at the same time.
+    """Writes blocks of host memory to files and reads them from files, for one rank.
 
-    Parameters
-    ----------
-    content : Content
-        The content of the units.
-    host : Pool
-        The blocks in host memory.  Each consists of whole units, or a unit of whole blocks.
-    heads : range
-        The heads of the model in `host`.
-    verify : bool
-        Compare digests.
-    threads : int
-        Most threads that work at the same time.  Each has separate memory.
-
-    Raises
-    ------
-    BindError
-        The blocks do not consist of such units, nor such units of these blocks.
-
-    Attributes
-    ----------
-    each, joined : int
-        Units of a block, and blocks of a unit: one of them is 1.
-    step : int
-        Most units that are written or read at a time.
+    Each block of `host` consists of whole units, or a unit of whole blocks; else a `BindError` is raised.  `each` is the number
+    of units of a block, and `joined` that of blocks of a unit: one of them is 1.  `heads` are those of the model in `host`, and
+    `step` is the most units that are written or read at a time.  Several threads may use it at the same time, and at most
+    `threads` work at the same time.  Each has separate memory.
     """
 
     def __init__(self, content: Content, host: Pool, heads: range, verify: bool = True, threads: int = 4) -> None:
@@ -156,20 +126,11 @@ class Shelf:
         found: Sums = sums.reshape(len(blocks), self.each).sum(axis=1, dtype=np.uint64)
         return found
 
-    def write(
-        self, folder: Folder, blocks: Ids, digests: Sums, names: Sequence[str], firsts: Sequence[int]
-    ) -> Shelved:
-        """Write blocks of host memory.  Units whose heads are in files already are left as they are.
+    def write(self, folder: Folder, blocks: Ids, digests: Sums, names: Sequence[str], firsts: Sequence[int]) -> Shelved:
+        """Write blocks of host memory: whole units, at most `step`.
 
-        Parameters
-        ----------
-        folder : Folder
-        blocks : array of int64
-            Block ids; at most `step` units, and whole ones.
-        digests : array of uint64
-            Expected digests of the blocks.  A unit of a block with another digest is not written.
-        names, firsts : sequence
-            Per unit, in order: its name, and the position of its first token.
+        Units whose heads are in files already are left as they are.  A unit of a block with another digest than in `digests` is
+        not written.  `names` and `firsts` have, for each unit in order, its name and the position of its first token.
         """
         done = Shelved(blocks, np.zeros(len(blocks), np.uint64), np.ones(len(blocks), np.bool_))
         todo = [row for row, name in enumerate(names) if not folder.holds(name, self.part)]
@@ -202,13 +163,9 @@ class Shelf:
         return done
 
     def read(
-        self,
-        folder: Folder,
-        blocks: Ids,
-        names: Sequence[str],
-        firsts: Sequence[int],
+        self, folder: Folder, blocks: Ids, names: Sequence[str], firsts: Sequence[int],
         wanted: contextlib.AbstractContextManager[bool] | None = None,
-    ) -> Shelved:
+    ) -> Shelved:  # fmt: skip
         """Read blocks into host memory.  The parameters are those of `write`.
 
         Host memory is written inside `wanted`, and only if it is true: while files are read, the blocks may be reused.

@@ -50,16 +50,9 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Held:
-    """The folder of a content.
+    """The folder of a content, with its units, oldest first.
 
-    Attributes
-    ----------
-    path : Path
-    described : Described
-    units : list of Unit
-        Oldest first.
-    unknown : list of Wrong
-        Folders whose units are not known: they cannot be read, or lie where no engine looks for them.
+    `unknown` are folders whose units are not known: they cannot be read, or lie where no engine looks for them.
     """
 
     path: Path
@@ -80,10 +73,8 @@ class Held:
     def content(self) -> Content:
         """The content.
 
-        Raises
-        ------
-        BindError
-            Its units are not found under this version's rule, or are in a layout that is neither shipped nor that of a latent.
+        Raises `BindError` if its units are not found under this version's rule, or are in a layout that is neither shipped nor
+        that of a latent.
         """
         if self.described.problem:
             raise BindError(f"{self.path}: {self.described.problem}")
@@ -124,13 +115,7 @@ def _layout(path: Path, fingerprint: str, shape: BlockShape, values: str) -> Lay
 
 
 def held(folder: Path) -> list[Held]:
-    """The contents in a folder, sorted by name.  Other folders and files are left out.
-
-    Raises
-    ------
-    OSError
-        The folder cannot be read.
-    """
+    """The contents in a folder, sorted by name.  Other folders and files are left out."""
     found = []
     for path in folders_of(folder):
         if (said := described(path)) is not None:
@@ -205,15 +190,7 @@ def _verify(folder: Folder, name: str, part: Part, pools: dict[int, Pool]) -> No
 
 @dataclass(frozen=True)
 class Removed:
-    """What `gc` has removed, or would remove.
-
-    Attributes
-    ----------
-    units, nbytes : int
-        Removed units, and bytes of their files.
-    left_units, left_bytes : int
-        What is left, with files that could not be removed.
-    """
+    """What `gc` has removed, or would remove, and what is left, with files that could not be removed."""
 
     units: int
     nbytes: int
@@ -224,13 +201,10 @@ class Removed:
 def gc(
     folder: Path, older_than: float | None = None, to_bytes: int | None = None, other_rules: bool = False, dry_run: bool = False
 ) -> Removed:
-    """Remove units.
-
-    Only files of units are removed, and only below folders of contents: see `described`.
+    """Remove units: only their files, and only below folders of contents (see `described`).
 
     Parameters
     ----------
-    folder : Path
     older_than : float, optional
         Remove units that were not used for so many seconds.
     to_bytes : int, optional

@@ -1,7 +1,5 @@
 """The tools that test kvbm's kernels, for your own kernels.
 
-Nothing is imported before it is used: torch only where data are torch's, and never by importing this package.
-
 Examples
 --------
 >>> from kvbm.testing import SMOKE_TESTS
@@ -35,21 +33,9 @@ _HOME = {
 }
 
 __all__ = [
-    "CORRECTNESS_TESTS",
-    "PERFORMANCE_TESTS",
-    "SMOKE_TESTS",
-    "Benchmark",
-    "BenchmarkRecord",
-    "LayoutCase",
-    "TestCase",
-    "allclose_with_error",
-    "benchmark_kernel",
-    "digest",
-    "layout_cases",
-    "locate",
-    "make_match_reference",
-    "write_csv",
-]
+    "CORRECTNESS_TESTS", "PERFORMANCE_TESTS", "SMOKE_TESTS", "Benchmark", "BenchmarkRecord", "LayoutCase", "TestCase",
+    "allclose_with_error", "benchmark_kernel", "digest", "layout_cases", "locate", "make_match_reference", "write_csv",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -215,9 +215,8 @@ def _compare(actual: npt.NDArray[Any], expected: npt.NDArray[Any], rtol: float, 
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
                 nan = np.isnan(a) | np.isnan(e)
                 error = np.where(a_raw == e_raw, 0.0, np.abs(a - e))
-                error[np.isnan(error) & ~nan] = (
-                    math.inf
-                )  # complex: the same infinity in one part, and the other part differs
+                # Complex: the same infinity in one part, and the other part differs.
+                error[np.isnan(error) & ~nan] = math.inf
                 # Integers may differ by less than the precision of a double: compare them exactly.
                 error[(error == 0) & (a_raw != e_raw)] = 1.0
                 size = np.abs(e)

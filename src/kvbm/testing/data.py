@@ -47,10 +47,7 @@ def _require_storage(tensor: Any) -> None:
 def leaves(data: Any, where: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """The items of nested tuples, lists and dicts, depth first, each with its place: ``[0]['x']``.
 
-    Raises
-    ------
-    ValueError
-        A container contains itself.  `around` has the ids of the containers around `data`.
+    Raises ValueError if a container contains itself: `around` has the ids of the containers around `data`.
     """
     if not isinstance(data, dict | list | tuple):
         yield where, data

@@ -135,13 +135,9 @@ def layout_cases(
 
 
 def _of_pair(
-    src: Layout,
-    dst: Layout,
-    given: Sequence[BlockShape] | None,
-    dtypes: Sequence[str],
-    batches: Sequence[int],
+    src: Layout, dst: Layout, given: Sequence[BlockShape] | None, dtypes: Sequence[str], batches: Sequence[int],
     rest: tuple[str, str, int],
-) -> Iterator[LayoutCase]:
+) -> Iterator[LayoutCase]:  # fmt: skip
     seen: list[tuple[Access, ...]] = []
     first_error: LayoutError | PlanError | None = None
     for dtype in dtypes:
@@ -413,20 +409,17 @@ class _Side:
     @cached_property
     def buffer(self) -> Any:
         """The memory of the kernel as a uint8 array or tensor with an aligned first byte."""
-        case = self.case
-        if case.framework == "numpy" or case.device == "cpu":
-            raw = np.empty(self.before.size + ALIGNMENT, np.uint8)
+        memory = self.before
+        if self.case.device == "cpu":
+            raw = np.empty(memory.size + ALIGNMENT, np.uint8)
             start = -raw.ctypes.data % ALIGNMENT
-            aligned = raw[start : start + self.before.size]
-            aligned[:] = self.before
-            if case.framework == "numpy":
-                return aligned
-            import torch
-
-            return torch.from_numpy(aligned)
+            memory = raw[start : start + memory.size]
+            memory[:] = self.before
+        if self.case.framework == "numpy":
+            return memory
         import torch
 
-        return torch.from_numpy(self.before).to(case.device)
+        return torch.from_numpy(memory).to(self.case.device)
 
     @cached_property
     def arrays(self) -> list[Any]:
@@ -470,13 +463,8 @@ class _Side:
 class Elements:
     """The elements of a plane in a block, in the same order on both sides of a copy.  A layout without planes has one plane.
 
-    Axes of an opaque group are last, in their order in memory, as their order is unspecified.  Of elements that share a byte only
-    the first is listed: no copy splits a byte.
-
-    Attributes
-    ----------
-    number, entry, offset : numpy.ndarray
-        Number, table entry and byte of every element of block 0.
+    Axes of an opaque group are last, in their order in memory, as their order is unspecified.  Of elements that share a byte
+    only the first is listed: no copy splits a byte.  Of every element of block 0 there are its number, table entry and byte.
     """
 
     def __init__(self, part: Resolved, opaque: Iterable[str]) -> None:

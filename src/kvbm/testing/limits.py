@@ -1,24 +1,14 @@
 """Call functions that may raise an exception or hang, and report both as one exception with a sentence.
 
-A kernel runs on a separate thread, not in a process.  So it may be any function, including closures and lambdas, gets its
-arguments unchanged, and the overhead is small.  However, Python cannot stop a thread.  A thread that hangs runs until the process
-ends, and neither delays that end (it is a daemon) nor changes its exit code (`_park_at_exit`).  Its CPU core, and the GPU that it
-waits for, cannot be used for further measurements in this process.
+A kernel runs on a thread, not in a process: it may be any function, including closures and lambdas, gets its arguments unchanged,
+and the overhead is small.  However, Python cannot stop a thread.  One that hangs runs until the process ends, and neither delays
+that end (it is a daemon) nor changes its exit code (`_park_at_exit`).  Its core, and the GPU that it waits for, cannot be used for
+further measurements.  Times on the CPU can differ from those on the main thread: OpenMP keeps helper threads for each thread that
+calls it, and glibc returns large freed memory of such a thread to the system sooner.
 
-On the CPU, times can differ from those on the main thread in two ways.  OpenMP keeps a pool of helper threads for each thread that
-calls it, and waits differently if all of them outnumber the cores.  And glibc returns large freed memory of such a thread to the
-system sooner.  A kernel that writes into given memory on one core takes as long as on the main thread.
-
-On the CPU a call *hangs* if it has not returned when its limit is over, and threads of this process have used nearly no processor
-time since the last look, and were not waiting for a core either.  Else it is *slow*, as on a slow or busy machine, in an emulator
-or under valgrind, and gets as long again, until ten limits are over.  So a kernel that computes for ever is given up, too, and
-reported as too slow.  All threads count, because a kernel may leave its work to a pool of threads: only the thread that waits for
-the call and the threads of calls that were given up do not.  Beside another thread that computes, a hang is therefore reported
-after ten limits, as too slow.
-
-On a GPU a call returns before its work is done.  An event is polled for the work, so a kernel that never ends is detected, too.
-Nothing shows whether a GPU computes, and a thread that waits for it may use a core.  So the limit is time by the clock there, and
-only seconds in which threads were ready and got no core do not count, up to the same ten limits.
+`Deadline` tells a kernel that hangs from one that is slow, as docs/howto/testing.md says: by the processor time of all threads,
+because a kernel may leave its work to a pool of them.  Nothing shows whether a GPU computes, and a thread that waits for it may use
+a core: there the limit is time by the clock, without the seconds in which threads were ready and got no core.
 """
 
 from __future__ import annotations
@@ -71,10 +61,7 @@ def require_limit(limit_s: float) -> None:
 def call(function: Callable[[Any], T], data: Any, limit_s: float) -> T:
     """Call ``function(data)`` and wait until the GPU has done its work.
 
-    Raises
-    ------
-    KernelFailure
-        The function raised an exception, did not return in time, or the GPU was not done in time.
+    Raises `KernelFailure` if the function raised an exception, did not return in time, or the GPU was not done in time.
     """
     device = device_index(data)
 
@@ -137,23 +124,9 @@ def error_text(error: BaseException, own_file: str = __file__) -> str:
 class Deadline:
     """A time limit, which moves while a call is slow, and the progress for its message.
 
-    Made by the thread that waits for the call.
-
-    Parameters
-    ----------
-    limit_s : float
-        Seconds.
-    on_gpu : bool
-        True if processor time says nothing about the call, because a GPU does its work.
-
-    Attributes
-    ----------
-    progress : tuple of two int, or None
-        Number of calls made, and of all calls.
-    pid : int
-        Id of the process.
-    passed : bool
-        True if the caller no longer waits, so that a thread that returns late ends.
+    Made by the thread that waits for the call.  With `on_gpu`, processor time says nothing about the call, because a GPU does
+    its work.  `progress` is the number of calls made, and of all calls.  It has `passed` when the caller no longer waits, so
+    that a thread that returns late ends.  `pid` is the id of the process.
     """
 
     def __init__(self, limit_s: float, on_gpu: bool) -> None:
@@ -191,14 +164,9 @@ class Deadline:
         return _Use.now().busy(self._seen) - self._strangers
 
     def missed(self, what: str, *, returns: bool = False) -> KernelFailure:
-        """What to report.
+        """What to report: `what` did not happen, as a clause: ``"it did not return"``.
 
-        Parameters
-        ----------
-        what : str
-            What did not happen, as a clause: ``"it did not return"``.
-        returns : bool
-            True if single calls return, so that they do not hang.
+        If single calls return, they do not hang.
         """
         limit = f"its limit of {self.limit_s:g} s"
         calls = f" (after {self.progress[0]} of {self.progress[1]} calls)" if self.progress else ""
@@ -219,16 +187,10 @@ class Deadline:
 
 
 class _Use(NamedTuple):
-    """Use of the processor until a moment.
+    """Use of the processor until a moment of the monotonic clock.
 
-    Attributes
-    ----------
-    at : float
-        The moment, in seconds of the monotonic clock.
-    ran : float
-        Seconds that all threads of this process have computed, also those that have ended.
-    tasks : dict of str to (float, float)
-        For each thread, the seconds that it computed, and those that it waited for a core; empty if Linux does not count them.
+    All threads of this process `ran` for so many seconds, also those that have ended.  `tasks` are, for each thread, the
+    seconds that it computed, and those that it waited for a core; empty if Linux does not count them.
     """
 
     at: float
@@ -277,23 +239,11 @@ def _given_up_tasks() -> set[str]:
 
 
 def run(work: Callable[[Deadline], T], limit_s: float, *, on_gpu: bool) -> T:
-    """Run `work` on a thread with the context of this one (context variables, and torch's modes).
+    """Run ``work(deadline)`` on a thread with the context of this one (context variables, and torch's modes).
 
-    Exceptions of `work` are raised here.
-
-    Parameters
-    ----------
-    work : callable
-        Called with the deadline.
-    limit_s : float
-        Seconds after which it is given up if it hangs.  While it is slow, it has up to `MOST` times as long.
-    on_gpu : bool
-        True if a GPU does its work, so that processor time is no sign that it computes.
-
-    Raises
-    ------
-    KernelFailure
-        The time limit has passed.
+    It is given up after `limit_s` seconds if it hangs.  While it is slow, it has up to `MOST` times as long.  If a GPU does its
+    work, processor time is no sign that it computes.  Exceptions of `work` are raised here, and `KernelFailure` if the time
+    limit has passed.
     """
     deadline = Deadline(limit_s, on_gpu)
     outcome: list[tuple[bool, Any]] = []
@@ -371,13 +321,7 @@ def _torch_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
 
 class Gpu:
-    """Events on the current stream of torch or CuPy, else on the default stream.
-
-    Parameters
-    ----------
-    device : int
-        CUDA device ordinal; made current for this thread.
-    """
+    """Events on the current stream of torch or CuPy, else on the default stream.  The device is made current for this thread."""
 
     def __init__(self, device: int) -> None:
         from cuda.core import Device
@@ -390,10 +334,7 @@ class Gpu:
     def finish(self, deadline: Deadline) -> None:
         """Wait for all work in the stream.
 
-        Raises
-        ------
-        KernelFailure
-            The deadline has passed, or the work failed on the GPU.
+        Raises `KernelFailure`: the deadline has passed, or the work failed on the GPU.
         """
         event = self.events.make()
         try:

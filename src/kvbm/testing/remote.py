@@ -72,9 +72,7 @@ class Target:
             text,
         )
         if not match or not 0 < int(match["port"] or 22) < 65536:
-            raise SpecError(
-                f"--ssh {text!r}: expected USER@HOST:PORT, such as me@gpu7:2222 (user and port may be left out)"
-            )
+            raise SpecError(f"--ssh {text!r}: expected USER@HOST:PORT, such as me@gpu7:2222 (user and port may be left out)")
         return cls(match["six"] or match["host"], match["user"], int(match["port"]) if match["port"] else None)
 
 
@@ -82,19 +80,8 @@ class Target:
 class Options:
     """The options of ``kvbm smoke --ssh``.
 
-    Attributes
-    ----------
-    target : str
-    key, known_hosts, wheel : Path or None
-    python : str
-        Interpreter on the other machine.
-    gpu : int or None
-        Number of the GPU, as nvidia-smi counts on the other machine.
-    cpu, keep : bool
-    kernel : str or None
-        ``FILE.py:FUNCTION``; the file is copied, too.
-    arguments : sequence of str
-        Further arguments for ``kvbm smoke`` on the other machine.
+    The `kernel` is ``FILE.py:FUNCTION``; the file is copied, too.  The `gpu` is numbered as nvidia-smi counts on the other
+    machine, where `python` is the interpreter, and `arguments` are further ones for ``kvbm smoke`` there.
     """
 
     target: str
@@ -110,22 +97,11 @@ class Options:
 
 
 def run(options: Options, note: Note = _say_nothing) -> Report:
-    """Run ``kvbm smoke`` on another machine.
+    """Run ``kvbm smoke`` on another machine.  `note` is called with one line of text per step.
 
-    Parameters
-    ----------
-    options : Options
-    note : callable, optional
-        Called with one line of text per step.
-
-    Raises
-    ------
-    UnreachableError, HostKeyError, AuthenticationError
-        The machine does not answer, its key is unknown or wrong, or it refuses the login.
-    DeviceNotFoundError
-        The machine does not have this GPU.
-    RemoteError
-        The machine has no suitable Python, its environment cannot be created, or the run gave no report.
+    Raises `UnreachableError`, `HostKeyError` or `AuthenticationError` if the machine does not answer, its key is unknown or
+    wrong, or it refuses the login; `DeviceNotFoundError` if it does not have this GPU; `RemoteError` if it has no suitable
+    Python, its environment cannot be created, or the run gave no report.
     """
     target = Target.parse(options.target)
     kernel_file, kernel = _kernel(options.kernel)
@@ -169,37 +145,24 @@ def _given(path: Path) -> Path:
 
 
 def installed_wheel(folder: Path, note: Note = _say_nothing) -> Path:
-    """A wheel of the running kvbm, packed from the files that its installation has recorded.
+    """A wheel of the running kvbm in a folder, packed from the files that its installation has recorded.
 
     The files are packed in their current state.  `note` is called with the names of files that were edited since the
     installation.  For an editable installation, which has recorded no files, the source tree is built.
 
-    Parameters
-    ----------
-    folder : Path
-        Folder of the wheel.
-    note : callable, optional
-
-    Raises
-    ------
-    RemoteError
-        kvbm is not installed, its installation is incomplete, or its source tree cannot be built.
+    Raises `RemoteError` if kvbm is not installed, its installation is incomplete, or its source tree cannot be built.
     """
     try:
         dist = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
-        raise RemoteError(
-            f"{DISTRIBUTION} is not installed, so there is nothing to pack: give a wheel with --wheel"
-        ) from None
+        raise RemoteError(f"{DISTRIBUTION} is not installed, so there is nothing to pack: give a wheel with --wheel") from None
     origin = json.loads(dist.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return _built(Path(origin["url"].removeprefix("file://")), folder, note)
     wheel = Parser().parsestr(dist.read_text("WHEEL") or "")
     tags = [tag.split("-") for tag in wheel.get_all("Tag", [])]
     if not tags or dist.files is None:
-        raise RemoteError(
-            f"the installation of {DISTRIBUTION} has no RECORD or no WHEEL file: give a wheel with --wheel"
-        )
+        raise RemoteError(f"the installation of {DISTRIBUTION} has no RECORD or no WHEEL file: give a wheel with --wheel")
     tag = "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*tags, strict=True))
     path = folder / f"{DISTRIBUTION.replace('-', '_')}-{dist.version}-{tag}.whl"
     edited, rows = [], []
@@ -234,9 +197,7 @@ def _require_fit(wheel: Path, platform: str, for_gpu: bool, machine: str) -> Non
     tag = wheel.stem.rpartition("-")[2]
     processor = platform.partition("-")[2].replace("-", "_")
     if tag != "any" and not tag.endswith(processor):
-        raise RemoteError(
-            f"{machine} is a {platform}: expected a wheel for it, got {wheel.name}; give one with --wheel"
-        )
+        raise RemoteError(f"{machine} is a {platform}: expected a wheel for it, got {wheel.name}; give one with --wheel")
     try:
         with zipfile.ZipFile(wheel) as archive:
             built = json.loads(archive.read("kvbm/_build.json"))
@@ -375,9 +336,7 @@ class _Machine:
                     raise AuthenticationError(
                         f"ssh {name}: no key to log in with ({error}); expected a private key: name it with --ssh-key"
                     ) from None
-                raise UnreachableError(
-                    f"ssh {name}: what answers there does not speak SSH as expected: {error}"
-                ) from None
+                raise UnreachableError(f"ssh {name}: what answers there does not speak SSH as expected: {error}") from None
             except (OSError, EOFError) as error:
                 why = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise UnreachableError(
@@ -394,8 +353,8 @@ class _Machine:
 
         try:
             return self._connection.run(
-                f"sh -c {shlex.quote(command)}", hide=True, warn=True, in_stream=False, timeout=timeout
-            )
+            f"sh -c {shlex.quote(command)}", hide=True, warn=True, in_stream=False, timeout=timeout
+        )
         except invoke.exceptions.CommandTimedOut:
             raise RemoteError(f"{self}: a command did not end within {timeout:g} s: {command[:60]} …") from None
         except (OSError, EOFError) as error:
@@ -419,9 +378,7 @@ class _Machine:
         answer = json.loads(match[1])
         version = ".".join(map(str, answer["version"]))
         if tuple(answer["version"]) < (3, 11):
-            raise RemoteError(
-                f"{self}: {self._python} is Python {version}; expected 3.11 or newer: name one with --python"
-            )
+            raise RemoteError(f"{self}: {self._python} is Python {version}; expected 3.11 or newer: name one with --python")
         if options.gpu is not None and options.gpu >= len(answer["gpus"]):
             names = ", ".join(f"{index}: {name}" for index, name in enumerate(answer["gpus"]))
             there = f"it has {names}" if names else answer["why"] or "it has none"

@@ -8,20 +8,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Result:
-    """One test.
+    """One test: its name and sizes, such as ``"tiny_single"`` and ``"128×256×1"``, or a pair of layouts.
 
-    Attributes
-    ----------
-    name, dimensions : str
-        ``"tiny_single"`` and ``"128×256×1"``, or a pair of layouts and its sizes.
-    correct : bool
-        True if the result is correct.
-    avg_time_ms : float or None
-        Average milliseconds per run; None if it could not be measured.
-    timing : {"events", "clock"}
-        How it was measured, as in `BenchmarkRecord`.
-    error : str or None
-        The error as a sentence; None if there was none.
+    `avg_time_ms` is None if it could not be measured, `timing` as in `BenchmarkRecord`, and `error` a sentence, None if there
+    was none.
     """
 
     name: str
@@ -34,18 +24,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """All tests of a run.
+    """All tests of a run on a device, ``"cuda:0"`` or ``"cpu"``, with its name, `machine`, and its driver, empty for a CPU.
 
-    Attributes
-    ----------
-    kvbm, device, machine, driver : str
-        Version of kvbm; ``"cuda:0"`` or ``"cpu"``; name of the device; version of the driver, empty for a CPU.
-    seconds : float
-        Duration of the whole run.
-    tests : tuple of Result
-        The results.
-    host : str
-        The machine that ran it; empty for this one.
+    `seconds` is the duration of the whole run.  `host` is the machine that ran it; empty for this one.
     """
 
     kvbm: str

@@ -10,12 +10,9 @@ ROWS, GROUPS = 128, 4
 
 
 def require_sizes(who: str, m: object, k: object, l: object, seed: object) -> None:  # noqa: E741
-    """Check the sizes and the seed of a test.  `who` is the start of messages.
+    """Raise `SpecError` if a size or the seed of a test is not an integer, too small, or not the required multiple.
 
-    Raises
-    ------
-    SpecError
-        A value is not an integer, a size is below 1 or not the required multiple, or the seed is below 0.
+    `who` is the start of messages.
     """
     for name, value, least, multiple in (("m", m, 1, ROWS), ("k", k, 1, GROUPS), ("l", l, 1, 1), ("seed", seed, 0, 1)):
         if number(f"{who}: {name}", value, least, error=SpecError) % multiple:

@@ -30,7 +30,6 @@ from ..errors import CudaUnavailableError, KvbmError, SpecError
 from .report import Report, Result
 
 if TYPE_CHECKING:
-    from ..pool.pool import Pool
     from .layouts import LayoutCase
     from .timing import Benchmark
 
@@ -48,36 +47,16 @@ COPIES = "copies"
 
 
 def run(
-    suite: str = "smoke",
-    *,
-    device: str = "cpu",
-    kernel: Callable[[Any], Any] | None = None,
-    num_runs: int = 20,
-    limit_s: float = 60.0,
-    step: Callable[[Result], object] | None = None,
-) -> Report:
-    """Run a suite, and then some copies between layouts.
+    suite: str = "smoke", *, device: str = "cpu", kernel: Callable[[Any], Any] | None = None, num_runs: int = 20,
+    limit_s: float = 60.0, step: Callable[[Result], object] | None = None,
+) -> Report:  # fmt: skip
+    """Run a suite, and then some copies between layouts.  `step` is called with each result.
 
-    Parameters
-    ----------
-    suite : {"smoke", "correctness", "performance", "all", "copies"}
-        Name of the suite; "copies" are the copies alone, which need no torch on the CPU.
-    device : str
-        ``"cpu"`` or ``"cuda:N"``.
-    kernel : callable, optional
-        ``kernel(data) -> c`` for the data of `kvbm.testing.nvfp4`.  Default: the example kernel.
-    num_runs : int
-        Measured runs per test.
-    limit_s : float
-        Time limit of a kernel in seconds, for the test and again for its runs.  On the CPU a kernel that computes has ten times as
-        long (see `kvbm.testing.limits`).
-    step : callable, optional
-        Called with each result.
+    "copies" are the copies alone, which need no torch on the CPU.  `kernel` is ``kernel(data) -> c`` for the data of
+    `kvbm.testing.nvfp4`, by default the example kernel.  `limit_s` is its time limit in seconds, for the test and again for its
+    `num_runs` measured runs.  On the CPU a kernel that computes has ten times as long (see `kvbm.testing.limits`).
 
-    Raises
-    ------
-    MissingPackageError, CudaUnavailableError
-        torch is not installed, or cannot use the device.
+    Raises `MissingPackageError` or `CudaUnavailableError` if torch is not installed, or cannot use the device.
     """
     from .._version import __version__
     from ..system.machine import machine
@@ -111,10 +90,11 @@ def run(
             timed = functools.partial(benchmark_kernel, kernel, data, 3, num_runs, limit_s=limit_s)
             add(case.name, case.sizes, error, timed)
         for copy in _copies(device, "numpy" if torch is None else "torch"):
-            arrays = [copy.src_arrays, copy.dst_arrays]
-            timed = functools.partial(benchmark_kernel, _Convert(copy), arrays, num_runs, num_runs, limit_s=limit_s)
+            convert, arrays = _converter(copy), [copy.src_arrays, copy.dst_arrays]
+            convert(arrays)
+            timed = functools.partial(benchmark_kernel, convert, arrays, num_runs, num_runs, limit_s=limit_s)
             title = f"{copy.src.name} → {copy.dst.name}"
-            add(title, f"{copy.batch} blocks of {copy.shape}", _converted(copy), timed)
+            add(title, f"{copy.batch} blocks of {copy.shape}", copy.error(), timed)
     name, driver = machine(device)
     return Report(__version__, device, name, driver, time.perf_counter() - start, tuple(results))
 
@@ -127,56 +107,34 @@ def _copies(device: str, framework: str) -> Iterator[LayoutCase]:
         yield from layout_cases(pairs=[pair], dtypes=[dtype], batches=[64], device=device, framework=framework)
 
 
-def _converted(case: LayoutCase) -> str | None:
+def _converter(case: LayoutCase) -> Callable[[Any], None]:
+    """A copy by kvbm as a kernel of arrays.  Pools are bound once per set of arrays, before the measurement."""
     from ..copy.transfer import convert
     from ..pool.pool import Pool
 
-    src = Pool(case.src, case.shape, case.src_arrays)
-    dst = Pool(case.dst, case.shape, case.dst_arrays)
-    convert(src, dst, case.src_ids, case.dst_ids)
-    return case.error()
+    pools: dict[int, tuple[Pool, Pool]] = {}
 
-
-class _Convert:
-    """kvbm's copy as a kernel of arrays.  Pools are bound once per set of arrays, before the measurement."""
-
-    def __init__(self, case: LayoutCase) -> None:
-        self.case = case
-        self.pools: dict[int, tuple[Pool, Pool]] = {}
-
-    def __call__(self, data: Any) -> None:
-        from ..copy.transfer import convert
-        from ..pool.pool import Pool
-
-        pools = self.pools.get(id(data))
-        if pools is None:
+    def kernel(data: Any) -> None:
+        if id(data) not in pools:
             src, dst = data
-            pools = self.pools[id(data)] = (
-                Pool(self.case.src, self.case.shape, src),
-                Pool(self.case.dst, self.case.shape, dst),
-            )
-        convert(pools[0], pools[1], self.case.src_ids, self.case.dst_ids)
+            pools[id(data)] = Pool(case.src, case.shape, src), Pool(case.dst, case.shape, dst)
+        convert(*pools[id(data)], case.src_ids, case.dst_ids)
+
+    return kernel
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
 @click.command(
-    cls=Command,
-    examples=[
-        "kvbm smoke",
-        "kvbm smoke --cpu --suite copies --json",
-        "kvbm smoke --ssh me@gpu-box",
-    ],
+    cls=Command, examples=["kvbm smoke", "kvbm smoke --cpu --suite copies --json", "kvbm smoke --ssh me@gpu-box"]
 )
 @click.option(
     "--suite",
     type=click.Choice(["smoke", "correctness", "performance", "all", COPIES]),
     help="Which sizes of the NVFP4 example, or the copies between layouts alone.  [default: smoke; copies on a CPU without torch]",
 )
-@click.option(
-    "--gpu", type=Whole(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]"
-)
+@click.option("--gpu", type=Whole(0, 9999), metavar="N", help="Which GPU.  [default: the first one; the CPU without any]")
 @click.option("--cpu", is_flag=True, help="Test the CPU's kernels, also where there is a GPU.")
 @click.option(
     "--kernel",
@@ -186,18 +144,13 @@ class _Convert:
 )
 @click.option("--iters", "runs", default=20, show_default=True, type=Whole(1), help="Timed runs of each test.")
 @click.option(
-    "--limit",
-    default=60.0,
-    show_default=True,
-    type=Real(0, min_open=True),
+    "--limit", default=60.0, show_default=True, type=Real(0, min_open=True),
     help="Seconds after which a kernel counts as hung. One that still computes on the CPU has ten times as long.",
-)
+)  # fmt: skip
 @json_option()
 @click.option("--ssh", "target", metavar="USER@HOST:PORT", help="Run on another machine: needs kvbm-layouts[remote].")
 @click.option("--ssh-key", type=click.Path(path_type=Path), metavar="FILE", help="Private key.  [default: ssh's own]")
-@click.option(
-    "--known-hosts", type=click.Path(path_type=Path), metavar="FILE", help="Host keys.  [default: ~/.ssh/known_hosts]"
-)
+@click.option("--known-hosts", type=click.Path(path_type=Path), metavar="FILE", help="Host keys.  [default: ~/.ssh/known_hosts]")
 @click.option(
     "--wheel",
     type=click.Path(path_type=Path),
@@ -211,21 +164,10 @@ class _Convert:
 @click.option("--keep", is_flag=True, help="Keep the environment there, and print its path.")
 @click.option("--report", type=click.Path(path_type=Path), hidden=True, help="Run here, and write the JSON there, too.")
 def smoke(
-    suite: str | None,
-    gpu: int | None,
-    cpu: bool,
-    kernel: str | None,
-    runs: int,
-    limit: float,
-    as_json: bool,
-    target: str | None,
-    ssh_key: Path | None,
-    known_hosts: Path | None,
-    wheel: Path | None,
-    python: str | None,
-    keep: bool,
-    report: Path | None,
-) -> None:
+    suite: str | None, gpu: int | None, cpu: bool, kernel: str | None, runs: int, limit: float, as_json: bool,
+    target: str | None, ssh_key: Path | None, known_hosts: Path | None, wheel: Path | None, python: str | None,
+    keep: bool, report: Path | None,
+) -> None:  # fmt: skip
     """Test kvbm on this machine, or with --ssh on another: a suite of NVFP4 products, and copies between layouts.
 
     Prints the sizes, the result and the time of each test. Exits with 1 if a test fails, or if your kernel ends its process.
@@ -314,10 +256,7 @@ def _print(result: Result) -> None:
 def load_kernel(text: str | None) -> Callable[[Any], Any] | None:
     """``module:function`` or ``file.py:function``.
 
-    Raises
-    ------
-    SpecError
-        The text is neither, or there is no such function.
+    Raises `SpecError`: the text is neither, or there is no such function.
     """
     if text is None:
         return None

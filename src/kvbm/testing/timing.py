@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from .._arguments import listed, number, require_a, require_like
+from ..system import machine
 from . import limits
 from .compare import find_nan
 from .data import clone, device_index, nbytes, require_room
@@ -158,13 +159,11 @@ def benchmark_kernel(
     """
     limits.require_limit(limit_s)
     num_warmup, num_runs = number("num_warmup", num_warmup, 0), number("num_runs", num_runs, 1)
-    from ..system.machine import cache_bytes, machine
-
     device = device_index(test_input)
     place = f"cuda:{device}" if device >= 0 else "cpu"
-    size, cache = nbytes(test_input), cache_bytes(place)
+    size, cache = nbytes(test_input), machine.cache_bytes(place)
     count = min(num_runs, max(2, -(-TIMES_CACHE * cache // size))) if size else 1
-    name_of_device = machine(place)[0]  # before the runs: a GPU that fails may no longer answer
+    name_of_device = machine.machine(place)[0]  # before the runs: a GPU that fails may no longer answer
     runs: list[float] = []
     error = None
     try:

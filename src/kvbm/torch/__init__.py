@@ -16,14 +16,6 @@ from .functions import convert, convert_, reinterpret, tensors
 from .operators import check_ids
 
 __all__ = [
-    "AcceleratorError",
-    "after",
-    "before",
-    "check_ids",
-    "convert",
-    "convert_",
-    "fence",
-    "keep",
-    "reinterpret",
+    "AcceleratorError", "after", "before", "check_ids", "convert", "convert_", "fence", "keep", "reinterpret",
     "tensors",
-]
+]  # fmt: skip

@@ -68,13 +68,9 @@ class Face:
     """
 
     def __init__(
-        self,
-        operator: str,
-        names: tuple[str, str, str],
-        dtypes: tuple[torch.dtype, torch.dtype | None],
-        device: torch.device,
-        cast: str | None = None,
-    ) -> None:
+        self, operator: str, names: tuple[str, str, str], dtypes: tuple[torch.dtype, torch.dtype | None],
+        device: torch.device, cast: str | None = None,
+    ) -> None:  # fmt: skip
         self.cast, self.device = cast_of(cast), device
         self.index = (device.index or 0) if device.type == "cuda" else -1
         found, into = dtype_name(dtypes[0]), None if dtypes[1] is None else dtype_name(dtypes[1])
@@ -241,12 +237,9 @@ def _halves(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def face_of(
-    operator: str,
-    tensors: Sequence[torch.Tensor],
-    out: Sequence[torch.Tensor] | None,
-    *names: str,
+    operator: str, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None, *names: str,
     cast: str | None = None,
-) -> Face:
+) -> Face:  # fmt: skip
     """The face of a call; one of its two lists has a tensor.  Without `out` the operator makes the outputs."""
     first = tensors[0] if tensors or not out else out[0]
     other = out[0].dtype if out else None if cast is not None and out is None else first.dtype
@@ -277,14 +270,9 @@ def _seen(tensor: torch.Tensor) -> Array:
     if real and not has_memory(tensor, tensor.data_ptr(), span(shape, strides, size)):
         raise BindError(f"a tensor of shape {shape} has less memory than that: its storage was freed or resized; pass a new tensor")
     return Array(
-        tensor.data_ptr() if real else 0,
-        shape,
-        strides,
-        dtype_name(tensor.dtype),
-        str(tensor.device),
-        False,
+        tensor.data_ptr() if real else 0, shape, strides, dtype_name(tensor.dtype), str(tensor.device), False,
         tensor.storage_offset(),
-    )
+    )  # fmt: skip
 
 
 def _name_of(layout: Any) -> str:

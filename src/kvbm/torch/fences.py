@@ -30,9 +30,7 @@ def stream_of(stream: Any, device: torch.device) -> torch.cuda.Stream:
         The object is not a stream.
     """
     if device.type != "cuda":
-        raise BindError(
-            f"stream: the tensors are on {device}, where the call waits for the copy; leave stream out"
-        )
+        raise BindError(f"stream: the tensors are on {device}, where the call waits for the copy; leave stream out")
     if isinstance(stream, torch.cuda.Stream):
         _require_home(stream.device.index, device)
         return stream

@@ -189,9 +189,7 @@ def reinterpret(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             f"{dtype_name(dtype)}; .to({dtype}) converts values"
         )
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise BindError(
-            f"reinterpret: the tensor requires a gradient, and as {dtype_name(dtype)} it has none; call .detach()"
-        )
+        raise BindError(f"reinterpret: the tensor requires a gradient, and as {dtype_name(dtype)} it has none; call .detach()")
     return tensor.view(dtype)
 
 
@@ -261,12 +259,9 @@ def _listeners() -> tuple[Callable[[], Any], ...]:
     PyTorch has no public names for them.  If one is missing, it is assumed that something is always called.
     """
     names = (
-        "_len_torch_dispatch_stack",
-        "_len_torch_function_stack",
-        "_functorch.peek_interpreter_stack",
-        "_get_tracing_state",
-        "_autograd._profiler_enabled",
-    )
+        "_len_torch_dispatch_stack", "_len_torch_function_stack", "_functorch.peek_interpreter_stack",
+        "_get_tracing_state", "_autograd._profiler_enabled",
+    )  # fmt: skip
     try:
         return tuple(attrgetter(name)(torch._C) for name in names)
     except AttributeError:

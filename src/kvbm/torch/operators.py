@@ -181,16 +181,10 @@ def _require_ids(face: Face, *ids: torch.Tensor | None) -> None:
 
 
 def run_(
-    tensors: Sequence[torch.Tensor],
-    out: Sequence[torch.Tensor],
-    src: str,
-    dst: str,
-    shape: str,
-    src_ids: torch.Tensor | None = None,
-    dst_ids: torch.Tensor | None = None,
-    cast: str | None = None,
+    tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], src: str, dst: str, shape: str,
+    src_ids: torch.Tensor | None = None, dst_ids: torch.Tensor | None = None, cast: str | None = None,
     look: Look = table_of,
-) -> bool:
+) -> bool:  # fmt: skip
     """As `run`, into existing tensors.  False if `look` refuses the tensors."""
     try:
         batch = _known(tensors, out, src, dst, shape, cast)
@@ -218,14 +212,9 @@ def _run_(*given: Any) -> None:
 
 
 def _fill(
-    batch: Batch,
-    tensors: Sequence[torch.Tensor],
-    out: Sequence[torch.Tensor],
-    source: Table,
-    target: Table,
-    src_ids: torch.Tensor | None,
-    dst_ids: torch.Tensor | None,
-) -> None:
+    batch: Batch, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor], source: Table, target: Table,
+    src_ids: torch.Tensor | None, dst_ids: torch.Tensor | None,
+) -> None:  # fmt: skip
     if (src_ids is not None and src_ids.is_cuda) or (dst_ids is not None and dst_ids.is_cuda):
         stream = torch.cuda.current_stream(batch.face.device)
         _note(_route(batch, tensors, out, source, target).copy(src_ids, dst_ids, stream), batch.face.device)
@@ -237,15 +226,9 @@ def _fill(
 
 
 def _fake_convert_(
-    tensors: list[torch.Tensor],
-    out: list[torch.Tensor],
-    src: str,
-    dst: str,
-    shape: str,
-    src_ids: torch.Tensor | None = None,
-    dst_ids: torch.Tensor | None = None,
-    cast: str | None = None,
-) -> None:
+    tensors: list[torch.Tensor], out: list[torch.Tensor], src: str, dst: str, shape: str,
+    src_ids: torch.Tensor | None = None, dst_ids: torch.Tensor | None = None, cast: str | None = None,
+) -> None:  # fmt: skip
     try:
         batch = _batch(tensors, out, src, dst, shape, cast)
         _require_ids(batch.face, src_ids, dst_ids)

@@ -18,6 +18,7 @@ from ...errors import BindError
 from ...layout import spec as layouts
 from ...layout.layout import Layout
 from ...layout.shapes import BlockShape
+from ...memory.array_info import View
 from ...pool.pool import Pool
 
 __all__ = ["FORMATS", "Copies", "Form"]
@@ -27,21 +28,12 @@ _MOST_PAIRS = 512
 
 
 class Form(NamedTuple):
-    """The shape of an engine's tensors.
+    """The shape of an engine's tensors."""
 
-    Attributes
-    ----------
-    table : str
-        Axes of the list of tensors, slowest first; empty for one tensor.
-    dims : str
-        Dimensions of a tensor.  ``s`` is the slots of all blocks; ``1`` is a dimension of one element.
-    scale : int
-        Bytes of a token's scale, if a block has all values first and then all scales; else 0.  In an object the scale of a token
-        is behind its values, as LMCache's compiled kernels write it.
-    """
-
-    table: str
-    dims: str
+    table: str  # axes of the list of tensors, slowest first; empty for one tensor
+    dims: str  # dimensions of a tensor.  ``s`` is the slots of all blocks; ``1`` is a dimension of one element.
+    #: Bytes of a token's scale, if a block has all values first and then all scales; else 0.  In an object the scale of a token
+    #: is behind its values, as LMCache's compiled kernels write it.
     scale: int = 0
 
 
@@ -85,10 +77,8 @@ class _Memory(NamedTuple):
 class Copies:
     """Copies between paged blocks and objects.  Pools on the same memory are cached for later copies.
 
-    Notes
-    -----
-    An object holds whole blocks: ``[2, layers, tokens, heads * size]``, or ``[layers, tokens, heads * size]`` for one plane.  On a
-    GPU copies are enqueued on torch's current stream.
+    An object holds whole blocks: ``[2, layers, tokens, heads * size]``, or ``[layers, tokens, heads * size]`` for one plane.
+    On a GPU copies are enqueued on torch's current stream.
     """
 
     def __init__(self) -> None:
@@ -96,61 +86,30 @@ class Copies:
         self._pointers: Any = WeakIdKeyDictionary()
 
     def copy(
-        self,
-        paged: Any,
-        objects: Sequence[Any],
-        block_ids: Any,
-        device: torch.device,
-        desc: Any,
-        chunk: int,
-        name: str,
-        skip: int,
-        *,
-        to_objects: bool,
-    ) -> None:
+        self, paged: Any, objects: Sequence[Any], block_ids: Any, device: torch.device, desc: Any, chunk: int,
+        name: str, skip: int, *, to_objects: bool,
+    ) -> None:  # fmt: skip
         """Copy blocks into objects, or back.
 
-        Parameters
-        ----------
-        paged : list of tensors, tensor, or tensor of pointers
-        objects : list of tensors, or of addresses
-        block_ids : tensor or list of int
-            Block ids of the first object, then of the next, and so on.
-        device : torch.device
-            Device of `paged`.
-        desc : PageBufferShapeDesc
-        chunk : int
-            Tokens per object.
-        name : str
-            Name of the ``EngineKVFormat``.
-        skip : int
-            Number of blocks at the beginning of `block_ids` that are not copied.
-        to_objects : bool
-            True to copy into the objects.
+        `paged` is a tensor, a list of them or a tensor of pointers, on `device` and as `desc` says, LMCache's
+        ``PageBufferShapeDesc``; `name` is that of the ``EngineKVFormat``.  `objects` are tensors, or addresses, of `chunk`
+        tokens each.  `block_ids` are those of the first object, then of the next, and so on; the first `skip` of them are not
+        copied.
 
-        Raises
-        ------
-        BindError
-            The format is not known, or tensors or objects do not have it.
+        Raises `BindError` if the format is not known, or tensors or objects do not have it.
         """
         form = FORMATS.get(name)
         if form is None:
-            raise BindError(
-                f"LMCache: engine format {name}: expected one of {', '.join(FORMATS)}; where others lie is not known"
-            )
+            raise BindError(f"LMCache: engine format {name}: expected one of {', '.join(FORMATS)}; where others lie is not known")
         tokens = int(desc.bs)
         if tokens < 1 or chunk < 1 or chunk % tokens or skip < 0:
-            raise BindError(
-                f"LMCache: expected objects of whole blocks, got {chunk} tokens and blocks of {tokens}, {skip} to skip"
-            )
+            raise BindError(f"LMCache: expected objects of whole blocks, got {chunk} tokens and blocks of {tokens}, {skip} to skip")
         each = chunk // tokens
         memory = self._memory(paged, form, desc, name, -1 if device.type == "cpu" else device.index or 0)
         ids = block_ids if isinstance(block_ids, torch.Tensor) else torch.tensor(block_ids, dtype=torch.int64)
         ids = ids.to(torch.int64).reshape(-1)
         if len(ids) > each * len(objects):
-            raise BindError(
-                f"LMCache: expected at most {each} blocks an object, got {len(ids)} for {len(objects)} objects"
-            )
+            raise BindError(f"LMCache: expected at most {each} blocks an object, got {len(ids)} for {len(objects)} objects")
         for index, obj in enumerate(objects):
             first, end = max(index * each, skip), min((index + 1) * each, len(ids))
             if first >= end:
@@ -198,9 +157,7 @@ def _of_pointers(addresses: tuple[int, ...], form: Form, desc: Any, name: str, d
     block = int(desc.block_stride_elems or 0)
     if block > 0 and block != strides[0]:
         if form.table != "l" or dims[0] != "b" or "o" in dims:
-            raise BindError(
-                f"LMCache: engine format {name}: expected blocks that follow each other, got {block} elements apart"
-            )
+            raise BindError(f"LMCache: engine format {name}: expected blocks that follow each other, got {block} elements apart")
         strides[0] = block
     expected = math.prod(int(sizes[axis]) for axis in form.table.split())
     if len(addresses) != expected:
@@ -338,20 +295,11 @@ def _layout(table: str, dims: str, sizes: tuple[int, ...], strides: tuple[int, .
     return layouts.parse(text, name="LMCache blocks")
 
 
-class _CudaArray:
-    """GPU memory that someone else owns."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": shape, "strides": strides, "typestr": typestr, "version": 3,
-        }  # fmt: skip
-
-
 def _array(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: int) -> Any:
     found = np.dtype(dtype)
     steps = tuple(stride * found.itemsize for stride in strides)
     if device >= 0:
-        return _CudaArray(address, sizes, steps, found.str)
+        return View(None, address, sizes, steps, found.str)
     nbytes = found.itemsize + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     return np.ndarray(sizes, found, memoryview(memory), 0, steps)

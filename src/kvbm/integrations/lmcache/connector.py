@@ -24,19 +24,12 @@ require_version("vLLM", vllm.__version__, *VERSIONS, part="lmcache")
 class KvbmLMCacheConnector(LMCacheMPConnector):  # type: ignore[misc]  # neither is typed
     """As ``LMCacheMPConnector``; engines whose weights or configuration differ do not find each other's objects.
 
-    LMCache's keys have the name of the model, the tokens, and a salt.  Here the name is followed by a hash of the weights and of
-    the configuration (`kvbm.integrations.vllm.identity.model_of`), and the salt covers a request's adapter, pictures, sound and
-    embeddings.
+    LMCache's keys have the name of the model, the tokens, and a salt.  Here the name is followed by a hash of the weights and
+    of the configuration (`kvbm.integrations.vllm.identity.model_of`), and the salt covers a request's adapter, pictures, sound
+    and embeddings.
 
-    Settings in ``kv_connector_extra_config``, besides LMCache's:
-
-    model : str
-        A name that no other weights have: then they are not read.
-
-    Raises
-    ------
-    BindError
-        The weights are not on this machine, and there is no name for them.
+    Settings in ``kv_connector_extra_config``, besides LMCache's: ``model``, a name that no other weights have: then they are
+    not read.  Raises `BindError` if the weights are not on this machine, and there is no name for them.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:

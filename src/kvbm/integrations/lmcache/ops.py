@@ -23,30 +23,17 @@ class _Blocks:
         self.copies = Copies()
 
     def multi_layer_block_kv_transfer(
-        self,
-        paged_buffer_ptrs_tensor: torch.Tensor | list[Any],
-        lmcache_objects_ptrs: list[int] | list[torch.Tensor],
-        block_ids: torch.Tensor | list[int],
-        device: torch.device | str,
-        direction: Any,
-        shape_desc: Any,
-        lmcache_chunk_size: int,
-        engine_kv_format: Any,
-        skip_prefix_n_blocks: int,
-    ) -> None:
+        self, paged_buffer_ptrs_tensor: torch.Tensor | list[Any], lmcache_objects_ptrs: list[int] | list[torch.Tensor],
+        block_ids: torch.Tensor | list[int], device: torch.device | str, direction: Any, shape_desc: Any,
+        lmcache_chunk_size: int, engine_kv_format: Any, skip_prefix_n_blocks: int,
+    ) -> None:  # fmt: skip
         if int(direction) not in (int(TransferDirection.D2H), int(TransferDirection.H2D)):
             raise BindError(f"LMCache: direction: expected H2D or D2H, got {direction!r}")
         self.copies.copy(
-            paged_buffer_ptrs_tensor,
-            lmcache_objects_ptrs,
-            block_ids,
-            torch.device(device),
-            shape_desc,
-            lmcache_chunk_size,
-            getattr(engine_kv_format, "name", str(engine_kv_format)),
-            skip_prefix_n_blocks,
+            paged_buffer_ptrs_tensor, lmcache_objects_ptrs, block_ids, torch.device(device), shape_desc,
+            lmcache_chunk_size, getattr(engine_kv_format, "name", str(engine_kv_format)), skip_prefix_n_blocks,
             to_objects=int(direction) == int(TransferDirection.D2H),
-        )
+        )  # fmt: skip
 
 
 class KvbmCpuOps(_Blocks, CpuDeviceOps):  # type: ignore[misc]  # LMCache is not typed

@@ -23,24 +23,10 @@ class PagesCopying(NamedTuple):
 
 
 class HostPages:
-    """Host memory for pages of a pool.  If it is full, the least recently used pages are evicted.
+    """Host memory for pages of a pool, whose blocks they are.  If it is full, the least recently used pages are evicted.
 
-    Parameters
-    ----------
-    engine : Pool
-        The engine's pool.  One block is one page.
-    layout : Layout
-        Layout of the pages in host memory.
-    num_pages : int
-    cast : optional
-        As for `HostStore`: pages in host memory have quantised values.
-
-    Attributes
-    ----------
-    engine, host : Pool
-        The two pools.  Host memory is pinned if the engine is on a GPU, on its NUMA node.
-    wrong : int
-        Number of pages whose contents differed from what was stored.
+    `layout` and `cast`, as for `HostStore`, are those of the pages in host memory: `host`, which is pinned if the engine is on
+    a GPU, on its NUMA node.  `wrong` counts pages whose contents differed from what was stored.
     """
 
     def __init__(self, engine: Pool, layout: Layout, num_pages: int, cast: Cast = None) -> None:

@@ -44,19 +44,11 @@ _ADVICE = "expected model_id in --hicache-storage-backend-extra-config, a name t
 
 
 def stored_model_of(given: str, arguments: Any = None) -> dict[str, Any]:
-    """The model of the contents of this process's engine in a folder that engines share: `kvbm.integrations.identity.stored_model`.
+    """The model of the contents of this process's engine in a folder that engines share: that of `identity.stored_model`.
 
-    Parameters
-    ----------
-    given : str
-        The operator's name of the weights: they are not read.  The configuration is compared all the same.  Empty: none.
-    arguments : ServerArgs, optional
-        Default: those with which this process was started.
-
-    Raises
-    ------
-    BindError
-        The weights, the model's code or an adapter are not on this machine.
+    With `given`, the operator's name of the weights, they are not read; the configuration is compared all the same.  Default
+    `arguments`: those with which this process was started.  Raises `BindError` if the weights, the model's code or an adapter
+    are not on this machine.
     """
     arguments = get_server_args() if arguments is None else arguments
     if arguments is None:

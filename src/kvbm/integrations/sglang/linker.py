@@ -56,10 +56,7 @@ class _Batch(NamedTuple):
 class LayerGate:
     """Called by SGLang's pools before they return a layer: it makes the stream wait, not the host.
 
-    Parameters
-    ----------
-    parts : sequence of range
-        The layers that are loaded together.
+    `parts` are loaded together.
     """
 
     def __init__(self, parts: Sequence[range]) -> None:

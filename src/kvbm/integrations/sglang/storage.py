@@ -58,11 +58,8 @@ _LAYOUTS = {
 def pool_of(host: Any) -> Pool:
     """A pool on the memory of HiCache's host pool: block b is page b.
 
-    Raises
-    ------
-    BindError
-        The class is not ``MHATokenToKVPoolHost`` or ``MLATokenToKVPoolHost``, or ``--hicache-mem-layout`` is not ``layer_first``,
-        ``page_first``, ``page_first_direct`` or (not for latents) ``page_head``.
+    Raises `BindError`: the class is not ``MHATokenToKVPoolHost`` or ``MLATokenToKVPoolHost``, or ``--hicache-mem-layout`` is
+    not ``layer_first``, ``page_first``, ``page_first_direct`` or (not for latents) ``page_head``.
     """
     is_mla = type(host) is MLATokenToKVPoolHost
     if not is_mla and type(host) is not MHATokenToKVPoolHost:
@@ -70,9 +67,7 @@ def pool_of(host: Any) -> Pool:
     name = _LAYOUTS.get(host.layout, (None, None))[is_mla]
     if name is None:
         known = [layout for layout, names in _LAYOUTS.items() if names[is_mla]]
-        raise BindError(
-            f"SGLang: {type(host).__name__}: expected --hicache-mem-layout {', '.join(known)}, got {host.layout}"
-        )
+        raise BindError(f"SGLang: {type(host).__name__}: expected --hicache-mem-layout {', '.join(known)}, got {host.layout}")
     if host.layer_num != host.end_layer - host.start_layer or host.dcp_size > 1:
         raise BindError(
             f"SGLang: {type(host).__name__} of {host.layer_num} layers, {host.start_layer} to {host.end_layer - 1} of the model: "
@@ -124,9 +119,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         if problem := unknown(given, _SETTINGS):  # no error: SGLang and its other parts may read more
             logger.warning("kvbm: hicache-storage-backend-extra-config: %s", problem)
         if not given.get("interface_v1"):
-            raise BindError(
-                f"interface_v1: expected 1, got {given.get('interface_v1')!r:.100}: pages are read in place"
-            )
+            raise BindError(f"interface_v1: expected 1, got {given.get('interface_v1')!r:.100}: pages are read in place")
         if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
             raise BindError("SGLang: context parallelism: expected none; which tokens a rank holds is not known")
         self.config = storage_config
@@ -149,9 +142,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         total = 1 if is_mla else pool.shape.nh * config.tp_size
         first = 0 if is_mla else pool.shape.nh * config.tp_rank
         if not self.model and pool.shape.dtype in ("uint8", "int8"):
-            raise BindError(
-                f"model_id: the host pool holds {pool.shape.dtype}, of which it does not say what it is: expected one"
-            )
+            raise BindError(f"model_id: the host pool holds {pool.shape.dtype}, of which it does not say what it is: expected one")
         if not (title := self.model or config.model_name):
             raise BindError("model_id: SGLang does not name its model: expected one")
         model = stored_model_of(self.model)
@@ -168,9 +159,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         if host_pool_name != PoolName.KV:
-            raise BindError(
-                f"SGLang: a host pool {host_pool_name} beside the keys and values is not known; expected none"
-            )
+            raise BindError(f"SGLang: a host pool {host_pool_name} beside the keys and values is not known; expected none")
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     # ---- what SGLang calls ---------------------------------------------------------------------------------------------
@@ -234,9 +223,7 @@ class KvbmStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         firsts = slots[:: self.page_size]
         whole = [first + at for first in firsts for at in range(self.page_size)]
         if len(firsts) != len(keys) or slots != whole or any(first < 0 or first % self.page_size for first in firsts):
-            raise BindError(
-                f"SGLang: expected the slots of {len(keys)} pages of {self.page_size} tokens, got {slots!s:.200}"
-            )
+            raise BindError(f"SGLang: expected the slots of {len(keys)} pages of {self.page_size} tokens, got {slots!s:.200}")
         return [first // self.page_size for first in firsts]
 
 

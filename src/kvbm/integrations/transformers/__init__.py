@@ -6,14 +6,5 @@ Importing it imports transformers and torch.
 from .batching import VERSIONS, Batching, Group, HandOver, Held, Host, Offloading, Parked, groups_of, offloading
 
 __all__ = [
-    "VERSIONS",
-    "Batching",
-    "Group",
-    "HandOver",
-    "Held",
-    "Host",
-    "Offloading",
-    "Parked",
-    "groups_of",
-    "offloading",
+    "VERSIONS", "Batching", "Group", "HandOver", "Held", "Host", "Offloading", "Parked", "groups_of", "offloading"
 ]

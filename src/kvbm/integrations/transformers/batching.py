@@ -36,16 +36,7 @@ except ImportError as error:
     ) from None
 
 __all__ = [
-    "VERSIONS",
-    "Batching",
-    "Group",
-    "HandOver",
-    "Held",
-    "Host",
-    "Offloading",
-    "Parked",
-    "groups_of",
-    "offloading",
+    "VERSIONS", "Batching", "Group", "HandOver", "Held", "Host", "Offloading", "Parked", "groups_of", "offloading"
 ]
 
 
@@ -58,22 +49,10 @@ class Parked(NamedTuple):
 
 
 class Batching:
-    """A running ``ContinuousBatchingManager``.  Requests can be moved out of it and into it.
+    """A running ``ContinuousBatchingManager`` of one process (tp 1).  Requests can be moved out of it and into it.
 
-    Parameters
-    ----------
-    manager : ContinuousBatchingManager
-        A started manager of one process (tp 1).
-
-    Attributes
-    ----------
-    groups : dict of str to Group
-        The groups of the cache, by attention type.
-
-    Raises
-    ------
-    BindError
-        The manager does not run, or uses several processes; also as `groups_of`.
+    `groups` are those of the cache, by attention type.  Raises `BindError` if the manager does not run, or uses several
+    processes; also as `groups_of`.
 
     Notes
     -----
@@ -111,17 +90,10 @@ class Batching:
             yield
 
     def detach(self, request_id: str) -> Any:
-        """Remove a request from the schedule, between two steps.  It keeps its blocks until `release`.
+        """Remove a request from the schedule, between two steps, and return its state.  It keeps its blocks until `release`.
 
-        Returns
-        -------
-        RequestState
-            The state.  ``position_offset`` of its tokens are in the cache.
-
-        Raises
-        ------
-        BindError
-            The request is not being computed: it is finished, waiting, or unknown.
+        ``position_offset`` of its tokens are in the cache.  Raises `BindError` if the request is not being computed: it is
+        finished, waiting, or unknown.
         """
         with self.paused():
             active = self.manager.batch_processor.scheduler.active_requests
@@ -152,22 +124,9 @@ class Batching:
     def reserve(self, state: Any, request_id: str | None = None) -> Any:
         """Reserve the blocks that a request needs for its tokens in the cache and for the next step.
 
-        Parameters
-        ----------
-        state : RequestState
-            The result of `detach`, of this or another manager.
-        request_id : str, optional
-            A new name.  It is needed because all managers count from ``req_0``.
-
-        Returns
-        -------
-        RequestState
-            A copy of the state, for `attach`.
-
-        Raises
-        ------
-        BindError
-            The name is used already, or there is no room.  Nothing was changed.
+        Returns a copy of its state, for `attach`.  The state may be of another manager.  Then it needs a new name,
+        `request_id`, because all managers count from ``req_0``. Raises `BindError`, and changes nothing, if the name is used
+        already, or there is no room.
         """
         state = deepcopy(state)
         state.request_id = state.request_id if request_id is None else request_id
@@ -196,10 +155,8 @@ class Batching:
     def attach(self, state: Any) -> None:
         """Continue a request after its blocks were filled.  Its results come from this manager.
 
-        Raises
-        ------
-        BindError
-            The request has no blocks (it was released or attached before), or the manager has another request of this name.
+        Raises `BindError`: the request has no blocks (it was released or attached before), or the manager has another request
+        of this name.
         """
         with self.paused():
             scheduler, name = self.manager.batch_processor.scheduler, state.request_id
@@ -235,10 +192,7 @@ class Batching:
     def offload(self, request_id: str, host: Host) -> Parked:
         """Move a request to host memory, and free its blocks.
 
-        Raises
-        ------
-        BindError
-            As `detach`; also if host memory has no room: the request then continues.
+        Raises `BindError`: as `detach`; also if host memory has no room: the request then continues.
         """
         with self.paused():
             state = self.detach(request_id)
@@ -253,10 +207,7 @@ class Batching:
     def restore(self, parked: Parked, host: Host, request_id: str | None = None) -> bool:
         """Continue a request that was offloaded by this manager, or by another one of the same model with the same block shape.
 
-        Returns
-        -------
-        bool
-            True if its blocks are unchanged.  If not, none of them is used: the request is recomputed from its tokens.
+        True if its blocks are unchanged.  If not, none of them is used: the request is recomputed from its tokens.
 
         Raises
         ------
@@ -330,9 +281,7 @@ class HandOver:
 
     def __init__(self, src: Batching, dst: Batching) -> None:
         if src.groups.keys() != dst.groups.keys():
-            raise BindError(
-                f"transformers: expected caches of one model, got {list(src.groups)} and {list(dst.groups)}"
-            )
+            raise BindError(f"transformers: expected caches of one model, got {list(src.groups)} and {list(dst.groups)}")
         _require_same(src.manager.model, dst.manager.model)
         self.src, self.dst = src, dst
         self._copies = {}
@@ -349,10 +298,8 @@ class HandOver:
     def __call__(self, request_id: str, new_id: str | None = None) -> str:
         """Move a request that is being computed.  It continues under `new_id`, which is returned.
 
-        Raises
-        ------
-        BindError
-            As `Batching.detach` and `Batching.reserve`.  If `reserve` fails, the request continues in the source.
+        Raises `BindError`: as `Batching.detach` and `Batching.reserve`.  If `reserve` fails, the request continues in the
+        source.
         """
         with self.src.paused(), self.dst.paused():
             state = self.src.detach(request_id)

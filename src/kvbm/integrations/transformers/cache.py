@@ -64,25 +64,14 @@ def away(request_id: str) -> tuple[str, str]:
 
 
 class Group(NamedTuple):
-    """The layers of one attention type, their pool, and the blocks of requests.
+    """The layers of one attention type, their pool, and the blocks of requests."""
 
-    Attributes
-    ----------
-    name : str
-        ``"full_attention"`` or ``"sliding_attention"``.
-    pool : Pool
-        A pool over the whole tensor of the cache, with the block ids of the block tables.  The pools of several groups share the
-        tensor, but a block belongs to one group at a time.
-    layers : tuple of int
-        The layers' numbers in the model, in the pool's order.
-    window : int or None
-        For sliding layers: the token at position ``p`` is in slot ``p % window`` of the table.
-    """
-
-    name: str
+    name: str  # ``"full_attention"`` or ``"sliding_attention"``
+    #: A pool over the whole tensor of the cache, with the block ids of the block tables.  The pools of several groups share the
+    #: tensor, but a block belongs to one group at a time.
     pool: Pool
-    layers: tuple[int, ...]
-    window: int | None
+    layers: tuple[int, ...]  # the layers' numbers in the model, in the pool's order
+    window: int | None  # for sliding layers: the token at position ``p`` is in slot ``p % window`` of the table
     allocator: Any
 
     def table(self, request_id: str) -> list[int]:
@@ -106,16 +95,8 @@ class Group(NamedTuple):
 def groups_of(cache: Any) -> dict[str, Group]:
     """The pools of a ``PagedAttentionCache``, by attention type.
 
-    Parameters
-    ----------
-    cache : PagedAttentionCache
-        ``manager.batch_processor.cache``.
-
-    Raises
-    ------
-    BindError
-        A class lacks an attribute that is used, an attention type is unknown, or the engine's views show that the cache does not
-        have the layout ``hf/paged_attention``.
+    Raises `BindError` if a class lacks an attribute that is used, an attention type is unknown, or the engine's views show that
+    the cache does not have the layout ``hf/paged_attention``.
     """
     require_version("transformers", transformers.__version__, *VERSIONS)
     require("cache", cache)
@@ -187,12 +168,7 @@ class Host:
     """
 
     def __init__(
-        self,
-        groups: Mapping[str, Group],
-        num_blocks: int,
-        layout: str | Layout = "universal",
-        *,
-        check: bool = True,
+        self, groups: Mapping[str, Group], num_blocks: int, layout: str | Layout = "universal", *, check: bool = True
     ) -> None:
         chosen = spec.load(layout) if isinstance(layout, str) else layout
         self.pools = {
@@ -213,10 +189,7 @@ class Host:
     def put(self, groups: Mapping[str, Group], tables: Mapping[str, list[int]], stream: Any = None) -> Held:
         """Copy blocks to host memory, in the order of a CUDA stream, if one is given.  They are there when the call returns.
 
-        Raises
-        ------
-        BindError
-            No room.
+        Raises `BindError` if there is no room.
         """
         if not self.room(tables):
             raise BindError(
@@ -244,10 +217,7 @@ class Host:
         If not, all these blocks are zero, in all groups: the request is computed again.  On the CPU blocks are compared before they
         are copied.
 
-        Raises
-        ------
-        BindError
-            The blocks were dropped, or have another shape.
+        Raises `BindError`: the blocks were dropped, or have another shape.
         """
         self._require(held)
         for name in held.ids:  # before anything is compared or copied

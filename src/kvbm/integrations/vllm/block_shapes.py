@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from ...engines.vllm import fp8_format
+from ...engines.vllm import fp8_format, specs_of
 from ...errors import BindError
 from ...layout.shapes import BlockShape
 from ..host_values import HostValues
@@ -24,24 +24,12 @@ def cached_groups(kv_cache_config: Any) -> list[Any]:
 def block_of(group: Any, setting: str, fate: str, vllm_config: Any = None) -> BlockShape:
     """The shape of a rank's block of a group of vLLM, with all layers of the group.
 
-    Parameters
-    ----------
-    group : KVCacheGroupSpec
-    setting : str
-        The setting that asks for it, for messages.
-    fate : str
-        What happens to other blocks: "it is not …".
-    vllm_config : optional
-        vLLM's object, if caches of eight-bit floats with one scale for a layer are welcome, too.
-
-    Raises
-    ------
-    BindError
-        It is not attention with K and V of one size, or a latent, in the elements of the model or such floats.
+    Messages name the `setting` that asks for it, and the `fate` of other blocks: "it is not …".  With `vllm_config`, caches of
+    eight-bit floats with one scale for a layer are welcome, too.  Raises `BindError` unless it is attention with K and V of one
+    size, or a latent, in the elements of the model or such floats.
     """
     what = f"{setting}: layer {group.layer_names[0]!r}"
-    whole = group.kv_cache_spec
-    shapes = {_of_layer(one, what, fate, vllm_config) for one in getattr(whole, "kv_cache_specs", {}).values() or [whole]}
+    shapes = {_of_layer(one, what, fate, vllm_config) for one in specs_of(group.kv_cache_spec)}
     if len(shapes) != 1:
         raise BindError(f"{what}: expected layers of one size in a group, got {len(shapes)}; they are not {fate}")
     return replace(shapes.pop(), nl=len(group.layer_names))
@@ -71,13 +59,7 @@ def _of_layer(cache_spec: Any, what: str, fate: str, vllm_config: Any) -> BlockS
 
 
 def host_bytes(kv_cache_config: Any, values: HostValues) -> int:
-    """Bytes of host memory that a rank needs for a block of any group, if its values are quantised.
-
-    Raises
-    ------
-    BindError
-        The blocks of a group cannot be quantised.
-    """
+    """Bytes of host memory that a rank needs for a block of any group with quantised values; `BindError` if there is none."""
     found = []
     for group in cached_groups(kv_cache_config):
         shape = block_of(group, "host_values", "quantised on the way to host memory: leave host_values out")

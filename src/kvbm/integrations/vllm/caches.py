@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engines.vllm import Group, groups
+from ...engines.vllm import Group, groups, specs_of
 from ...errors import BindError, SpecError
 from ...pool.pool import Pool
 from ...reshard import Placement, Span
@@ -25,30 +26,13 @@ _BY_POSITION = (
 
 
 class Caches:
-    """The caches of a vLLM worker.  Raises `BindError` for groups whose block tables are not supported.
-
-    Parameters
-    ----------
-    vllm_config, kv_cache_config, kv_caches
-        The objects that a connector receives.
-
-    Attributes
-    ----------
-    groups : dict of str to (Placement, Pool)
-        The groups for an `Endpoint`.
-    rank : int
-        Rank of this worker.
-    whole : frozenset of str
-        Groups without a window: they keep a block for each token of a sequence while it is computed.
-    layers : dict of str to int
-        vLLM's names of this worker's layers → their numbers in the model.
-    """
+    """The caches of a vLLM worker.  Raises `BindError` for groups whose block tables are not supported."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> None:
-        self.groups: dict[str, tuple[Placement, Pool]] = {}
+        self.groups: dict[str, tuple[Placement, Pool]] = {}  # for an `Endpoint`
         self._read: dict[str, Group] = {}
         self.rank = 0
-        self.layers: dict[str, int] = {}
+        self.layers: dict[str, int] = {}  # vLLM's names of this worker's layers → their numbers in the model
         whole = []
         parts: Counter[int] = Counter()
         _require_no_states(kv_cache_config)
@@ -56,7 +40,7 @@ class Caches:
             if group.index not in kv_cache_config.transfer_group_ids:
                 continue
             cache_spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
-            kinds = {type(one).__name__ for one in (getattr(cache_spec, "kv_cache_specs", None) or {"": cache_spec}).values()}
+            kinds = {type(one).__name__ for one in specs_of(cache_spec)}
             if other := sorted(kinds.difference(_BY_POSITION)):
                 raise BindError(
                     f"{group}: {', '.join(other)}: where its block table has a token is not known; expected "
@@ -81,6 +65,7 @@ class Caches:
             self.layers.update(zip(group.names, group.layers, strict=True))
             if window_of(cache_spec) == (0, 0):
                 whole.append(name)
+        #: Groups without a window: they keep a block for each token of a sequence while it is computed.
         self.whole = frozenset(whole)
 
     def spans(
@@ -88,25 +73,12 @@ class Caches:
     ) -> dict[str, Span]:
         """Spans per group: tokens `first` to `last` (exclusive), as far as vLLM holds blocks for them.
 
-        vLLM holds no blocks for tokens before a sliding window: the table has -1.  The first held block is sent completely, even if
-        the window no longer includes all its tokens: vLLM may find it in its prefix cache for a shorter sequence.  If the other
-        engine does not hold all of this block, `begins` has the first token that it holds.
+        `blocks` are ids per vLLM group.  vLLM holds no blocks for tokens before a sliding window: the table has -1.  The first
+        held block is sent completely, even if the window no longer includes all its tokens: vLLM may find it in its prefix
+        cache for a shorter sequence.  If the other engine does not hold all of this block, `begins` has the first token that it
+        holds, by vLLM's group.
 
-        Parameters
-        ----------
-        blocks : tuple of list of int
-            Block ids of a request, per vLLM group.
-        last : int
-            The last token plus one.
-        first : int, optional
-            The first token.
-        begins : mapping of int to int, optional
-            vLLM's group → its first token, if this is later than the first held block.
-
-        Raises
-        ------
-        BindError
-            A block is missing after the first held block.
+        Raises `BindError` if a block is missing after the first held block.
         """
         found = {}
         for name, group in self._read.items():
@@ -121,12 +93,19 @@ class Caches:
             found[name] = Span(table, range(min(max(start, first), last), last))
         return found
 
+    def queued(self) -> Any:
+        """An event after the GPU's queued work on the blocks; None if there is none."""
+        if all(pool.device == "cpu" for _, pool in self.groups.values()):
+            return None
+        event = sys.modules["torch"].cuda.Event()
+        event.record()
+        return None if event.query() else event  # what waits for nothing begins earlier
+
 
 def _require_no_states(kv_cache_config: Any) -> None:
     """Raise `BindError` if layers keep states instead of something per token: no placement describes them."""
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        whole = group.kv_cache_spec
-        for one in (getattr(whole, "kv_cache_specs", None) or {"": whole}).values():
+        for one in specs_of(group.kv_cache_spec):
             states = getattr(one, "num_kv_heads", None) is None
             if states or getattr(one, "tokens_per_state", 1) != 1:
                 raise BindError(

@@ -19,13 +19,7 @@ _STATIC = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def cast_of(extra: Mapping[str, Any]) -> Scale | None:
-    """The setting ``cast``.
-
-    Raises
-    ------
-    BindError
-        It is neither absent, ``"amax"`` nor numbers of a `kvbm.Scale`.
-    """
+    """The setting ``cast``; `BindError` if it is neither absent, ``"amax"`` nor numbers of a `kvbm.Scale`."""
     given = extra.get("cast")
     try:
         return None if given is None else parsed(given)
@@ -44,16 +38,8 @@ def pool_formats(pool: Pool) -> list[str]:
 def require_scales(vllm_config: Any, layers: Mapping[str, int], cast: Scale) -> None:
     """Raise `BindError` unless the layers whose scales are not in their cache have those of the cast.
 
-    A layer may have a scale for each of its heads (checkpoints of the strategy ``attn_head``): vLLM's number for all of them, which
-    is the largest, does not say so.
-
-    Parameters
-    ----------
-    vllm_config
-        vLLM's object, with its layers by name.
-    layers : mapping of str to int
-        The layers of this worker, and their numbers in the model.
-    cast : Scale
+    `layers` are this worker's, with their numbers in the model.  A layer may have a scale for each of its heads (checkpoints of
+    the strategy ``attn_head``): vLLM's number for all of them, which is the largest, does not say so.
     """
     known = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
     held: dict[str, dict[str, list[float]]] = {}

@@ -37,20 +37,8 @@ _SHM = Path("/dev/shm")  # noqa: S108  (memory, not a temporary file)
 def shared_memory(engine: str, nbytes: int, barrier: Callable[[], Any], folder: Path = _SHM) -> npt.NDArray[np.uint8]:
     """Zeroed memory that the ranks of an engine on this machine share.  It is freed with the last of them.
 
-    Parameters
-    ----------
-    engine : str
-        Name of the engine; the same in all its ranks.
-    nbytes : int
-    barrier : callable
-        Waits until all ranks have called it.
-    folder : Path
-        A folder in memory that all users may write.
-
-    Raises
-    ------
-    BindError
-        The folder has a file of this name of another user, or has no room.
+    `engine` is its name, the same in all ranks, and `barrier` waits until all of them have called it.  Raises `BindError` if
+    `folder`, in memory that all users may write, has a file of this name of another user, or has no room.
     """
     path = folder / f"kvbm_offload_{hashlib.sha256(engine.encode(errors='surrogatepass')).hexdigest()[:32]}"
     try:
@@ -77,40 +65,17 @@ def shared_memory(engine: str, nbytes: int, barrier: Callable[[], Any], folder: 
 
 
 class HostMemory:
-    """Blocks in host memory.  Each can hold a block of any group of layers.
+    """Blocks in host memory, `units` of them.  Each can hold a block of any group of layers.
 
-    Parameters
-    ----------
-    layout : Layout
-        Layout of the blocks in host memory.
-    groups : list of list of Pages
-        The pages of a block, per group.
-    units : int
-        Number of blocks.
-    device : str
-        ``"cpu"``, or ``"pinned"`` or ``"pinned:N"``, as for `Pool.allocate`.
-    shared : numpy.ndarray, optional
-        Bytes of memory that the ranks of this machine share; `shared_bytes` gives their number.
-    verify, cast
-        As for `HostStore`.
-
-    Attributes
-    ----------
-    stores : list of list of HostStore
-        Stores per group, one per kind of layers.  Groups may share a store.
-    is_shared, verify : bool
+    `groups` are the pages of a block, per group; `device` is ``"cpu"``, or ``"pinned"`` or ``"pinned:N"``, as for
+    `Pool.allocate`.  `shared` are bytes of memory that the ranks of this machine share, as many as `shared_bytes` says.
+    `verify` and `cast` are as for `HostStore`, of which `stores` has one per group and kind of layers.  Groups may share one.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        groups: Sequence[Sequence[Pages]],
-        units: int,
-        device: str,
-        shared: npt.NDArray[np.uint8] | None = None,
-        verify: bool = True,
-        cast: Cast = None,
-    ) -> None:
+        self, layout: Layout, groups: Sequence[Sequence[Pages]], units: int, device: str,
+        shared: npt.NDArray[np.uint8] | None = None, verify: bool = True, cast: Cast = None,
+    ) -> None:  # fmt: skip
         places, row = _places(layout, groups)
         self.is_shared, self.verify = shared is not None, verify
         self._pools: list[Pool] = []
@@ -192,20 +157,10 @@ def _inside(layout: Layout, shape: BlockShape, rows: Sequence[npt.NDArray[np.uin
 
 @dataclass
 class Finished:
-    """A job that is done.
+    """A job that is done: it copied `blocks` of the engine, in `seconds` since it began on its stream.
 
-    Attributes
-    ----------
-    job_id : int
-    is_load : bool
-    blocks, nbytes : int
-        Number of copied blocks of the engine, and bytes copied.
-    seconds : float
-        Time since the job began on its stream.
-    wrong_blocks : list of int
-        For a load: blocks of the engine whose contents would differ from what was stored.  They are zero in all their layers.
-    wrong_chunks : set of int
-        The chunks from which the wrong blocks were loaded.
+    For a load, `wrong_blocks` of the engine would have other contents than were stored: they are zero in all their layers.
+    They were loaded from `wrong_chunks`.
     """
 
     job_id: int
@@ -233,27 +188,13 @@ class _Job:
 
 
 class Copier:
-    """Copies blocks between an engine's pages and chunks of host memory.
+    """Copies blocks between an engine's pages and chunks of host memory, which have `blocks_per_chunk` blocks.
 
-    Parameters
-    ----------
-    memory : HostMemory
-        The host memory.  The copier owns it.
-    blocks_per_chunk : int
-        Blocks of the engine per chunk.
+    It owns the memory.  On a GPU each direction has a stream in `streams`.  Copies run after the work that is enqueued in
+    torch's current stream when they are submitted, and the host does not wait.  On the CPU they are done when the call returns.
 
-    Attributes
-    ----------
-    streams : list of torch.cuda.Stream
-        The streams of stores and of loads; empty on the CPU.
-
-    Notes
-    -----
-    On a GPU each direction has a stream.  Copies run after the work that is enqueued in torch's current stream when they are
-    submitted, and the host does not wait.  On the CPU they are done when the call returns.
-
-    A block that fails its check has zeros in all its layers when `finished` returns its job, and its chunk was not stored or has
-    changed.  On the CPU it is compared before it is copied, so that its contents never reach the engine.
+    A block that fails its check has zeros in all its layers when `finished` returns its job, and its chunk was not stored or
+    has changed.  On the CPU it is compared before it is copied, so that its contents never reach the engine.
     """
 
     def __init__(self, memory: HostMemory, blocks_per_chunk: int) -> None:
@@ -267,35 +208,14 @@ class Copier:
         self._running: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
 
     def submit(
-        self,
-        job_id: int,
-        ids: npt.NDArray[np.integer[Any]],
-        chunks: npt.NDArray[np.integer[Any]],
-        group_sizes: Sequence[int],
-        block_indices: Sequence[int],
-        *,
-        is_load: bool,
-    ) -> None:
-        """Begin a job.
+        self, job_id: int, ids: npt.NDArray[np.integer[Any]], chunks: npt.NDArray[np.integer[Any]],
+        group_sizes: Sequence[int], block_indices: Sequence[int], *, is_load: bool,
+    ) -> None:  # fmt: skip
+        """Begin a job, which copies from the host to the engine if it is a load.
 
-        Parameters
-        ----------
-        job_id : int
-        ids : array of int
-            Block ids of the engine, sorted by group.
-        chunks : array of int
-            Chunks of host memory, sorted by group.  Their number must be the one that the blocks need.
-        group_sizes : sequence of int
-            Number of blocks per group.
-        block_indices : sequence of int
-            Per group, the index of its first block in the sequence.  The block may be in the middle of a chunk.
-        is_load : bool
-            True to copy from the host to the engine.
-
-        Raises
-        ------
-        BindError
-            The number of chunks is not the one that the blocks need, or a block or chunk does not exist.
+        Blocks of the engine and chunks of host memory are sorted by group; the number of chunks must be the one that the blocks
+        need, else a `BindError` is raised.  For each group there are the number of blocks, and the index of its first block in
+        the sequence, which may be in the middle of a chunk.
         """
         began: Any = time.perf_counter()
         pairs = self._pairs(ids, chunks, group_sizes, block_indices)
@@ -320,12 +240,9 @@ class Copier:
         self._running[is_load].append(_Job(job_id, copies, len(ids), began, ended))
 
     def _pairs(
-        self,
-        ids: npt.NDArray[np.integer[Any]],
-        chunks: npt.NDArray[np.integer[Any]],
-        group_sizes: Sequence[int],
+        self, ids: npt.NDArray[np.integer[Any]], chunks: npt.NDArray[np.integer[Any]], group_sizes: Sequence[int],
         block_indices: Sequence[int],
-    ) -> list[tuple[HostStore, Ids, Ids, Ids]]:
+    ) -> list[tuple[HostStore, Ids, Ids, Ids]]:  # fmt: skip
         """Per store: the blocks of the engine, as many units of the host, and all units of the chunks."""
         each = self.blocks_per_chunk
         blocks: Ids = ids.astype(np.int64)

@@ -27,14 +27,9 @@ class FailedLoads:
         self._waiting: dict[str, bool] = {}  # request → True if it was asked for its tokens
 
     def ended(self, requests: Iterable[Any], manager: Any) -> None:
-        """Loads of these requests have ended on all workers.
+        """Loads of these requests of vLLM have ended on all workers.
 
         A request that vLLM has reset to no computed tokens has failed.  Its blocks are freed.
-
-        Parameters
-        ----------
-        requests : iterable of vLLM's Request
-        manager : KVCacheManager
         """
         for request in requests:
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and request.num_computed_tokens == 0:

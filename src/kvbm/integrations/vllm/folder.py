@@ -22,16 +22,8 @@ RANKS = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_cont
 class Settings:
     """The settings of the folder in ``kv_connector_extra_config``.
 
-    Attributes
-    ----------
-    folder : Path
-        The folder.
-    most_bytes : int
-        Limit of the bytes of all files in the folder.
-    unit_tokens : int
-        Tokens per unit.
-    model_key : str
-        The operator's name of the weights; empty: the files of weights are hashed.
+    `most_bytes` is the limit of the bytes of all its files.  `model_key` is the operator's name of the weights; empty: their
+    files are hashed.
     """
 
     folder: Path
@@ -41,13 +33,7 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings | None:
-        """The settings; None if there is no folder.
-
-        Raises
-        ------
-        BindError
-            A setting has a wrong type, or the folder has no limit.
-        """
+        """The settings; None if there is no folder, and `BindError` if one has a wrong type, or the folder has no limit."""
         if extra.get("folder") is None:
             if named := [name for name in ("folder_bytes", "unit_tokens", "model_key") if name in extra]:
                 raise BindError(f"kv_connector_extra_config: {named[0]}: expected it only with folder: set folder, too")
@@ -70,12 +56,7 @@ class Settings:
     def require_units(self, nt: int, chunk: int, where: str = "") -> None:
         """Raise `BindError` unless blocks of `nt` tokens are whole units, or units are whole blocks and a chunk whole units.
 
-        Parameters
-        ----------
-        nt, chunk : int
-            Tokens of a block and of a chunk, which is stored and loaded as a whole.
-        where : str
-            Names the blocks.
+        A chunk is stored and loaded as a whole.  `where` names the blocks.
         """
         unit = self.unit_tokens
         if nt % unit == 0 or (unit % nt == 0 and chunk % unit == 0):

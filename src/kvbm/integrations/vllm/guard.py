@@ -32,7 +32,7 @@ from .guarding import Keeper, Kept, Origin, compare, digests_of, failed, new_sta
 from .identity import differing, inputs_of
 from .log import logger
 from .metrics import GuardPromMetrics, GuardStats
-from .scheduling import count_of, host_of, seconds_of
+from .scheduling import count_of, host_of, port_of, seconds_of
 from .setting_names import require_settings
 
 __all__ = ["KvbmGuard"]
@@ -50,17 +50,7 @@ _SETTLE = 0.25
 
 
 class Compared(NamedTuple):
-    """The result of a comparison.
-
-    Attributes
-    ----------
-    what : {"compared", "differing", "unanswered"}
-        Name of a counter.
-    why : str
-        What is wrong; empty if nothing is.
-    seconds : float
-        Time that it took.
-    """
+    """The result of a comparison: the name of a counter, what is wrong, empty if nothing is, and the time that it took."""
 
     what: str
     why: str
@@ -304,9 +294,7 @@ def _require_count(inner: Any, workers: int) -> None:
 
 
 def _port_of(config: Any) -> int:
-    """The port of this engine's first worker.  Engines of one data-parallel group use consecutive ports."""
-    parallel, transfer = config.parallel_config, config.kv_transfer_config
-    return count_of(transfer, "port", 14700) + int(parallel.data_parallel_index) * int(parallel.world_size)
+    return port_of(config, count_of(config.kv_transfer_config, "port", 14700))
 
 
 class _Scheduler:
@@ -459,13 +447,8 @@ class _Worker:
         self._checks.update(metadata.checks)
 
     def _queued(self) -> Any:
-        """An event after the GPU's queued work on the blocks; None on the CPU."""
         assert self._caches is not None
-        if all(pool.device == "cpu" for _, pool in self._caches.groups.values()):
-            return None
-        event = sys.modules["torch"].cuda.Event()
-        event.record()
-        return event
+        return self._caches.queued()
 
     def _take(self, take: Take, queued: Any) -> None:
         assert self._keeper is not None

@@ -35,16 +35,7 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Kept:
-    """Digests of a group's tokens on one rank.
-
-    Attributes
-    ----------
-    heads, layers : tuple of int
-        The model's numbers of those that are digested.
-    first : int
-        The first token.
-    digests : array of uint64, (heads, tokens)
-    """
+    """Digests ``(heads, tokens)`` of a group's tokens, from `first` on, on one rank.  Heads and layers are the model's numbers."""
 
     heads: tuple[int, ...]
     layers: tuple[int, ...]
@@ -74,10 +65,7 @@ def cuts(first: int, last: int, step: int) -> list[int]:
 def digests_of(place: Placement, rank: int, pool: Pool, span: Span, stream: Any = None, wait: Any = None) -> Kept:
     """The digests of a span's tokens: one per head and token, which do not depend on layout and block size.
 
-    Raises
-    ------
-    PlanError
-        Tokens of this layout cannot be digested one by one.
+    Raises `PlanError` if tokens of this layout cannot be digested one by one.
     """
     part, tokens, nt = place.part(rank), np.array(span.tokens, np.int64), pool.shape.nt
     heads = tuple(range(pool.shape.nh)) if part.heads is None else tuple(part.heads)
@@ -95,18 +83,10 @@ def digests_of(place: Placement, rank: int, pool: Pool, span: Span, stream: Any 
 
 
 class Keeper:
-    """Keeps digests of requests that were computed here, and answers workers of other engines.
+    """Keeps digests of requests that were computed here, and answers workers of other engines; port 0 is any free port.
 
-    Parameters
-    ----------
-    host, port
-        Address to listen at; port 0 is any free port.
-    seconds : float
-        Time limit for digests that are not computed yet, and for silence of the other side.
-    secret : Secret, optional
-        Others must know it.
-    is_insecure : bool
-        Listen at any address, even without a secret.
+    `seconds` is the time limit for digests that are not computed yet, and for silence of the other side.  With a `secret`,
+    others must know it.  Without one, `is_insecure` allows any address.
     """
 
     def __init__(self, host: str, port: int, seconds: float, secret: Secret | None, *, is_insecure: bool) -> None:
@@ -176,12 +156,8 @@ def _nbytes(found: dict[str, Kept] | str) -> int:
 class Origin:
     """Where the digests of a request are, from its untrusted parameters.
 
-    Attributes
-    ----------
-    tokens : int
-        The number of its first tokens that have digests.
-    inputs : str
-        Hashes of these tokens and of the other inputs, see `identity.inputs_of`.
+    `tokens` is the number of its first tokens that have digests, and `inputs` are hashes of these and of the other inputs
+    (`identity.inputs_of`).
     """
 
     key: str
@@ -211,38 +187,17 @@ class Origin:
 
 
 def compare(
-    own: Callable[[], Mapping[str, tuple[Kept, int]]],
-    origin: Origin,
-    seconds: float,
-    secret: Secret | None,
-    settle: float,
-    whole: Collection[str] = (),
-) -> str:
-    """Compare own digests with those of the engine that computed the tokens.
+    own: Callable[[], Mapping[str, tuple[Kept, int]]], origin: Origin, seconds: float, secret: Secret | None,
+    settle: float, whole: Collection[str] = (),
+) -> str:  # fmt: skip
+    """Compare own digests with those of the engine that computed the tokens.  Returns what is wrong; empty if all are equal.
 
-    Parameters
-    ----------
-    own : callable
-        Returns the digests and the block size of each group.  It is called a second time if they differ and there is a `settle`.
-    origin : Origin
-    seconds : float
-        Time limit of all answers.
-    secret : Secret or None
-    settle : float
-        Seconds for a connector that says too early that it has loaded; 0 if a step has used the blocks already: what comes after
-        it does not make its tokens right.
-    whole : collection of str
-        Groups without a window: all of their tokens must have digests there.
+    `own` returns the digests and the block size of each group.  It is called a second time if they differ and `settle` is not
+    0: the seconds for a connector that says too early that it has loaded.  It is 0 if a step has used the blocks already, as
+    what comes after it does not make its tokens right.  `seconds` is the time limit of all answers.  `whole` are the groups
+    without a window: all of their tokens must have digests there.
 
-    Returns
-    -------
-    str
-        What is wrong; empty if all digests are equal.
-
-    Raises
-    ------
-    KvbmError
-        There is no answer that all tokens can be compared with.
+    Raises `KvbmError` if there is no answer that all tokens can be compared with.
     """
     mine = dict(own())
     end = time.monotonic() + seconds
@@ -274,14 +229,9 @@ def _wrong(mine: Mapping[str, tuple[Kept, int]], theirs: Sequence[tuple[str, tup
 
 
 def _ask(
-    origin: Origin,
-    rank: int,
-    mine: Mapping[str, tuple[Kept, int]],
-    left: dict[str, set[int]],
-    end: float,
-    secret: Secret | None,
-    whole: Collection[str],
-) -> list[tuple[str, tuple[int, ...], int, Digests]]:
+    origin: Origin, rank: int, mine: Mapping[str, tuple[Kept, int]], left: dict[str, set[int]], end: float,
+    secret: Secret | None, whole: Collection[str],
+) -> list[tuple[str, tuple[int, ...], int, Digests]]:  # fmt: skip
     """Sums of a rank's heads that are in `left`, which loses them: group, heads, first token, one sum per block."""
     found = []
     with connect(origin.host, origin.port + rank, _rest(end), secret, "the guard of a worker") as talk:

@@ -133,46 +133,23 @@ class _Past:
 class Holds:
     """The requests that a prefill worker sends to other engines.
 
-    Another engine asks for a request by name, and receives it over the same link.  A held request is sent at once.  A request that
-    is not held yet is sent when it is.  A request in parts is sent while it is computed: each part when its tokens are computed,
-    some layers at a time.  Blocks are read until all sendings that have begun have ended; only then may they be reused.
+    Another engine asks for a request by name, and receives it over the same link.  A held request is sent at once.  A request
+    that is not held yet is sent when it is.  A request in parts is sent while it is computed: each part when its tokens are
+    computed, some layers at a time.  Blocks are read until all sendings that have begun have ended; only then may they be
+    reused.
 
-    Parameters
-    ----------
-    spans : callable
-        Called with blocks per vLLM group, the last token plus one, and the first token; returns spans per group of the endpoint
-        (`Caches.spans`).
-    whole : collection of str
-        Groups of the endpoint without a window: they keep a block for each token of a sequence while it is computed.
-    layers : mapping of str to int
-        vLLM's names of this worker's layers → their numbers in the model.
-    count : int
-        Number of layers of the model.
-    each : int
-        Number of layers that are sent at a time; 0: all layers after the step.
-    seconds : float
-        Time limit of a sending.
-    wait_seconds : float
-        How long a request that the router has named is waited for.
-    queued : callable
-        Returns the device's pending work on the blocks, in the form that `Link.send` accepts.
-    tell : callable
-        Tells the engine at the other end of a link that a request will not come.
+    `spans` and `whole` are those of `Caches`, and `layers` are vLLM's names of this worker's layers → their numbers in the
+    model, which has `count` layers.  `each` of them are sent at a time; 0: all layers after the step.  `seconds` is the time
+    limit of a sending, and `wait_seconds` how long a request that the router has named is waited for.  `queued` returns the
+    device's pending work on the blocks, in the form that `Link.send` accepts.  `tell` tells the engine at the other end of a
+    link that a request will not come.
     """
 
     def __init__(
-        self,
-        spans: Callable[..., dict[str, Span]],
-        *,
-        whole: Iterable[str],
-        layers: Mapping[str, int],
-        count: int,
-        each: int,
-        seconds: float,
-        wait_seconds: float,
-        queued: Callable[[], Any],
+        self, spans: Callable[..., dict[str, Span]], *, whole: Iterable[str], layers: Mapping[str, int], count: int,
+        each: int, seconds: float, wait_seconds: float, queued: Callable[[], Any],
         tell: Callable[[Link, str, str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._spans, self._whole, self._count, self._seconds = spans, frozenset(whole), count, seconds
         self._wait_seconds, self._queued, self._tell = wait_seconds, queued, tell
         bounds = [*range(each, count, each), count] if each else [count]
@@ -202,12 +179,8 @@ class Holds:
     def asked(self, want: Want, link: Link) -> None:
         """Send a request, or release it.  May be called twice for the same request.
 
-        Raises
-        ------
-        TransferError
-            The request will not come: it is not held here and will not be, or it was sent to another engine.
-        BindError
-            It is wanted in parts that are no groups here.
+        Raises `TransferError` if the request will not come, as it is not held here and will not be, or was sent to another
+        engine; and `BindError` if it is wanted in parts that are no groups here.
         """
         if not self._whole.issuperset(want.groups):
             raise BindError(f"want: groups: expected some of {sorted(self._whole)}, got {want.groups!r:.200}")

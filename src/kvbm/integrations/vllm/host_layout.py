@@ -44,10 +44,7 @@ def row_bytes(layout: Layout, groups: Sequence[Sequence[BlockShape]]) -> int:
 def one_array(layout: Layout, shape: BlockShape) -> Resolved:
     """The layout of a single block, which must be one array: then blocks of several kinds can lie in the same rows of bytes.
 
-    Raises
-    ------
-    BindError
-        A block consists of several arrays, or an array holds several blocks.
+    Raises `BindError` if a block consists of several arrays, or an array holds several blocks.
     """
     found = layout.resolve(shape, 1)
     table = layout.orders[0].table

@@ -38,23 +38,10 @@ _NO_DRAFT = ("ngram", "suffix")
 
 
 def model_of(vllm_config: Any, given: Any = None, *, must: bool = False, casts: bool = False) -> dict[str, Any]:
-    """The fields of an engine, for `Endpoint(model=)`.
+    """The fields of an engine, for `Endpoint(model=)`; without the format of the cache if it `casts`.
 
-    Parameters
-    ----------
-    vllm_config
-        vLLM's object.
-    given : str, optional
-        The operator's name of the weights: they are not read.  The configuration is compared all the same.
-    must : bool
-        True to raise an error, and not only to log a warning, if the weights are not known.
-    casts : bool
-        True if the format of the cache may be another one.
-
-    Raises
-    ------
-    BindError
-        `given` is no text, or the weights are not known.
+    With `given`, the operator's name of the weights, they are not read; the configuration is compared all the same.  If the
+    weights are not known, that is a `BindError` with `must`, else a warning in the log.
     """
     if given is not None and not (isinstance(given, str) and given):
         raise BindError(f"kv_connector_extra_config: model: expected a name of the weights, got {given!r:.100}")
@@ -79,17 +66,7 @@ def model_of(vllm_config: Any, given: Any = None, *, must: bool = False, casts: 
 def stored_model_of(vllm_config: Any, given: str) -> dict[str, Any]:
     """The model of the contents of an engine in a folder that engines share: `kvbm.integrations.identity.stored_model`.
 
-    Parameters
-    ----------
-    vllm_config
-        vLLM's object.
-    given : str
-        The operator's name of the weights: they are not read.  Empty: none.
-
-    Raises
-    ------
-    BindError
-        The weights are not known.
+    With `given`, the operator's name of the weights, they are not read.  Raises `BindError` if they are not known.
     """
     model, load = vllm_config.model_config, get(vllm_config, "load_config")
     files = None
@@ -117,10 +94,7 @@ def _folder(name: str, model: Any, load: Any) -> Path | None:
 def _beside(model: Any, load: Any, held: dict[str, Any], must: bool) -> dict[str, Any]:
     """What changes K and V beside the weights and `held`, the configuration; nothing in the usual case.
 
-    Raises
-    ------
-    BindError
-        The code of the model is not on this machine, and `must` is set.
+    With `must`, raises `BindError` if the code of the model is not on this machine.
     """
     names = [str(get(model, "hf_config_path") or model.model), str(model.model)]
     found: dict[str, Any] = {"configs beside": configs_beside(*(_folder(name, model, load) for name in dict.fromkeys(names)))}
@@ -189,15 +163,9 @@ def _weights(model: Any, load: Any, must: bool) -> str:
 def inputs_of(request: Any, tokens: int | None) -> str:
     """Hashes of what the K and V of a request depend on beside the model, each with its name.
 
-    They are of the prompt's tokens, of the adapter, of each kind of input (``image``, ``audio``) and of embeddings:
-    ``adapter=3f…,image=a0…,tokens=77…``.  An adapter whose files are not here is equal to no other, not even to itself.
-
-    Parameters
-    ----------
-    request
-        vLLM's object.
-    tokens : int or None
-        Number of the prompt's first tokens that count.  None: all but tokens; the result may be empty.
+    They are of the prompt's first `tokens` (None: of no tokens, and the result may be empty), of the adapter, of each kind of
+    input (``image``, ``audio``) and of embeddings: ``adapter=3f…,image=a0…,tokens=77…``.  An adapter whose files are not here
+    is equal to no other, not even to itself.
     """
     found: dict[str, list[Any]] = {}
     if tokens is not None:

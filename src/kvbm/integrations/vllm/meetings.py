@@ -53,19 +53,10 @@ _SERVER = "a vLLM engine with KvbmConnector (ports from its kv_port on)"
 
 @dataclass(frozen=True)
 class Want:
-    """A request that an engine asks for.
+    """A request that an engine asks for; `is_given_up` if it is not needed and may be released.
 
-    Parameters
-    ----------
-    name : str
-        Name of the request.
-    is_given_up : bool
-        True if it is not needed and may be released.
-    first, last, each : int
-        For a request in parts: its first token, the last token plus one, and the most tokens of a part.  A part ends at a multiple
-        of `each`.  All 0 if it is sent in one part.
-    groups : tuple of str
-        Groups of the endpoint that are sent in parts; the others are sent in one part.
+    Some groups of the endpoint are sent in parts: tokens `first` to `last` (exclusive), at most `each` in a part, which ends at
+    a multiple of `each`.  All are 0 if it is sent in one part.
     """
 
     name: str
@@ -119,13 +110,7 @@ class _LinkUse:
 
 
 class Links:
-    """Links of an endpoint: one per start of another engine, for both directions, no matter which side asked first.
-
-    Parameters
-    ----------
-    endpoint : Endpoint
-        The endpoint.
-    """
+    """Links of an endpoint: one per start of another engine, for both directions, no matter which side asked first."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -205,41 +190,20 @@ class _Client:
 
 
 class Door:
-    """The server of a worker: workers of other engines ask it for requests.
+    """The server of a worker: workers of other engines ask it for requests.  Port 0 is any free one; `port` says which.
+
+    `begin` sends a request over a link, at once or when it is computed, or releases it.  It raises `KvbmError` if it cannot be
+    sent, and may be called twice for one request.  `word` is the time limit in seconds for an answer of the other side, and for
+    the other ranks of its engine.  With `is_insecure` it listens at any address, even if the endpoint has no secret.
 
     Each conversation has its own thread.  While a lock is held that others need, nothing of another side is read, computed or
     waited for.
-
-    Parameters
-    ----------
-    links : Links
-        Links of this worker's endpoint.
-    host, port
-        Address to listen at; port 0 is any free port.
-    begin : callable
-        Sends a request over a link, at once or when it is computed, or releases it.  Raises `KvbmError` if it cannot be sent.  It
-        may be called twice for one request.
-    word : float
-        Time limit in seconds for an answer of the other side, and for the other ranks of its engine.
-    is_insecure : bool
-        Listen at any address, even if the endpoint has no secret.
-
-    Attributes
-    ----------
-    port : int
-        The port.
     """
 
     def __init__(
-        self,
-        links: Links,
-        host: str,
-        port: int,
-        begin: Callable[[Want, Link], None],
-        word: float = WORD,
-        *,
+        self, links: Links, host: str, port: int, begin: Callable[[Want, Link], None], word: float = WORD, *,
         is_insecure: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._links, self._begin, self._word = links, begin, word
         self._met = threading.Condition()
         self._clients: dict[tuple[str, str], _Client] = {}
@@ -288,9 +252,7 @@ class Door:
         with self._met:
             client = self._clients.setdefault(name, _Client(name, world))
             if client.world != world or client.cards.get(rank, card) != card:
-                raise BindError(
-                    f"{talk.peer}: rank {rank} of {printable(engine)}: another card than before, at the same start"
-                )
+                raise BindError(f"{talk.peer}: rank {rank} of {printable(engine)}: another card than before, at the same start")
             client.cards[rank] = card
             client.talks.add(talk)
             self._met.notify_all()
@@ -363,21 +325,12 @@ class Door:
 class Visit:
     """The client of a decode worker: connections to all workers of a prefill engine.  It connects on first use.
 
+    `start` identifies this start of the engine, which has `world` workers; it is the same on all of them.  The other engine's
+    workers listen at `ports` consecutive ports of `host`, from `port` on.  `word` are the seconds that a call may take if it is
+    not given its end.
+
     Calls for one engine are made one after the other by its own thread (`submit`), so an engine that does not answer delays no
     other.  Each call has an end.
-
-    Parameters
-    ----------
-    links : Links
-        Links of this worker's endpoint.
-    start : str
-        A text that identifies this start of the engine; the same on all its workers.
-    world : int
-        Number of workers of this engine.
-    host, port, ports
-        Address of the other engine's first worker, and the number of its workers, which listen at consecutive ports.
-    word : float
-        Seconds that a call may take if it is not given its end.
     """
 
     def __init__(
@@ -407,12 +360,10 @@ class Visit:
             self._waiter.submit(call, *arguments)
 
     def link(self, end: float | None = None) -> Link:
-        """The link to the workers.  Connects first if needed.  `end` is the time (`time.monotonic`) at which the caller gives up.
+        """The link to the workers.
 
-        Raises
-        ------
-        KvbmError
-            A worker cannot be reached, or does not fit.
+        Connects first if needed.  `end` is the time (`time.monotonic`) at which the caller gives up.  Raises `KvbmError` if a
+        worker cannot be reached, or does not fit.
         """
         end = self._end(end)
         with held_until(self._lock, end, self._where):
@@ -438,9 +389,7 @@ class Visit:
         try:
             cards = []
             for number in range(self._ports):
-                talk = connect(
-                    self._host, self._port + number, self._left(end), self._links.endpoint.secret, _SERVER
-                )
+                talk = connect(self._host, self._port + number, self._left(end), self._links.endpoint.secret, _SERVER)
                 self._talks.append(talk)
                 if self._is_closed:
                     raise BindError("this engine is shutting down")
@@ -465,10 +414,8 @@ class Visit:
     def want(self, want: Want, end: float | None = None) -> None:
         """Ask every worker to send a request when it is computed, or to release it.  `end` as for `link`.
 
-        Raises
-        ------
-        TransferError
-            A worker does not have the request and will not get it, or is gone.  The next call connects again.
+        Raises `TransferError` if a worker does not have the request and will not get it, or is gone.  The next call connects
+        again.
         """
         end = self._end(end)
         with held_until(self._lock, end, self._where):

@@ -90,15 +90,7 @@ _KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 class Layers(NamedTuple):
-    """A group of vLLM: layers that share a block table.
-
-    Attributes
-    ----------
-    layers : tuple of int
-        Numbers of the layers.
-    sliding_window : int or None
-        Tokens of the sliding window; None without one.
-    """
+    """A group of vLLM: numbers of layers that share a block table, and tokens of their sliding window; None without one."""
 
     layers: tuple[int, ...]
     sliding_window: int | None
@@ -106,32 +98,15 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model's KV cache.
+    """A model's KV cache."""
 
-    Attributes
-    ----------
-    name : str
-        The argument of `read`.
-    kind : str
-        Its ``model_type``.
-    shape : BlockShape
-        Block shape of the whole model, with one token per block.
-    attention_heads : int
-        Number of query heads, which tensor parallelism divides.
-    groups : tuple of Layers
-        The groups that vLLM makes.
-    rope : int
-        Elements of a latent that hold positions; 0 for K and V.
-    readers : int
-        Number of layers behind those of `shape` that keep nothing: they read the cache of a layer before them.
-    """
-
-    name: str
-    kind: str
-    shape: BlockShape
-    attention_heads: int
-    groups: tuple[Layers, ...]
-    rope: int = 0
+    name: str  # the argument of `read`
+    kind: str  # its ``model_type``
+    shape: BlockShape  # block shape of the whole model, with one token per block
+    attention_heads: int  # number of query heads, which tensor parallelism divides
+    groups: tuple[Layers, ...]  # the groups that vLLM makes
+    rope: int = 0  # elements of a latent that hold positions; 0 for K and V
+    #: Number of layers behind those of `shape` that keep nothing: they read the cache of a layer before them.
     readers: int = 0
 
     @property
@@ -148,21 +123,10 @@ class Model:
 
 
 def read(given: str, cache_dtype: str = "auto", dtype: str | None = None) -> Model:
-    """Read the KV cache of a model.
+    """Read the KV cache of a model: from a config.json, its folder, or the name of a model in Hugging Face's local cache.
 
-    Parameters
-    ----------
-    given : str
-        A config.json, its folder, or the name of a model in Hugging Face's local cache.
-    cache_dtype : str
-        As ``--kv-cache-dtype``.
-    dtype : str, optional
-        Dtype of the model, as ``--dtype``.  Default: the config's.
-
-    Raises
-    ------
-    SpecError
-        The file does not exist, the model's cache is not supported here, or the file does not contain what is needed.
+    `cache_dtype` and `dtype` are those of vLLM's command; by default the config's.  Raises `SpecError` if the file does not
+    exist or lacks what is needed, or the model's cache is not supported here.
     """
     path = _find(given)
     try:
@@ -242,9 +206,7 @@ class _Reader:
         elif self.config.get("head_dim") is not None:
             hd = self.number("head_dim")
         elif self.number("hidden_size") % heads:
-            raise SpecError(
-                f"{self.path}: head_dim: expected it where {heads} heads do not divide hidden_size, got none"
-            )
+            raise SpecError(f"{self.path}: head_dim: expected it where {heads} heads do not divide hidden_size, got none")
         else:
             hd = self.number("hidden_size") // heads
         shape = BlockShape(nl, no, nh, 1, hd, self._dtype(cache_dtype, dtype))
@@ -303,6 +265,4 @@ class _Reader:
             return [(layer + 1) % pattern != 0 for layer in range(nl)]
         if self.kind in ("mistral", "mixtral", "phi3"):
             return [True] * nl
-        raise SpecError(
-            f"{self.path}: sliding_window: expected layer_types, which say the layers that have it, got none"
-        )
+        raise SpecError(f"{self.path}: sliding_window: expected layer_types, which say the layers that have it, got none")

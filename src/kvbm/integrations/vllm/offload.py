@@ -79,12 +79,7 @@ class Failures:
 class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not typed
     """Copies blocks in a worker of vLLM.
 
-    Parameters
-    ----------
-    copier : Copier
-        The copier.
-    reports : bool
-        True if the caller uses `take_failures`.  False: a load that fails its check raises `DigestError`.
+    If the caller does not use `take_failures` (`reports`), a load that fails its check raises `DigestError`.
     """
 
     def __init__(self, copier: Copier, reports: bool) -> None:
@@ -180,10 +175,7 @@ class KvbmOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is n
 class KvbmOffloadingManager(CPUOffloadingManager):  # type: ignore[misc]
     """vLLM's manager of host memory, which forgets chunks that failed their check.
 
-    Attributes
-    ----------
-    tier : TierIndex or None
-        Files as a second tier.  A chunk that is only in files is a hit, and is read when it is loaded.
+    With a `tier`, files are behind it.  A chunk that is only in files is a hit, and is read when it is loaded.
     """
 
     counts: Any

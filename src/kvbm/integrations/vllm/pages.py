@@ -20,14 +20,9 @@ __all__ = ["Pages", "as_bytes", "pages_of", "require_whole"]
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of layers with the same layout.
+    """Pages of layers with the same layout, as a pool on the engine's memory: a block has one page per layer.
 
-    Attributes
-    ----------
-    pool : Pool
-        A pool on the engine's memory.  A block consists of one page per layer.
-    unknown : str
-        Why the pages are copied as bytes; empty if their layout is known.
+    `unknown` says why they are copied as bytes; it is empty if their layout is known.
     """
 
     pool: Pool
@@ -35,41 +30,19 @@ class Pages:
 
 
 def pages_of(
-    tensors: Mapping[str, Any],
-    canonical: Any,
-    config: Any,
-    vllm_config: Any,
-    kv_cache_config: Any,
-    *,
-    declared: bool = True,
-    values: HostValues | None = None,
-) -> list[list[Pages]]:
+    tensors: Mapping[str, Any], canonical: Any, config: Any, vllm_config: Any, kv_cache_config: Any, *,
+    declared: bool = True, values: HostValues | None = None,
+) -> list[list[Pages]]:  # fmt: skip
     """The pages of each group's blocks.
 
-    Parameters
-    ----------
-    tensors : mapping of str to tensor
-        Names of layers → vLLM's KV caches.
-    canonical : CanonicalKVCaches
-        The same caches as tensors of pages, ``(blocks, bytes)``, and the tensors of each group.
-    config : OffloadingConfig
-    vllm_config : VllmConfig
-    kv_cache_config : KVCacheConfig
-    declared : bool
-        True to use the declared layouts; False to use bytes.
-    values : HostValues, optional
-        The pages are cast to these: their layout must be known, and the parts of a latent have names.
+    A group with layers in several places has several.  Groups that use the same pages share them.
 
-    Raises
-    ------
-    BindError
-        Pages must be copied as bytes, and some of a block's elements are outside its page, or `values` are given; or the pages
-        cannot be cast.
+    `tensors` are vLLM's KV caches by the names of layers, and `canonical` the same caches as tensors of pages, ``(blocks,
+    bytes)``, with the tensors of each group.  If `declared`, the declared layouts are used, else bytes.  With `values` the
+    pages are cast to these: their layout must be known, and the parts of a latent have names.
 
-    Returns
-    -------
-    list of list of Pages
-        Pages per group.  A group with layers in several places has several items.  Groups that use the same pages share one object.
+    Raises `BindError` if pages must be copied as bytes, and some of a block's elements are outside its page, or `values` are
+    given; and if the pages cannot be cast.
     """
     found: dict[Any, Pages] = {}
     result = []
@@ -109,14 +82,10 @@ def _cast_groups(vllm_config: Any, kv_cache_config: Any, group_id: int, values: 
 
 
 def require_whole(layers: Mapping[str, Any], pages: Sequence[Any]) -> None:
-    """Raise `BindError` if a layer's block has elements outside its page.  They would not be copied, and no digest would show it.
+    """Raise `BindError` if a layer's block has elements outside its page.
 
-    Parameters
-    ----------
-    layers : mapping of str to tensor
-        Names of layers → vLLM's views, with blocks as the first axis.  Other items are ignored.
-    pages : sequence of tensor
-        Pages of the layers' group, ``(blocks, bytes)``.
+    They would not be copied, and no digest would show it.  `layers` has vLLM's views by name, with blocks as the first axis;
+    other items are ignored.  `pages`, ``(blocks, bytes)``, are those of the layers' group.
     """
     for name, view in layers.items():
         if not isinstance(view, torch.Tensor) or not pages or view.shape[0] != pages[0].shape[0]:
@@ -139,19 +108,9 @@ def _meaning(pool: Pool) -> Any:
 
 
 def as_bytes(tensors: Sequence[Any], unknown: str = "") -> list[Pages]:
-    """Pages as pools of bytes.  Copies restore the same bytes, whatever the pages contain.
+    """Pages ``(blocks, bytes)`` as pools of bytes, one for each size and stride.
 
-    Parameters
-    ----------
-    tensors : sequence of tensor
-        Pages of a group's layers, ``(blocks, bytes)`` of one byte each.
-    unknown : str
-        Why the layout is not known, if so.
-
-    Returns
-    -------
-    list of Pages
-        One item per group of layers whose pages have the same size and stride.
+    Copies restore the same bytes, whatever they contain.  `unknown` says why the layout is not known, if so.
     """
     alike: dict[Any, list[Any]] = {}
     for tensor in tensors:

@@ -41,14 +41,8 @@ _FOREVER = 1e9
 class Source:
     """The engine that prefilled a request, from the request's untrusted parameters.
 
-    Attributes
-    ----------
-    tokens : int
-        Number of the prompt's tokens that the engine holds.
-    firsts : dict of int to int
-        vLLM's group → first token that the engine holds, if it is not the first token of the prompt.
-    is_early : bool
-        True if the request may still be computed: the router has named it, and the whole prompt will be held.
+    It holds the prompt's first `tokens`, from `firsts` on where that is not the first token of the prompt, by vLLM's group.
+    `is_early`: the request may still be computed; the router has named it, and the whole prompt will be held.
     """
 
     request: str
@@ -154,7 +148,7 @@ class Scheduler:
         self._seen: dict[str, list[tuple[int, int, list[Any]]]] = {}  # request → its blocks: group, place of the first, blocks
         self._kept: dict[str, list[Any]] = {}
         transfer, parallel = config.kv_transfer_config, config.parallel_config
-        self._host, self._port = host_of(transfer), port_of(config)
+        self._host, self._port = host_of(transfer), port_of(config, transfer.kv_port)
         self._workers = parallel.world_size
         self._hold_seconds = seconds_of(transfer, "hold_seconds", HOLD_SECONDS)
         self._engine = transfer.engine_id
@@ -391,7 +385,7 @@ def count_of(transfer: Any, name: str, usual: int) -> int:
     return given
 
 
-def port_of(config: Any) -> int:
-    """The port of this engine's first worker.  Engines of one data-parallel group use consecutive ports."""
+def port_of(config: Any, first: Any) -> int:
+    """The port of this engine's first worker.  Engines of one data-parallel group use consecutive ports, from `first` on."""
     parallel = config.parallel_config
-    return int(config.kv_transfer_config.kv_port) + int(parallel.data_parallel_index) * int(parallel.world_size)
+    return int(first) + int(parallel.data_parallel_index) * int(parallel.world_size)

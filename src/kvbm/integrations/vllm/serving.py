@@ -58,25 +58,9 @@ _MULTIPLES = {
 class Engine:
     """A vLLM engine, described by its flags.
 
-    Parameters
-    ----------
-    model : Model
-        The model, from `models.read`.
-    tp, pp, dcp : int
-        Number of ranks.
-    nt : int
-        Tokens per block.
-    order : str
-        As ``VLLM_KV_CACHE_LAYOUT``.
-    cache_dtype : str
-        As ``--kv-cache-dtype``.
-    backend : str, optional
-        The attention backend.  Default: FLASH_ATTN, or FLASH_ATTN_MLA for a latent.
-
-    Raises
-    ------
-    SpecError, BindError
-        vLLM, or kvbm in vLLM, does not support this.
+    Raises `SpecError` or `BindError` if vLLM, or kvbm in vLLM, does not support them.  `tp`, `pp` and `dcp` are numbers of
+    ranks, `nt` tokens per block, `order` and `cache_dtype` as ``VLLM_KV_CACHE_LAYOUT`` and ``--kv-cache-dtype``.  The default
+    `backend` is FLASH_ATTN, or FLASH_ATTN_MLA for a latent.
     """
 
     model: Model
@@ -94,9 +78,7 @@ class Engine:
             hint = "" if meant is None else f"; that is {meant}"
             raise SpecError(f"layout: expected one of {', '.join(ORDERS)}, got {self.order!r:.100}{hint}")
         if self.model.attention_heads % self.tp:
-            raise SpecError(
-                f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}"
-            )
+            raise SpecError(f"tp: expected a divisor of the {self.model.attention_heads} attention heads, got {self.tp}")
         if self.model.readers and self.pp > 1:
             raise SpecError(
                 f"pp: expected 1, as {self.model.readers} layers read the caches of layers before them, got {self.pp} stages"
@@ -232,9 +214,7 @@ def _host(engine: Engine, host_bytes: int, host_layout: str, values: HostValues 
     chunk = round_up(max(sizes) * copies, _ROUND)
     blocks = host_bytes // chunk
     if not blocks:
-        raise BindError(
-            f"host-gib: expected at least {chunk} bytes, which a block of all ranks takes, got {host_bytes}"
-        )
+        raise BindError(f"host-gib: expected at least {chunk} bytes, which a block of all ranks takes, got {host_bytes}")
     notes = []
     if len(set(sizes)) > 1:
         notes.append(f"stages have blocks of {min(sizes)} to {max(sizes)} bytes: counted as if all had the largest")
@@ -374,9 +354,7 @@ def _placements(engine: Engine, name: str, dtype: str | None = None) -> list[Pla
         raise BindError(f"{name}: {error}") from None
     for group in held:
         if group.dcp != 1:
-            raise BindError(
-                f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism"
-            )
+            raise BindError(f"{name}: dcp: expected 1, got {group.dcp}: KvbmConnector refuses decode context parallelism")
         made, _ = presets.of_vllm(group)
         model = made.model if dtype is None else replace(made.model, dtype=dtype)
         found.append(presets.vllm(model, tp=engine.tp, pp=engine.pp, layers=made.layers, name=name))
@@ -416,47 +394,20 @@ def _between(src: Engine, dst: Engine, tokens: int, cast: Cast) -> dict[str, Any
 
 
 def as_json(
-    engine: Engine,
-    host_bytes: int,
-    host_layout: str = PAGES,
-    *,
-    blocks: int = 64,
-    device: int = 0,
-    to: Engine | None = None,
-    tokens: int = 8192,
-    host_values: str | None = None,
-    cast: Cast = None,
+    engine: Engine, host_bytes: int, host_layout: str = PAGES, *, blocks: int = 64, device: int = 0,
+    to: Engine | None = None, tokens: int = 8192, host_values: str | None = None, cast: Cast = None,
     folder: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return what would happen as an object for JSON.
 
-    Parameters
-    ----------
-    engine : Engine
-    host_bytes : int
-        Host memory of all its ranks.
-    host_layout : str
-        `PAGES`, or a layout: a name of the catalogue, or a file.
-    blocks : int
-        Number of blocks of the store and the load that are planned.
-    device : int
-        The GPU whose tuning table is used, if one exists.
-    to : Engine, optional
-        The decode engine, for which `engine` prefills.
-    tokens : int
-        Length of a request between the two engines.
-    host_values : str, optional
-        The setting: values are quantised on the way to host memory.
-    cast : {"amax"} or kvbm.Scale, optional
-        The setting: values change on the way between the two engines.
-    folder : mapping, optional
-        The settings ``folder`` and ``folder_bytes``: files behind host memory.
+    `host_bytes` is the host memory of all ranks of the engine, and `host_layout` is `PAGES`, or a layout: a name of the
+    catalogue, or a file.  A store and a load of `blocks` blocks are planned, with the tuning table of the GPU `device`, if one
+    exists.  `to` is the decode engine, for which `engine` prefills a request of so many `tokens`.  `host_values`, `cast` and
+    `folder` are the settings: values are quantised on the way to host memory, or change on the way between the two engines;
+    ``folder`` and ``folder_bytes``, files behind host memory.
 
-    Returns
-    -------
-    dict
-        ``model``, ``engine``, ``offloading``, ``disaggregation`` and ``together`` (both None without `to`), and ``refused``: what
-        is not possible, with the reasons.  Values that were not measured are None.
+    The result has ``model``, ``engine``, ``offloading``, ``disaggregation`` and ``together`` (both None without `to`), and
+    ``refused``: what is not possible, with the reasons.  Values that were not measured are None.
     """
     refused: list[dict[str, str]] = []
     disaggregation = together = None
@@ -540,14 +491,9 @@ def _engine(engine: Engine) -> dict[str, Any]:
 
 
 def _offloading(
-    engine: Engine,
-    host_bytes: int,
-    host_layout: str,
-    blocks: int,
-    device: int,
-    host_values: str | None,
+    engine: Engine, host_bytes: int, host_layout: str, blocks: int, device: int, host_values: str | None,
     folder: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     extra: dict[str, Any] = {"cpu_bytes_to_use": host_bytes, **folder}
     if host_layout != PAGES:
         extra["host_layout"] = host_layout

@@ -34,15 +34,7 @@ _OUTSIDE = (
 
 
 def require_settings(given: Mapping[str, Any], connector: str) -> None:
-    """Raise `BindError` for a setting that the connector does not have; the message says where it belongs.
-
-    Parameters
-    ----------
-    given : mapping
-        ``kv_connector_extra_config``.
-    connector : {"KvbmConnector", "KvbmGuard", "KvbmOffloadingConnector"}
-        The connector that has received it.
-    """
+    """Raise `BindError` for a setting that the connector does not have; the message says where it belongs."""
     places = dict.fromkeys(_OUTSIDE, "one level up, beside kv_connector_extra_config")
     for other, names in _SETTINGS.items():
         if other != connector:

@@ -49,19 +49,7 @@ SEARCHERS, THREADS = 2, 4
 
 
 class Units(NamedTuple):
-    """The units of a chunk.
-
-    Attributes
-    ----------
-    group : int
-        Index of the offloaded group, from 0.
-    chunk : int
-        Number of the chunk in host memory.
-    first : int
-        Position of the first token.
-    names : tuple of str
-        Names of the units.
-    """
+    """The units of a chunk: index of the offloaded group, number of the chunk in host memory, first token, and names."""
 
     group: int
     chunk: int
@@ -86,18 +74,11 @@ class TierSpec(CPULoadStoreSpec):  # type: ignore[misc]  # vLLM is not typed
 
 
 def contents_of(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    settings: Settings,
-    chunks: Sequence[int],
-    values: HostValues | None = None,
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, chunks: Sequence[int], values: HostValues | None = None
 ) -> tuple[Content, ...]:
     """The contents of the units of each group of layers, whose chunks have `chunks` tokens, without their model.
 
-    Raises
-    ------
-    BindError
-        Something cannot be stored in files; the message names it.
+    Raises `BindError` for what cannot be stored in files; the message names it.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     require_ranks({name: int(getattr(parallel, name, 1)) for name in RANKS})
@@ -126,13 +107,7 @@ def contents_of(
 
 
 def _model_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
-    """The model of the contents.
-
-    Raises
-    ------
-    BindError
-        There are no files of weights on this machine.
-    """
+    """The model of the contents; `BindError` if there are no files of weights on this machine."""
     try:
         return stored_model_of(vllm_config, settings.model_key)
     except BindError as error:
@@ -142,23 +117,10 @@ def _model_of(vllm_config: Any, settings: Settings) -> dict[str, Any]:
 
 
 class Search:
-    """A search for the files of a request's units.  It runs on a thread beside the scheduler.
+    """A search for the files of a request's units, from token `first` on.  It runs on a thread beside the scheduler.
 
-    Parameters
-    ----------
-    first : int
-        The first token of the search.
-
-    Attributes
-    ----------
-    began : float
-        Time (`time.monotonic`) of its begin.
-    done : threading.Event
-        Set when the search has ended.
-    held : set of (int, str)
-        Group and name of the units that were found.
-    until : float
-        Time (`time.monotonic`) after which to search again.
+    `held` are group and name of the units that were found.  It `began` at one time (`time.monotonic`), and after another one,
+    `until`, it is searched again.
     """
 
     def __init__(self, first: int) -> None:
@@ -189,31 +151,14 @@ class _Granted:
 class TierIndex:
     """The scheduler's index of a folder: which chunks of a request are in files.
 
-    Parameters
-    ----------
-    vllm_config, kv_cache_config
-        vLLM's objects, as a connector receives them.
-    settings : Settings
-        Settings of the folder.
-    chunk_tokens : dict of int to int
-        vLLM's group → tokens per chunk, in the order of the offloaded groups.
-    values : HostValues, optional
-        Values of the blocks in host memory and in files.
-
-    Raises
-    ------
-    BindError
-        Something cannot be stored in files, or the folder is not writable.
+    `chunk_tokens` has the tokens per chunk of vLLM's offloaded groups, in their order, and `values` are those of the blocks in
+    host memory and in files.  Raises `BindError` if something cannot be stored in files, or the folder is not writable.
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        settings: Settings,
-        chunk_tokens: dict[int, int],
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, chunk_tokens: dict[int, int],
         values: HostValues | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         found = contents_of(vllm_config, kv_cache_config, settings, list(chunk_tokens.values()), values)
         model = _model_of(vllm_config, settings)  # it reads the weights: after all other errors
         self._settings = settings
@@ -224,9 +169,7 @@ class TierIndex:
         for line in {line: None for tier in self._tiers for line in neighbours(tier.root, tier.content, model)}:
             logger.info("kvbm: blocks beside these are not used: %s", line)
         self._chunks = {group: (index, tokens) for index, (group, tokens) in enumerate(chunk_tokens.items())}
-        self._windows = [
-            isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in cached_groups(kv_cache_config)
-        ]
+        self._windows = [isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in cached_groups(kv_cache_config)]
         self._shunned: set[tuple[int, str]] = set()
         self._is_open = True
         self._threads = ThreadPoolExecutor(SEARCHERS, "kvbm tier search")
@@ -352,39 +295,16 @@ class _Reading:
 
 
 class TierWorker:
-    """Reads and writes files in a worker, on separate threads.
+    """Reads and writes files in a worker, on separate threads; `count` adds to a counter.
 
-    Parameters
-    ----------
-    vllm_config, kv_cache_config
-        vLLM's objects, as a connector receives them.
-    settings : Settings
-        Settings of the folder.
-    copier : Copier
-        The copier of the worker.
-    group_ids : sequence of int
-        vLLM's offloaded groups.
-    count : callable
-        Called with the name of a counter and a number to add.
-    values : HostValues, optional
-        Values of the blocks in host memory and in files.
-
-    Raises
-    ------
-    BindError
-        Something cannot be stored in files.
+    `group_ids` are vLLM's offloaded groups, and `values` are those of the blocks in host memory and in files.  Raises
+    `BindError` if something cannot be stored in files.
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        settings: Settings,
-        copier: Copier,
-        group_ids: Sequence[int],
-        count: Callable[[str, int], None],
-        values: HostValues | None = None,
-    ) -> None:
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, copier: Copier, group_ids: Sequence[int],
+        count: Callable[[str, int], None], values: HostValues | None = None,
+    ) -> None:  # fmt: skip
         self._copier, self._count = copier, count
         chunks = [group.kv_cache_spec.block_size * copier.blocks_per_chunk for group in cached_groups(kv_cache_config)]
         self._unit_contents = contents_of(vllm_config, kv_cache_config, settings, chunks, values)
