@@ -1,6 +1,6 @@
 """``python -m benchmarks NAME``: one of the studies."""
 
-from kvbm.cli.commands import Group
+from kvbm.cli.click_classes import Group
 
 #: Commands.  Each is a click command in the module of the same name.
 STUDIES = (

@@ -9,7 +9,7 @@ import click
 
 from kvbm.bench.table import Row, read
 from kvbm.cli.common import new_table, print_table
-from kvbm.planner.loopnest import parse_kernel
+from kvbm.planner.kernel_forms import parse_kernel
 
 __all__ = ["REACH", "target", "targets"]
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "address.cuh"
-#include "cast_cells.cuh"
+#include "cast_digest.cuh"
 #include "cast_host.cuh"
 #include "formats.cuh"
 #include "prepare.cuh"

@@ -14,7 +14,7 @@
 //   digest.cuh    Digest: digests, and copies nothing
 //   planes.cuh    Record, Page: all planes of a block in one launch
 //   formats.cuh   number formats of elements and scales
-//   cast_cells.cuh  CellSums: digests what a cast reads or stores
+//   cast_digest.cuh  CellSums: digests what a cast reads or stores
 //   cast_host.cuh   runs of contiguous elements on the host, for each instruction set
 //   cast.cuh      Cast: changes the format of values
 //   kernel.cuh    kernels of one part or more

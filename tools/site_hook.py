@@ -60,7 +60,7 @@ def on_startup(command: str, dirty: bool) -> None:  # noqa: ARG001
     from click import Command, Context, Group
 
     from kvbm.cli.app import main
-    from kvbm.cli.commands import GLOBAL
+    from kvbm.cli.click_classes import GLOBAL
 
     for option in GLOBAL:
         option.hidden = True

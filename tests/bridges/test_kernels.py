@@ -22,7 +22,7 @@ import stacks
 from coordinates import in_case
 from digest_oracle import of_cells
 from kvbm import PlanError, _core, kernels
-from kvbm.planner import loopnest as nest
+from kvbm.planner import kernel_forms
 from memory import FakeCuda, aligned, interface_views, placed, torch_views
 from processes import FakeDriver, compile_fake_driver
 
@@ -481,7 +481,7 @@ class Nest:
     """
 
     def __init__(self, name: str, short: bool, run: int = 0, keyed: bool = False):
-        [self.form] = nest.parse_kernel(name)
+        [self.form] = kernel_forms.parse_kernel(name)
         self.kernel, self.keyed = name, keyed or self.form.sums
         self.random = random.Random(zlib.crc32(f"{name} {short}".encode()))
         form, pick = self.form, self.random
@@ -669,7 +669,7 @@ class Loops:
         ]
         inner = list(zip(self.inner, *self.steps, strict=True))
         if self.pieces:
-            inner += [(1, 0, 0)] * (nest.MAX_INNER - 1 - len(inner)) + [(2, *self.pieces)]
+            inner += [(1, 0, 0)] * (kernel_forms.MAX_INNER - 1 - len(inner)) + [(2, *self.pieces)]
         return (*self.offset, table_offset, table_offset), outer, inner, tuple((step,) for step in self.of_id), self.words
 
 
@@ -681,7 +681,7 @@ class Page:
     """
 
     def __init__(self, name: str, how: str):
-        [self.form] = nest.parse_kernel(name)
+        [self.form] = kernel_forms.parse_kernel(name)
         self.kernel = name
         pick = random.Random(zlib.crc32(f"{name} {how}".encode()))
         form = self.form

@@ -1255,7 +1255,7 @@ def test_convert_planes_refuses(tmp_path: Path) -> None:
 def test_ctrl_c_ends_every_command_with_130() -> None:
     import click
 
-    from kvbm.cli.commands import Group
+    from kvbm.cli.click_classes import Group
 
     for group in (Group("kvbm"), Group("outer")):
         @group.command("stopped")

@@ -25,7 +25,7 @@ import kvbm
 import kvbm.errors
 from kvbm import store
 from kvbm.cli.app import main
-from kvbm.cli.commands import GLOBAL
+from kvbm.cli.click_classes import GLOBAL
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16"

@@ -23,7 +23,7 @@ from coordinates import in_case
 from few import few
 from kvbm.compile import codegen, nvcc, prepare
 from kvbm.layout import spec
-from kvbm.planner import loopnest
+from kvbm.planner import kernel_forms
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -153,9 +153,9 @@ def test_names_tell_everything(files: dict[str, str]) -> None:
     """A parsed name gives the same kernel: the name has everything that changes the code."""
     for line in files["manifest.txt"].splitlines():
         name = line.split("\t")[0]
-        assert "__".join(form.name for form in loopnest.parse_kernel(name)) == name
+        assert "__".join(form.name for form in kernel_forms.parse_kernel(name)) == name
     with pytest.raises(kvbm.PlanError, match="rows_x"):
-        loopnest.parse_kernel("rows_x")
+        kernel_forms.parse_kernel("rows_x")
 
 
 def test_index_of_kernels() -> None:
@@ -228,12 +228,12 @@ def test_few_kernels_are_few(files: dict[str, str]) -> None:
 
 def test_few_kernels_run_every_plan() -> None:
     """Each form that a shipped layout needs has its few kernel; ordinary kernels never replace it, nor it them."""
-    few = [form for name in FEW for form in loopnest.parse_kernel(name)]
+    few = [form for name in FEW for form in kernel_forms.parse_kernel(name)]
     assert all(form.sm_limited for form in few)
     names = (GOLDEN / "shipped_kernels.txt").read_text(encoding="utf-8").split()
     # Records and pages have none: their parts run one by one, as the rows that they are. What digests or casts has all
     # multiprocessors.
-    wanted = {form for name in names for form in loopnest.parse_kernel(name) if not form.sm_limited}
+    wanted = {form for name in names for form in kernel_forms.parse_kernel(name) if not form.sm_limited}
     wanted = {form for form in wanted if form.kind.partition("_")[0] not in ("record", "page", "digest", "cast") and not form.sums}
     assert len(wanted) > 50
     for form in wanted:

@@ -38,7 +38,7 @@ from kvbm.cli import app, doctor
 from kvbm.compile import codegen, prepare
 from kvbm.compile import nvrtc as runtime
 from kvbm.layout import spec
-from kvbm.planner import loopnest
+from kvbm.planner import kernel_forms, loopnest
 from kvbm.planner.loopnest import Mode
 from memory import aligned, numpy_views, placed
 from processes import FakeDriver
@@ -470,7 +470,7 @@ def test_run_time_kernels_prepare_as_built_ones(tmp_path: Path) -> None:
     # Of records and pages there are general kernels, which are built, as all that digest or cast are.
     built = ("record_", "page_", "digest_", "sum_", "cast_", "few_rows_")
     names = [name for name in names if not name.startswith(built)]
-    parsed = {name: loopnest.parse_kernel(name) for name in names}
+    parsed = {name: kernel_forms.parse_kernel(name) for name in names}
     assert {(f.kind, f.sm_limited, len(forms)) for forms in parsed.values() for f in forms} == {
         ("copy", False, 1), ("copy", False, 2), ("rows", False, 1), ("tile", False, 1), ("tile", False, 2),
         ("tile", True, 1),
@@ -541,18 +541,18 @@ def moved(part: loopnest.Part) -> Counter[tuple[int, int, int, int]]:
 def test_pieces_are_the_whole(part: loopnest.Part, kind: str) -> None:
     """Every run once, with no more modes than a kernel has, in pieces of one structure; parts that fit are not changed."""
     kind = kind if part.spans else "rows"
-    most = loopnest.MAX_INNER + (kind == "tile")
+    most = kernel_forms.MAX_INNER + (kind == "tile")
     pieces = part.fit(kind)
     assert sum((moved(piece) for piece in pieces), Counter()) == moved(part)
-    assert all(len(piece.outer) <= loopnest.MAX_OUTER and len(piece.inner) <= most for piece in pieces)
+    assert all(len(piece.outer) <= kernel_forms.MAX_OUTER and len(piece.inner) <= most for piece in pieces)
     assert {(piece.outer, piece.inner) for piece in pieces} == {(pieces[0].outer, pieces[0].inner)}
-    if len(part.outer) <= loopnest.MAX_OUTER and len(part.inner) <= most:
+    if len(part.outer) <= kernel_forms.MAX_OUTER and len(part.inner) <= most:
         assert pieces == (part,)
     if kind == "tile":
         assert all(piece.spans == part.spans for piece in pieces)
     extents = sorted(mode.extent for mode in part.outer)
-    if len(part.inner) <= most and len(extents) > loopnest.MAX_OUTER:
-        assert len(pieces) == np.prod(extents[: -loopnest.MAX_OUTER]), "the shortest are peeled off"
+    if len(part.inner) <= most and len(extents) > kernel_forms.MAX_OUTER:
+        assert len(pieces) == np.prod(extents[: -kernel_forms.MAX_OUTER]), "the shortest are peeled off"
 
 
 DEEP_SHAPE = kvbm.BlockShape(nl=4, no=2, nh=8, nt=32, hd=8, dtype="uint16")
@@ -594,7 +594,7 @@ def test_any_nest_converts_on_the_host(name: str) -> None:
             assert np.array_equal(src.buffer, src.before)
             made = kvbm.plan(src.layout, dst.layout, shape, num_blocks=(4, 5))
             deep.append(
-                any(len(part.outer) > loopnest.MAX_OUTER or len(part.inner) > loopnest.MAX_INNER for part in made.parts)
+                any(len(part.outer) > kernel_forms.MAX_OUTER or len(part.inner) > kernel_forms.MAX_INNER for part in made.parts)
             )
             copies = prepare.prepare(made, src.pool.alignment, dst.pool.alignment)
             assert len(copies) == sum(len(part.fit(part.kind)) for part in made.parts)
@@ -635,7 +635,7 @@ def test_a_build_has_the_pieces_kernels() -> None:
     big = kvbm.BlockShape(nl=3, no=2, nh=32, nt=64, hd=11, dtype="bfloat16")
     for pair in itertools.permutations([declared(DEEP["outside"]), kvbm.load("nhd")]):
         made = kvbm.plan(*pair, big, num_blocks=(13, 17))
-        assert made.forms()[0].outer > loopnest.MAX_OUTER
+        assert made.forms()[0].outer > kernel_forms.MAX_OUTER
         assert {form.name for form in made.fit().forms()} <= names
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import kvbm
 from kvbm.layout import grammar, spec
-from kvbm.layout.terms import AXES, FUNCTIONS, SIZES
+from kvbm.layout.axes import AXES
+from kvbm.layout.terms import FUNCTIONS, SIZES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "layouts.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```yaml\n(# ([^\n]*)\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -14,9 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvbm.layout.axes import AXES
 from kvbm.layout.grammar import KEYS, PLANE_KEYS
 from kvbm.layout.shapes import ITEMSIZE, OPTIONAL_KEYS, REQUIRED_KEYS
-from kvbm.layout.terms import AXES, FUNCTIONS, OPERATORS, SIZES
+from kvbm.layout.terms import FUNCTIONS, OPERATORS, SIZES
 from kvbm.reshard import placement
 
 __all__ = ["SCHEMAS", "layout_schema", "placement_schema", "shape_schema", "text"]

@@ -19,7 +19,7 @@ from coordinates import in_case
 from kvbm import _core
 from kvbm.compile import prepare
 from kvbm.layout import region, spec
-from kvbm.planner import cast, loopnest
+from kvbm.planner import cast, kernel_forms
 from memory import aligned, placed
 
 
@@ -377,7 +377,7 @@ def test_text() -> None:
 
 
 def test_what_fits_a_kernel_is_what_was_compiled() -> None:
-    limits = loopnest.MAX_OUTER, loopnest.MAX_INNER, loopnest.MAX_PARTS, region.MAX_UNIT_DIGITS, cast.MAX_SCALES
+    limits = kernel_forms.MAX_OUTER, kernel_forms.MAX_INNER, kernel_forms.MAX_PARTS, region.MAX_UNIT_DIGITS, cast.MAX_SCALES
     assert limits == (
         _core.MAX_OUTER,
         _core.MAX_INNER,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..cli.commands import Group, Whole, is_quiet
+from ..cli.click_classes import Group, Whole, is_quiet
 from ..cli.common import device_option, new_console
 from ..cli.complete import complete_pair, complete_shape, items_of
 from ..cli.values import comma_list, listed, numbers, usable_device

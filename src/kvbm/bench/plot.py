@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ..cli.commands import Command, is_quiet
+from ..cli.click_classes import Command, is_quiet
 from ..cli.complete import complete_pair, items_of
 from ..cli.values import comma_list
 from ..errors import SpecError

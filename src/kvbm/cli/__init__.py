@@ -1,4 +1,4 @@
-"""The command line: one file per group of commands; `app` has the first."""
+"""The command line: `app` has the first commands, a file for each group of others; `click_classes` is what they are made of."""
 
 from .app import main
 

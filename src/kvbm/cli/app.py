@@ -1,4 +1,6 @@
-"""The command line: ``kvbm layouts | show | check | plan | reshard | gallery | schema | codegen | convert | tune | …``, and so on.
+"""The command line, and its first commands: layouts, shapes, show, check, which, plan, gallery, schema, codegen, tune, doctor.
+
+`_LAZY` names the modules of the others.
 
 Commands parse their arguments, call the library and print the result. A `KvbmError` becomes one message on stderr and the
 exit code of its class. ``KVBM_DEBUG=1`` adds the traceback.
@@ -18,10 +20,11 @@ import click
 from .._version import __version__
 from ..errors import BindError, BuildError, KvbmError, MissingKernelError, SpecError
 from ..layout import spec
+from ..layout.axes import BLOCK_SIZES
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, load_shape, shape_names, shape_title
 from ..show import as_json as records
-from .commands import Group, print_error
+from .click_classes import Group, print_error
 from .common import (
     cast_options,
     confirm,
@@ -221,10 +224,9 @@ def shapes(part: str | None, as_json: bool) -> None:
         print_json([records.of_shape(shape, name, title) for name, title, shape in found])
         return
     console = terminal()
-    sizes = ("nl", "no", "nh", "nt", "hd")
     wide = console.width >= 100
-    titles = ("name", *sizes, "dtype", "bytes per block", *(["title"] if wide else ()))
-    table = new_table(*titles, right=(*sizes, "bytes per block"), dim=("title",))
+    titles = ("name", *BLOCK_SIZES, "dtype", "bytes per block", *(["title"] if wide else ()))
+    table = new_table(*titles, right=(*BLOCK_SIZES, "bytes per block"), dim=("title",))
     for name, title, shape in found:
         numbers = map(str, (shape.nl, shape.no, shape.nh, shape.nt, shape.hd))
         table.add_row(name, *numbers, shape.dtype, f"{shape.nbytes:,}", *([title] if wide else ()))

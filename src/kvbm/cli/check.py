@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ..errors import LayoutError, SpecError
 from ..layout import spec
+from ..layout.axes import AXES
 from ..layout.layout import Layout
 from ..layout.shapes import BlockShape, load_shape, shape_names
-from ..layout.terms import AXES
 
 __all__ = ["chosen", "legality", "mistaken"]
 

@@ -17,7 +17,7 @@ from .._arguments import quoted
 from ..errors import LayoutError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
-from .commands import Whole, is_coloured, is_quiet
+from .click_classes import Whole, is_coloured, is_quiet
 from .complete import complete_any_device, complete_device, complete_dtype, complete_layout, complete_shape, some_of
 from .values import device
 

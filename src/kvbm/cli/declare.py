@@ -6,7 +6,7 @@ import click
 
 from ..layout.naming import dtype_name
 from ..layout.shapes import BlockShape, load_shape
-from .commands import Command
+from .click_classes import Command
 from .common import note, shape_option
 from .complete import complete_dtype
 

@@ -18,7 +18,7 @@ import click
 from ..errors import BindError, DigestError, KvbmError, printable
 from ..layout import spec
 from ..layout.shapes import LIMIT, load_shape
-from .commands import Command, print_error
+from .click_classes import Command, print_error
 from .common import (
     cast_options,
     confirm,

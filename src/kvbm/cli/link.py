@@ -20,7 +20,7 @@ import click
 from .._arguments import quoted
 from ..errors import BindError, KvbmError
 from ..layout.shapes import load_shape
-from .commands import INTERRUPTED, Group, Real, Whole, print_error
+from .click_classes import INTERRUPTED, Group, Real, Whole, print_error
 from .common import (
     device_option,
     json_option,

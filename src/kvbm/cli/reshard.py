@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from .._arguments import quoted
 from ..errors import SpecError
 from ..layout.shapes import load_shape
-from .commands import Command, Whole
+from .click_classes import Command, Whole
 from .common import (
     cast_options,
     json_option,

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from .. import errors
 from ..layout import spec
-from .commands import Command, Real, Whole
+from .click_classes import Command, Real, Whole
 from .common import cast_option, gpu_option, json_option, note, print_json, print_prose, size_of
 from .complete import complete_dtype, items_of, some_of
 

@@ -16,7 +16,7 @@ import click
 
 from .._arguments import quoted
 from ..errors import DigestError, KvbmError, printable
-from .commands import Group, print_error
+from .click_classes import Group, print_error
 from .common import confirm, json_option, new_table, note, print_json, print_table, progress, shown, size_of
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Generation is deterministic: the same layouts give the same bytes.  The generated files only instantiate the templates of
 ``cuda/permute.cuh``; the logic of the kernels is written by hand in the headers that it lists.  The classes of kernels are
-the kinds of `planner.loopnest.Form`.
+the kinds of `planner.kernel_forms.Form`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..layout.resolved import legal
 from ..layout.shapes import BlockShape
 from ..layout.spec import layouts_dir, load_dir
 from ..planner.cast import DIGESTED_CASTS, WIDE_CASTS, WIDE_MODES
-from ..planner.loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
+from ..planner.kernel_forms import MAX_INNER, MAX_OUTER, WIDEST, Form, Kernel, kernel_name, parse_kernel
 from ..planner.plan import between
 from ..system.cache import replacing
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError, escaping
-from ..planner.loopnest import Kernel, parse_kernel
+from ..planner.kernel_forms import Kernel, parse_kernel
 from ..system import cache
 from ..system.locks import Lock
 from ..system.private import PrivateFolder

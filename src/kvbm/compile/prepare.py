@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from .. import _core
 from ..errors import MissingKernelError
-from ..planner.loopnest import Kernel, Part, kernel_name, parse_kernel
+from ..planner.kernel_forms import Kernel, kernel_name, parse_kernel
+from ..planner.loopnest import Part
 from ..planner.lowering import CellParams, Kernels, Launch, Steps, engine_arguments, lower
 from ..planner.plan import Plan
 from . import nvrtc

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from .. import _core
 from ..errors import MissingKernelError, PlanError
 from ..layout import spec
+from ..layout.axes import OF_A_BLOCK
 from ..layout.region import Section, canonical
 from ..layout.scales import QUANTISED, Group, group_of
 from ..layout.shapes import BlockShape
@@ -314,8 +315,8 @@ def _scratch(
 ) -> Pool:  # fmt: skip
     """A pool in host memory: elements in the order of `digits`; with `names` also their scales, or another plane beside float32."""
     sizes, scale_sizes = ({axis: size for axis, _, _, size in some} for some in (digits, scale_digits))
-    more = {axis: size for axis, size in {**sizes, **scale_sizes}.items() if axis not in "lohtd"}
-    order = " ".join(("b", *(axis for axis in "lohtd" if axis not in sizes), *_text(digits)))  # axes of one coordinate first
+    more = {axis: size for axis, size in {**sizes, **scale_sizes}.items() if axis not in OF_A_BLOCK}
+    order = " ".join(("b", *(axis for axis in OF_A_BLOCK if axis not in sizes), *_text(digits)))  # axes of one coordinate first
     planes = ""
     if scale_dtype:
         own = [*(axis for axis in "loht" if axis not in sizes and axis not in scale_sizes), *_text(scale_digits)]
@@ -327,5 +328,5 @@ def _scratch(
         order = f"[<{' '.join(names)}>] b"
     axes = f"axes: {{{', '.join(f'{axis}: {size}' for axis, size in more.items())}}}\n" if more else ""
     layout = spec.parse(f'order: "{order}"\n{axes}{planes}', name="cast_report")
-    nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in "lohtd")
+    nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in OF_A_BLOCK)
     return Pool.allocate(layout, BlockShape(nl=nl, no=no, nh=nh, nt=nt, hd=hd, dtype=dtype), blocks, device)

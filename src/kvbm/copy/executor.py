@@ -508,7 +508,7 @@ class Executor:
 
 @dataclass
 class _Route:
-    """A executor's launches for all layers, or for a range of them."""
+    """An executor's launches for all layers, or for a range of them."""
 
     plan: Plan
     route: _core.Route

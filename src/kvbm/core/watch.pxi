@@ -1,5 +1,5 @@
-# watch.pxi: Checks before each copy that the arrays of a pool still have the memory that they were bound with, and keeps it
-# until the call has ended.
+# watch.pxi: Before each copy, checks that the arrays of a pool still have the memory that they were bound with.  Keeps that
+# memory until the call has ended.
 
 cdef extern from "<unistd.h>" nogil:
     int usleep(unsigned int microseconds)

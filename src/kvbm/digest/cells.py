@@ -1,7 +1,8 @@
 """Digests: the place of each cell in the model's order (its key), and the parameters of kernels for it.
 
 ``docs/reference/digest.md`` defines digests.  Keys are planned as a third side of a copy: an address map into imaginary memory
-with `CELL` bytes per cell, in the order p (the token's position), plane, l, o, h, the layout's extra axes, d.
+with `CELL` bytes per cell, in the order p (the token's position), plane, l, o, h, the layout's extra axes, d.  A new
+plane of a layout file needs no code here; a new format of scales begins in ``layout/scales.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ..layout.address_map import Access, Step, normal
 from ..layout.region import Section, canonical
 from ..layout.shapes import LIMIT
 from ..planner.cast import DIGESTED_CASTS, GROUP_MODES, ITEM, CastPart, Scale, bits_of
-from ..planner.loopnest import MAX_PARTS, Form, Id, Mode, Part, form_of
+from ..planner.kernel_forms import MAX_PARTS, Form, form_of
+from ..planner.loopnest import Id, Mode, Part
 from ..planner.lowering import CellParams, Launch, cast_launch
 from ..planner.plan import between
 

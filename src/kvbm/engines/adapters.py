@@ -16,6 +16,7 @@ import numpy as np
 from .._arguments import number, quoted
 from ..errors import BindError, LayoutError
 from ..layout import spec
+from ..layout.axes import OF_A_BLOCK
 from ..layout.layout import Layout
 from ..layout.shapes import PACKED, BlockShape, as_shape
 from ..memory.array_info import describe
@@ -313,7 +314,7 @@ class FromEngines:
         if "l" in table:
             sizes["l"] = len(tensors) // sizes.get("o", 1) if "o" in table else len(tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in "lohtd")
+        nl, no, nh, nt, hd = (sizes.get(axis, 1) for axis in OF_A_BLOCK)
         shape = known or BlockShape(nl, no, nh, nt, hd, dtype)
         turned = [_permuted(tensor, [list(dims).index(axis) for axis in wanted]) for tensor in tensors]
         return cls(layout, shape, turned)  # type: ignore[call-arg]

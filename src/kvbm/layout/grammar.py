@@ -1,4 +1,4 @@
-"""The grammar of layout files: YAML → `Layout`.  Every error names file and line.  The axes are `terms.AXES`."""
+"""The grammar of layout files: YAML → `Layout`.  Every error names file and line.  The axes are `axes.AXES`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any, NoReturn, TypeAlias
 import yaml
 
 from ..errors import LayoutError, SpecError
+from .axes import AXES
 from .layout import Layout
 from .naming import ITEMSIZE, meant_dtype
 from .scales import why_not_scales
 from .slips import meant_order
-from .terms import AXES, Expression, Order, Pitch, Plane, Term
+from .terms import Expression, Order, Pitch, Plane, Term
 from .yamlfile import YamlFile
 
 #: Keys of a layout file.

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._arguments import number, quoted
 from ..errors import LayoutError
 from .address_map import Access, Index, Step, declared
+from .axes import AXES
 from .loops import loops_of
 from .overlap import meet, reach
 from .region import Section
 from .scales import group_of
 from .shapes import ITEMSIZE, LIMIT, BlockShape
-from .terms import AXES, Expression, Order, Pitch, Plane, Term
+from .terms import Expression, Order, Pitch, Plane, Term
 
 if TYPE_CHECKING:
     from .layout import Layout

@@ -14,12 +14,13 @@ import yaml
 
 from .._arguments import number, quoted, whole
 from ..errors import DTypeError, SpecError
+from .axes import BLOCK_SIZES, OF_A_BLOCK, SIZE_OF
 from .naming import ITEMSIZE as ITEMSIZE
 from .naming import dtype_name, suggestion
 from .slips import meant_shape
 
 #: Keys of a shape file: required ones, and optional ones.
-REQUIRED_KEYS = ("title", "nl", "no", "nh", "nt", "hd", "dtype", "tp")
+REQUIRED_KEYS = ("title", *BLOCK_SIZES, "dtype", "tp")
 OPTIONAL_KEYS = ("read_from", "notes")
 
 #: Limit of sizes and of the bytes of a block, so that sums of some of them fit into 64 bits.
@@ -79,7 +80,7 @@ class BlockShape:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("nl", "no", "nh", "nt", "hd"):
+        for name in BLOCK_SIZES:
             value = getattr(self, name)
             if type(value) is not int:
                 if (found := whole(value)) is None:
@@ -111,7 +112,7 @@ class BlockShape:
     @property
     def sizes(self) -> dict[str, int]:
         """Axis → size.  It does not contain ``b``, which belongs to a pool."""
-        return {"l": self.nl, "o": self.no, "h": self.nh, "t": self.nt, "d": self.hd}
+        return {axis: getattr(self, SIZE_OF[axis]) for axis in OF_A_BLOCK}
 
     def __str__(self) -> str:
         return f"nl={self.nl},no={self.no},nh={self.nh},nt={self.nt},hd={self.hd},dtype={self.dtype}"
@@ -254,7 +255,7 @@ def _shape_of(text: str) -> BlockShape:
                 f"(nl=…,no=…,nh=…,nt=…,hd=…).{meant}"
             )
         preset = _preset(path)
-        values = {key: preset[key] for key in ("nl", "no", "nh", "nt", "hd", "dtype")}
+        values = {key: preset[key] for key in (*BLOCK_SIZES, "dtype")}
         if match["tp"]:
             try:
                 values["nh"] = len(heads_of_rank(values["nh"], int(match["tp"]), 0))
@@ -283,9 +284,8 @@ def as_shape(given: Any, what: str = "shape") -> BlockShape:
         return given
     if isinstance(given, str):
         return load_shape(given)
-    sizes = ("nl", "no", "nh", "nt", "hd", "dtype")
     advice = ""
-    if type(given) is dict and given and all(type(key) is str and key in sizes for key in given):
+    if type(given) is dict and given and all(type(key) is str and key in (*BLOCK_SIZES, "dtype") for key in given):
         advice = ": pass kvbm.BlockShape(**shape)"
     elif type(given) in (list, tuple) and len(given) in (5, 6):
         advice = ": pass kvbm.BlockShape(nl=…, no=…, nh=…, nt=…, hd=…, dtype=…)"
@@ -299,7 +299,6 @@ def _preset(path: Path) -> Mapping[str, Any]:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506  (it builds nothing but texts)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise SpecError(f"{path}: not YAML: {error!s:.500}") from None
-    sizes = ("nl", "no", "nh", "nt", "hd")
     wanted = set(REQUIRED_KEYS)
     if not isinstance(data, dict) or set(data) - set(OPTIONAL_KEYS) != wanted:
         raise SpecError(
@@ -307,7 +306,7 @@ def _preset(path: Path) -> Mapping[str, Any]:
             f"got {quoted(data)}"
         )
     try:
-        values: dict[str, Any] = {key: int(data[key]) for key in sizes} | {"dtype": data["dtype"]}
+        values: dict[str, Any] = {key: int(data[key]) for key in BLOCK_SIZES} | {"dtype": data["dtype"]}
         degrees = [int(degree) for degree in data["tp"]]
     except (TypeError, ValueError) as error:
         raise SpecError(f"{path}: expected integers: {error!s:.500}") from None

@@ -6,6 +6,8 @@ import re
 
 import yaml
 
+from .axes import BLOCK_SIZES
+
 #: Words for the axes, in place of their letters.
 _WORDS = {
     "b": "block blocks nb num_blocks page pages",
@@ -60,7 +62,7 @@ def meant_shape(text: str) -> str:
     if parts and degree:
         parts[0] += f"/{degree.replace('=', '')}"
     if len(parts) in (5, 6) and all(part.isdecimal() for part in parts[:5]):
-        parts[:5] = [f"{name}={size}" for name, size in zip(("nl", "no", "nh", "nt", "hd"), parts[:5], strict=True)]
+        parts[:5] = [f"{name}={size}" for name, size in zip(BLOCK_SIZES, parts[:5], strict=True)]
     parts[1:] = [part if "=" in part else f"dtype={part}" for part in parts[1:]]
     return ",".join(parts)
 

@@ -13,19 +13,14 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from ..errors import LayoutError
+from .axes import SIZE_OF
 from .shapes import LIMIT, round_up
-
-#: The axes of the language and their names in texts.
-AXES: Mapping[str, str] = MappingProxyType(
-    {"b": "block", "l": "layer", "o": "K or V", "h": "KV head", "t": "token", "d": "element of the head"}
-)
-
 
 # ---- expressions over sizes: pitches and extra axes ----------------------------------------------------------------
 
 
 #: Names in an expression: sizes of the axes, and bytes per element.
-SIZES = ("nb", "nl", "no", "nh", "nt", "hd", "es")
+SIZES = (*SIZE_OF.values(), "es")
 _LONGEST = 1000
 #: What Python reads and the language does not have: comments, and other characters.
 _FOREIGN = re.compile(r"#.*|[^\w\s+\-*/%(),]", re.ASCII)

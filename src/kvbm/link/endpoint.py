@@ -68,7 +68,7 @@ _SHORT, _LONG, _ROUNDS = 50e-6, 1e-3, 400
 #: Rounds without work before the thread sleeps at all: the next work mostly comes at once.
 _AT_ONCE = 20
 
-#: Microseconds of a round without work that keeps a processor busy, and the rounds of one wait if nothing else must be asked.
+#: While it spins: microseconds of a round, and rounds of one wait if only notes and ends of copies can bring work.
 _SPIN_ROUND, _ROUNDS_AT_ONCE = 20, 10
 
 #: Rounds without work before a thread that keeps a processor busy sleeps although no transfer runs: 1 ms.

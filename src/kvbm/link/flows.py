@@ -34,6 +34,9 @@ REPEAT_SECONDS = (0.1, 1.0)
 #: How often a wrong chunk is sent again.
 TRIES = 2
 
+#: How often a peer is told to stop, before one that does not answer is given up.
+_MOST_STOPS = 8
+
 #: Limits of chunks of one peer in transit: the smallest, and the largest while they have less than so many bytes.
 WINDOW, MOST_WINDOW, WINDOW_BYTES = 4, 32, 2 << 20
 
@@ -270,7 +273,7 @@ class Outflow:
                 self._is_stop_sent = True
                 self._stops += 1
                 self.link.say(self.peer, self._stop)
-                if self._stops > 8:  # a live peer would have answered
+                if self._stops > _MOST_STOPS:
                     self._give_up()
         elif all(one.is_announced for one in self._packed.values()) and self._repeat.is_due(
             now

@@ -37,8 +37,8 @@ _log = escaping(logging.getLogger(__name__))
 
 T = TypeVar("T")
 
-#: Number of an offer → whether the caller of `send` has said it, not the endpoint's thread; None: it is about to.  Who is the first
-#: to set it says it.
+#: Number of an offer → who posts it: True the caller of `send`, False the endpoint's thread, None the caller, soon.  The first
+#: of the two to set the entry posts it.
 _Claims: TypeAlias = dict[int, bool | None]
 
 #: Seconds between two probes of a peer from which something is expected.

@@ -15,6 +15,7 @@ import numpy as np
 
 from .._arguments import quoted, require_a
 from ..errors import BindError, DTypeError, KvbmError, LayoutError, SpecError
+from ..layout.axes import OF_A_BLOCK, SIZE_OF
 from ..layout.grammar import parse
 from ..layout.layout import Layout
 from ..layout.naming import SPELLINGS
@@ -26,10 +27,6 @@ from ..memory.array_info import Array, describe
 
 #: A name of a layout: the path of its file without ``.yaml``.
 _NAME = r"(?!.*\.\.)/?[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*"
-
-#: Axis → the size of a block shape.
-_SIZES = {"l": "nl", "o": "no", "h": "nh", "t": "nt", "d": "hd"}
-
 
 def declare(tensors: Any, axes: str, *, shape: BlockShape | str | None = None, name: str = "mine") -> str:
     """The text of a layout file for some arrays, from the names of their axes.
@@ -150,7 +147,7 @@ def possible_orders(arrays: Sequence[Array], shape: BlockShape, most: int = 8) -
     except BindError:
         return []
     sizes = {axis: size for axis, size in shape.sizes.items() if size > 1}
-    unused = [axis for axis in sorted(_SIZES, key="lohtd".index) if axis not in sizes]
+    unused = [axis for axis in OF_A_BLOCK if axis not in sizes]
     found: list[str] = []
     tables: list[tuple[str, ...]] = [(), ("b",), *((axis,) for axis in sizes), ("l", "o"), ("o", "l")]
     for table in tables:
@@ -268,7 +265,7 @@ def _sizes_of_block(arrays: Sequence[Array], order: Order, axes: str, shape: Blo
             f"declare: axes {axes!r}: the arrays do not show the sizes of {', '.join(unclear)}: give the sizes of a block, such as "
             "shape='nl=2,no=2,nh=4,nt=16,hd=128'"
         )
-    sizes, least = dict.fromkeys(_SIZES, 1), dict.fromkeys(_SIZES, 1)
+    sizes, least = dict.fromkeys(OF_A_BLOCK, 1), dict.fromkeys(OF_A_BLOCK, 1)
     for term, extent in extents.items():
         for axis in term.axes:
             if axis in sizes:
@@ -277,7 +274,7 @@ def _sizes_of_block(arrays: Sequence[Array], order: Order, axes: str, shape: Blo
                 divisor = math.prod(n for op, n, in_bytes in term.steps if op == "/" and not in_bytes)
                 least[axis] = max(least[axis], extent * divisor)
     sizes = {axis: max(size, least[axis]) for axis, size in sizes.items()}
-    return BlockShape(**{_SIZES[axis]: size for axis, size in sizes.items()}, dtype=dtype)
+    return BlockShape(**{SIZE_OF[axis]: size for axis, size in sizes.items()}, dtype=dtype)
 
 
 def _turned(array: Array) -> list[int]:

@@ -23,13 +23,13 @@ from .._arguments import listed, quoted
 from ..errors import BindError, LayoutError, SpecError
 from ..layout import spec
 from ..layout.address_map import Access, Step, normal
+from ..layout.axes import AXES
 from ..layout.layout import Layout
 from ..layout.loops import coalesce
 from ..layout.naming import ITEMSIZE, SPELLINGS, dtype_name, suggestion
 from ..layout.resolved import Allocation, Resolved, legal
 from ..layout.shapes import BlockShape, numpy_name
 from ..layout.slips import meant_array
-from ..layout.terms import AXES
 from ..memory.array_checks import block_shape, reads_as
 from ..memory.array_info import Array, dense, span
 from .declare import declare_described, described, possible_orders
@@ -875,7 +875,7 @@ def _with_pitches(
 def _checks(found: Sequence[_Found], arrays: Sequence[Array], shape: BlockShape) -> Iterator[Check]:
     """Experiments.  Each one distinguishes candidates that the ones before it do not."""
     blocks = min(one.candidate.num_blocks for one in found)
-    sizes = {"h": shape.nh, "t": shape.nt, "o": shape.no, "l": shape.nl, "b": blocks, "d": shape.hd}
+    sizes = {axis: {"b": blocks, **shape.sizes}[axis] for axis in "htolbd"}  # the order in which they are tried
     axes = [axis for axis, size in sizes.items() if size > 1]
     groups: list[list[_Found]] = [list(found)]
     for chosen in [*((axis,) for axis in axes), *itertools.combinations(axes, 2)]:

@@ -19,7 +19,8 @@ from ..errors import LayoutError, MissingKernelError, PlanError
 from ..layout.address_map import Access, Step
 from ..layout.loops import coalesce, refine
 from ..layout.scales import QUANTISED, Group
-from .loopnest import MAX_INNER, MAX_OUTER, STILL, STRIDE_LIMIT, WIDEST, Arguments, Form, Id, Mode, Part
+from .kernel_forms import MAX_INNER, MAX_OUTER, WIDEST, Form
+from .loopnest import STILL, STRIDE_LIMIT, Arguments, Id, Mode, Part
 
 #: Formats of elements and scales → their names in kernels.
 FORMATS = {

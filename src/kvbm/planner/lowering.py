@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import MissingKernelError
 from .cast import CastPart
-from .loopnest import MAX_INNER, MAX_OUTER, MAX_PARTS, Arguments, Form, Kernel, Part, form_of, kernel_name, parse_kernel
+from .kernel_forms import MAX_INNER, MAX_OUTER, MAX_PARTS, Form, Kernel, form_of, kernel_name, parse_kernel
+from .loopnest import Arguments, Part
 from .shared_tiles import Staged, stage
 
 Addresses: TypeAlias = Any  # an array of them: nothing here imports NumPy

@@ -40,9 +40,10 @@ from .cast import (
     scaled_side,
     table_of,
 )
-from .loopnest import MAX_INNER, MAX_OUTER, WIDEST, Form, Id, Mode, Part
+from .join import gathered, in_step, rejoined
+from .kernel_forms import MAX_INNER, MAX_OUTER, WIDEST, Form
+from .loopnest import Id, Mode, Part
 from .lowering import Launch, launches
-from .merge import gathered, in_step, rejoined
 
 
 @dataclass(frozen=True)

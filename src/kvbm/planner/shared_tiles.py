@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .loopnest import STILL, WIDEST, Mode, Part, nest, widest_word
+from .kernel_forms import WIDEST, widest_word
+from .loopnest import STILL, Mode, Part, nest
 
 #: Bytes of a sector of memory.  A partly written sector costs a read.
 _SECTOR = 32

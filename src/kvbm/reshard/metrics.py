@@ -1,4 +1,4 @@
-"""Metrics of links for ``prometheus_client``."""
+"""The public name of `link.metrics`."""
 
 from ..link.metrics import Links
 

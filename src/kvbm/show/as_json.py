@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout.shapes import BlockShape
 from ..planner.cast import GROUP_MODES, CastPart
-from ..planner.loopnest import Form, Mode, Part
+from ..planner.kernel_forms import Form
+from ..planner.loopnest import Mode, Part
 from .elements import loop_axes
 from .facts import address_lines, halves, meaning, one_block
 

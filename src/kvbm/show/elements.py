@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..layout.terms import AXES
+from ..layout.axes import AXES
 
 if TYPE_CHECKING:
     from ..layout.address_map import Access

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import printable
+from ..layout.axes import AXES
 from ..layout.resolved import Piece, Resolved
 from ..layout.scales import group_of, scale_text
-from ..layout.terms import AXES
 from ..planner.plan import count_text
 
 

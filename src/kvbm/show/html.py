@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LayoutError, SpecError
 from ..layout import spec
+from ..layout.axes import AXES
 from ..layout.layout import Layout
 from ..layout.resolved import Resolved
 from ..layout.shapes import load_shape
-from ..layout.terms import AXES
 from ..planner.plan import Plan, count_text
 from .as_json import of_plan
 from .facts import address_lines, axis_rows, exact_size, facts, halves, one_block

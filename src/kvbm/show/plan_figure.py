@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
+from ..layout.axes import AXES
 from ..layout.region import Section
-from ..layout.terms import AXES
-from ..planner.loopnest import STILL, Form, Mode, Part
+from ..planner.kernel_forms import Form
+from ..planner.loopnest import STILL, Mode, Part
 from ..planner.plan import Plan
 from .elements import changing, element_at, loop_axes, names_of
 from .facts import exact_size, picked

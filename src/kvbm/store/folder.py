@@ -43,6 +43,7 @@ _DESCRIPTION, _MOST_BYTES = "content.json", 1 << 22
 _KEY = re.compile(r"[0-9a-f]{64}")
 _PREFIX = re.compile(r"[0-9a-f]{2}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
+#: Files of SGLang's pages from earlier versions.
 _PAGE = re.compile(r"[A-Za-z0-9_]{1,128}\.l[0-9]+-[0-9]+(?:\.h[0-9]+-[0-9]+)?\.safetensors")
 _PART = re.compile(r"heads-([0-9]{1,6})-([0-9]{1,6})\.safetensors")
 

@@ -1,4 +1,6 @@
-"""How contents and units are named in a folder that all engines share: ``docs/reference/store.md`` is this rule for others.
+"""The keys of contents and units, which name their folders for all engines: ``docs/reference/store.md`` is this rule for others.
+
+The names of files in them are `folder.Part.name`.
 
 A content is everything that two caches must have in common so that one can continue the other.  A unit is a fixed number of tokens
 of a sequence.  No engine, no version of an engine, no tensor parallelism and no block size is part of a name.

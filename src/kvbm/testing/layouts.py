@@ -23,6 +23,7 @@ import numpy.typing as npt
 from .._arguments import listed, number, quoted, require_a
 from ..errors import BindError, LayoutError, PlanError
 from ..layout.address_map import Access
+from ..layout.axes import OF_A_BLOCK
 from ..layout.layout import Layout
 from ..layout.naming import dtype_name
 from ..layout.resolved import Resolved
@@ -47,8 +48,6 @@ _LAYERS, _HEADS = 3, 4
 
 #: Guard bytes before, between and after allocations, and the alignment of every allocation (bytes).
 GUARD, ALIGNMENT = 192, 256
-
-_AXES = "lohtd"
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -537,7 +536,7 @@ def _only(part: bytes, whole: bytes) -> int | None:
 
 
 def _axis_order(axis: str) -> tuple[int, str]:
-    return (_AXES.index(axis) if axis in _AXES else len(_AXES), axis)
+    return (OF_A_BLOCK.index(axis) if axis in OF_A_BLOCK else len(OF_A_BLOCK), axis)
 
 
 def _mix(key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

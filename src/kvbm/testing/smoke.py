@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..cli.commands import Command, Group, Real, Whole, is_quiet, print_error
+from ..cli.click_classes import Command, Group, Real, Whole, is_quiet, print_error
 from ..cli.common import json_option, note
 from ..cli.complete import some_of
 from ..cli.values import usable_device

@@ -1,4 +1,4 @@
-"""Wires send bytes and notes from one process to another.  kvbm opens no sockets; NIXL and torch.distributed do.
+"""Wires send bytes and notes from one process to another.  A wire opens no sockets itself; NIXL and torch.distributed do.
 
 `Wire` defines the calls and guarantees of every wire.  A transport is imported on first access, and needs its package only then.
 """

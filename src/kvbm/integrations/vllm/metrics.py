@@ -1,4 +1,7 @@
-"""Counters of `KvbmConnector` and of `KvbmGuard` for vLLM's log and its Prometheus endpoint."""
+"""Counters of `KvbmConnector` and of `KvbmGuard` for vLLM's log and its Prometheus endpoint.
+
+Those of offloading are in `offload`, those of its files in `tiered`; those of links outside vLLM in ``link/metrics.py``.
+"""
 
 from __future__ import annotations
 

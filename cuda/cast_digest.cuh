@@ -1,4 +1,4 @@
-// cast_cells.cuh: CellSums digests the codes and scales that a cast reads or stores, from the registers of a warp.
+// cast_digest.cuh: CellSums digests the codes and scales that a cast reads or stores, from the registers of a warp.
 //
 // A thread has two neighbouring items of eight codes in each of two neighbouring groups, and the scale of one of them: threads with
 // even lanes that of the first group, threads with odd lanes that of the second.  With codes of 4 bits it has the scales of both.

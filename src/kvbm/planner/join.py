@@ -1,4 +1,7 @@
-"""Joining: merge loop nests of K and V, of contiguous planes, and of pieces of an axis at equal distances."""
+"""Parts of a plan are joined into one: K and V, contiguous planes, pieces of an axis at equal distances.
+
+Loops inside a part are merged by `layout.loops.coalesce`.
+"""
 
 from __future__ import annotations
 
