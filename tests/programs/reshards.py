@@ -364,15 +364,28 @@ def launches_that_wait_for_python(what: str) -> None:
     packer = reshard.Packer(reshard.plan(place, place), 0, pools[1], side="dst")
     span, layers, words = kvbm.Span(range(10), range(80)), range(2), on_pages(np.zeros(16, np.uint8)).view(np.uint64)
     reader, page = direct.Reader(packer, 0, pools[0]), words.ctypes.data
-    prepared = reader.prepared(reader.parts(span, 0, layers), span, layers)
-    assert prepared is not None
-    note = bytes(16), bytes(16), (0, 8)
-    copies = prepared.foreseen(note, _core.Loans(page, page + 8, words), {"stream": 5})
+    parts = reader.parts(span, 0, layers)
+    entries = reader.foreseen(parts, span, layers)
+    assert entries is not None
+
+    def foreseen() -> _core.Foreseen:  # as of kvbm.link.pulls.Ahead
+        sums = [direct.Sums(len(one.own), True) for one in parts]
+        copies = [
+            _core.Expected(
+                one.launches.copies, one.own, one.at, one.entries, one.rests, one.each, reader.far.num_blocks, made.address,
+                True, (packer, reader, made),
+            )
+            for one, made in zip(parts, sums, strict=True)
+        ]  # fmt: skip
+        loans = _core.Loans(page, page + 8, words)
+        return _core.Foreseen(copies, bytes(16), bytes(16), (0, 8), entries, loans, packer.pool.watch, 5)
+
+    copies = foreseen()
     boxes = [on_pages(np.zeros(_core.MAIL_BYTES, np.uint8)) for _ in range(2)]
     near, far = (_core.Mail(*(box.ctypes.data for box in ends), boxes) for ends in (boxes, boxes[::-1]))
     wants = {
         "close": pools[1].watch.close, "end": copies.end, "has_begun": lambda: copies.has_begun, "take": near.take,
-        "expect": lambda: near.expect(prepared.foreseen(note, _core.Loans(page, page + 8, words), {"stream": 5})),
+        "expect": lambda: near.expect(foreseen()),
         "close the mail": near.close,
     }  # fmt: skip
     full = ctypes.c_long.in_dll(driver, "fake_full")

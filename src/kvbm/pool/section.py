@@ -75,12 +75,13 @@ class PoolSection:
     ) -> PoolSection:
         """Select a part of this section, as `Pool.section` does."""
         section, choices = self.of, list(self.choices)
+        axes = {"l": l, "o": o, "h": h, "t": t, "d": d, **others}
         try:
             if planes is not None:
                 names = self._names(planes)
                 section = section.of_planes(names)
                 choices.append(("", tuple(names)))
-            for axis, given in {"l": l, "o": o, "h": h, "t": t, "d": d, **others}.items():
+            for axis, given in axes.items():
                 if given is not None:
                     self._require_axis(axis)
                     coordinates = _coordinates(axis, given)
@@ -88,8 +89,8 @@ class PoolSection:
                     choices.append((axis, coordinates))
         except LayoutError as error:
             raise PlanError(str(error)) from None
-        named = [("planes", planes), ("l", l), ("o", o), ("h", h), ("t", t), ("d", d), *others.items()]
-        selected = ", ".join(f"{what}={_short(some)}" for what, some in named if some is not None)
+        named = {"planes": planes, **axes}
+        selected = ", ".join(f"{what}={_short(some)}" for what, some in named.items() if some is not None)
         return PoolSection(self.pool, section, choices=tuple(choices), calls=f"{self._calls}.section({selected})")
 
     def units(self, tokens: int) -> PoolSection:
