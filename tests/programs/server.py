@@ -19,6 +19,9 @@ import sys
 import tempfile
 from typing import Any
 
+import kvbm
+from kvbm.compile import prepare
+
 
 def next_program() -> str:
     """Answer one request after the other; return a program's text in the child that is to run it."""
@@ -58,7 +61,10 @@ def keep(name: str) -> None:
     gc.freeze()  # what is imported is no garbage: no child looks at it, and so copies its pages
 
 
-for first in ("kvbm.copy.autotune", "kvbm.copy.transfer", "numpy.ma"):  # what a first copy imports
+for first in ("kvbm.copy.autotune", "kvbm.copy.transfer", "numpy.ma", "platformdirs"):  # what a first copy imports
     importlib.import_module(first)
+for name in kvbm.layouts():  # and reads
+    kvbm.load(name)
+prepare._digesting()
 gc.freeze()
 exec(compile(next_program(), "<program>", "exec"), {"__name__": "__main__"})
