@@ -30,6 +30,7 @@ from kvbm.cli import doctor
 from kvbm.cli.app import main
 from kvbm.layout.shapes import shape_names
 from memory import numpy_dtype, placed
+from processes import cli
 
 SHAPE = "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16"
 
@@ -70,8 +71,7 @@ def test_layouts() -> None:
 @pytest.mark.parametrize("args", ["--help", "show --help", "layouts", "--version"])
 def test_a_full_disk_is_one_line(args: str) -> None:
     """Red for the help, which ended with a traceback."""
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-m", "kvbm", *args.split()], stdout=full, stderr=subprocess.PIPE, text=True)
+    done = cli("onto_a_full_disk", *args.split())
     assert done.returncode and done.stderr.splitlines()[0] == "error: No space left on device"
     assert "Traceback" not in done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import signal
@@ -20,12 +19,14 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
+from test_link_cli import Process
 
 import kvbm
 import kvbm.errors
 from kvbm import store
 from kvbm.cli.app import main
 from kvbm.cli.click_classes import GLOBAL
+from processes import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "nl=2,no=2,nh=4,nt=16,hd=32,dtype=bfloat16"
@@ -133,14 +134,12 @@ def test_examples_of_link() -> None:
     serve, send = (COMMANDS[f"link {name}"].examples[1] for name in ("serve", "send"))  # type: ignore[attr-defined]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = [shlex.split(line.replace("29600", port))[1:] for line in (serve, send)]
-    server = subprocess.Popen([sys.executable, "-m", "kvbm", *words[0]], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None and "listening on 127.0.0.1" in server.stdout.readline()
-    sent = subprocess.run([sys.executable, "-m", "kvbm", *words[1], "--iters", "2"], capture_output=True, text=True, check=False)
-    assert sent.returncode == 0, sent.stderr
-    assert len(json.loads(sent.stdout)["rows"]) == 2
-    server.communicate(timeout=60)
-    assert server.returncode == 0
+    words = [shlex.split(line.replace("29600", port))[2:] for line in (serve, send)]
+    server = Process(*words[0])
+    server.wait_for(1, text="listening on 127.0.0.1")
+    sent = Process(*words[1], "--iters", "2")
+    assert (sent.end(), server.end()) == (0, 0), sent.said
+    assert len(json.loads("\n".join(sent.lines["stdout"]))["rows"]) == 2
 
 
 # ---- completion --------------------------------------------------------------------------------------------------------
@@ -274,22 +273,14 @@ def _sent_to(is_silent: bool) -> Callable[[Path, pytest.MonkeyPatch], int]:
 
 def _signalled(number: signal.Signals) -> Callable[[Path, pytest.MonkeyPatch], int]:
     def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-        words = [sys.executable, "-m", "kvbm", "link", "serve", "--listen", "127.0.0.1:0"]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None and "listening" in process.stdout.readline()
-            process.send_signal(number)
-            assert "Traceback" not in process.communicate(timeout=60)[1]
-        return process.returncode
+        server = Process("serve", "--listen", "127.0.0.1:0")
+        server.wait_for(1, text="listening")
+        server.send(number)
+        code = server.end()
+        assert "Traceback" not in server.said
+        return code
 
     return run
-
-
-def _into_a_closed_pipe(*words: str) -> tuple[int, str]:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([sys.executable, "-m", "kvbm", *words], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(write)
-    return done.returncode, done.stderr
 
 
 CODES: dict[int, Callable[[Path, pytest.MonkeyPatch], int]] = {
@@ -320,7 +311,7 @@ CODES: dict[int, Callable[[Path, pytest.MonkeyPatch], int]] = {
     34: _with("smoke", "--gpu", "9999"),
     129: _signalled(signal.SIGHUP),
     130: _signalled(signal.SIGINT),
-    141: lambda *_: _into_a_closed_pipe("layouts")[0],
+    141: lambda *_: cli("into_a_closed_pipe", "layouts").returncode,
     143: _signalled(signal.SIGTERM),
 }
 
@@ -378,7 +369,8 @@ def test_smoke_without_torch_tests_the_copies(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("words", ["--help", "--version", "show --help", "shapes", "show nhd", "doctor", "plan nhd hnd --json"])
 def test_a_closed_pipe_ends_quietly(words: str) -> None:
     """Red: `show` ended with 1, by rich; others with 1, by click."""
-    assert _into_a_closed_pipe(*words.split()) == (141, "")
+    done = cli("into_a_closed_pipe", *words.split())
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.slow
@@ -434,9 +426,7 @@ def test_color(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verbose_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     # The traceback is printed to the stderr of the process.
     for words, is_shown in ((("-v",), False), (("-vv",), True)):
-        done = subprocess.run(
-            [sys.executable, "-m", "kvbm", "show", "no/such", *words], capture_output=True, text=True, check=False
-        )
+        done = cli("run", "show", "no/such", *words)
         assert ("Traceback" in done.stderr) is is_shown and done.returncode == kvbm.SpecError.exit_code
 
 
@@ -461,23 +451,9 @@ WHOLE = re.compile(r"^VLLM_KV|^  kvbm |^error: |\S {2,}\S|^\S+$")
 @pytest.mark.parametrize("words", SHOWN)
 def test_output_fits_80_columns(words: str, folder: Path) -> None:
     """In a terminal of 80 columns.  Red: `layouts` had 270 in a pipe, and lines of `serve-check` 351 in a terminal."""
-    import fcntl
-    import pty
-    import struct
-    import termios
-
-    near, far = pty.openpty()
-    fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    env = {**{key: value for key, value in os.environ.items() if key != "COLUMNS"}, "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-m", "kvbm", *words.split()], stdout=far, stderr=far, stdin=far, env=env)
-    os.close(far)
-    shown = b""
-    with contextlib.suppress(OSError):  # of the other end, when the command ends
-        while part := os.read(near, 1 << 16):
-            shown += part
-    os.close(near)
-    assert process.wait(60) == 0, shown
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in shown.decode().splitlines()]
+    done = cli("in_a_terminal", str(folder), *words.split())
+    assert done.returncode == 0, done
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip() for line in done.stdout.splitlines()]
     assert len(lines) > 3
     wide = [line for line in lines if len(line) > 80 and not WHOLE.search(line.replace(str(folder), ""))]
     assert not wide

@@ -790,7 +790,7 @@ class Process:
             environment = {**os.environ, "PYTHONPATH": path}
             self.process: Any = subprocess.Popen(command, stdout=pipes[0], stderr=pipes[1], env=environment)
         else:
-            self.process = context().Process(target=trials.forked, args=(["link", *arguments], *pipes))
+            self.process = context().Process(target=trials.forked, args=(["link", *arguments], *pipes), daemon=True)
             self.process.start()
         for pipe in pipes:
             pipe.close()

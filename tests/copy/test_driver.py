@@ -18,7 +18,7 @@ from processes import FakeDriver, server
 
 def alone(fake_gpu: FakeDriver, code: str, **knobs: str) -> str:
     """Run code in a process that was not forked from a server, and return its output."""
-    env = server(fake_gpu.folder, "programs.retired").environment(**knobs)
+    env = server(library=fake_gpu.folder).environment(**knobs)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env, check=False
     )

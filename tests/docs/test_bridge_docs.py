@@ -6,11 +6,11 @@ import doctest
 import importlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import script
 
 pytest.importorskip("torch")
 
@@ -22,15 +22,8 @@ OTHERS = [block for block in PYTHON if block not in TORCH and block not in CUDA]
 
 
 def passes(folder: Path, *parts: str) -> None:
-    (folder / "example.py").write_text("\n".join(parts), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    text = "\n".join(parts)
+    done = script(text, folder, module="torch" if "import torch" in text else "", JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 from kvbm import wire
 from kvbm.wire.protocol import Ends
 
@@ -16,11 +15,9 @@ TEXT = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in ("howto/c
 
 def test_examples(tmp_path: Path) -> None:
     script = "\n".join(re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
-    (tmp_path / "example.py").write_text(script, encoding="utf-8")
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.script(script, tmp_path)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "example.py").write_text(script.replace("ring[100:1124]", "ring[:1024]"), encoding="utf-8")
-    assert subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, check=False).returncode
+    assert processes.script(script.replace("ring[100:1124]", "ring[:1024]"), tmp_path).returncode
 
 
 def test_names_exist() -> None:

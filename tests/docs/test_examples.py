@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -21,26 +21,20 @@ PRINTED = {
 }
 
 
-def run(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "example.py").write_text(text, encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, "example.py", *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_examples(name: str, tmp_path: Path) -> None:
-    if name in {"offload_loop.py", "torch_compile.py"}:
+    with_torch = name in {"offload_loop.py", "torch_compile.py"}
+    if with_torch:
         pytest.importorskip("torch")
-    done = run((EXAMPLES / name).read_text("utf-8"), tmp_path)
+    done = script((EXAMPLES / name).read_text("utf-8"), tmp_path, module="torch" if with_torch else "")
     assert done.returncode == 0, done.stderr
     assert PRINTED[name] in done.stdout
 
 
 @pytest.mark.gpu
 def test_offload_loop_on_a_gpu(tmp_path: Path) -> None:
-    done = run((EXAMPLES / "offload_loop.py").read_text("utf-8"), tmp_path, "--device", "cuda")
+    done = script((EXAMPLES / "offload_loop.py").read_text("utf-8"), tmp_path, "--device", "cuda")
     assert done.returncode == 0 and PRINTED["offload_loop.py"] in done.stdout, done.stderr
 
 

@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ from click.testing import CliRunner
 
 import kvbm
 import pages
+import processes
 from kvbm.cli.app import main
 
 #: Files, not names of Python.
@@ -65,8 +64,7 @@ HERE = [
 def test_python(page: str, tmp_path: Path) -> None:
     """All blocks of a page run as one script; their output is the comments after print."""
     script = "\n".join(python(page))
-    (tmp_path / "example.py").write_text(script, encoding="utf-8")
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.script(script, tmp_path, module="torch" if "import torch" in script else "")
     assert done.returncode == 0, done.stderr
     if page.endswith("add-layout.md"):
         assert done.stdout.strip() in pages.read(page), "the declaration that it shows"
@@ -80,8 +78,7 @@ def test_the_arrays_that_a_pool_allocates(tmp_path: Path) -> None:
     view = '.view("uint16")'
     assert block.count(view) == 1
     for text, code in ((block, 0), (block.replace(view, ""), 1)):
-        (tmp_path / "example.py").write_text(text, encoding="utf-8")
-        done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = processes.script(text, tmp_path)
         assert done.returncode == code, done.stderr
 
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import pages
+import processes
 from kvbm.cli.app import main
 
 ROOT = pages.ROOT
@@ -33,8 +34,7 @@ SERVING, _, LISTS = blocks(OFFLOAD, "python")
 def execute(folder: Path, *parts: str, layout: str = MINE) -> subprocess.CompletedProcess[str]:
     """Run blocks one after another as one script beside ``mine.yaml``."""
     (folder / "mine.yaml").write_text(layout, encoding="utf-8")
-    (folder / "example.py").write_text("\n".join(parts), encoding="utf-8")
-    return subprocess.run([sys.executable, "example.py"], cwd=folder, capture_output=True, text=True, check=False)
+    return processes.script("\n".join(parts), folder, module="torch" if any("import torch" in part for part in parts) else "")
 
 
 def passes(folder: Path, *parts: str) -> str:
@@ -46,7 +46,8 @@ def passes(folder: Path, *parts: str) -> str:
 def test_five_lines(tmp_path: Path) -> None:
     """Six lines with the import and the check of the result, which fails for another element; other presets pass, too."""
     assert len([line for line in SHORT.splitlines() if line]) == 7
-    passes(tmp_path, SHORT)
+    (tmp_path / "five.py").write_text(SHORT, encoding="utf-8")
+    subprocess.run([sys.executable, "five.py"], cwd=tmp_path, check=True)  # as a user does
     wrong = {"[0][-1, 2, 0]": "[0][-1, 2, 1]", "[2, 5, -1, :, 0]": "[2, 5, -2, :, 0]", "src_ids=[5, 0, 2]": "src_ids=[4, 0, 2]"}
     for right, other in wrong.items():
         assert right in SHORT and execute(tmp_path, SHORT.replace(right, other)).returncode

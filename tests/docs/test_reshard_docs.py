@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import processes
 from kvbm import BlockShape, CoverageError, Placement, SpecError, load_shape, reshard
 from kvbm.cli.app import main
 
@@ -25,13 +24,11 @@ def test_examples(tmp_path: Path) -> None:
     """All examples as one script, next to decode.yaml."""
     (declared,) = blocks("yaml")
     (tmp_path / "decode.yaml").write_text(declared, encoding="utf-8")
-    (tmp_path / "example.py").write_text("\n".join(blocks("python")), encoding="utf-8")
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.script("\n".join(blocks("python")), tmp_path)
     assert done.returncode == 0, done.stderr
     assert "prefill (tp4, 16 tokens per block) → decode" in done.stdout and "\nSenders: " in done.stdout
     wrong = "\n".join(blocks("python")).replace("[1, 6, 1]", "[1, 6, 0]").replace("[:, 1, 6, 1]", "[:, 1, 6, 0]")
-    (tmp_path / "example.py").write_text(wrong, encoding="utf-8")
-    assert subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, check=False).returncode
+    assert processes.script(wrong, tmp_path).returncode
 
 
 def test_command() -> None:

@@ -1,4 +1,4 @@
-"""Programs in separate processes: a `Server` starts one Python per set of imports, and forks it for each program.
+"""Programs in separate processes: a `Server` is a Python that imports what programs need, and is forked for each of them.
 
 `context` is for processes that a test talks with, or kills.
 """
@@ -32,12 +32,12 @@ LIMIT = 720 if os.environ.get("KVBM_SANITIZE") else 240
 
 
 class Server:
-    """A Python that has imported `modules`, with `variables` in its environment; see programs/server.py."""
+    """A Python with `variables` in its environment; see programs/server.py."""
 
-    def __init__(self, modules: tuple[str, ...], **variables: str) -> None:
+    def __init__(self, **variables: str) -> None:
         self.variables = variables
         self.process = subprocess.Popen(
-            [sys.executable, HERE / "programs" / "server.py", *modules],
+            [sys.executable, HERE / "programs" / "server.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -58,25 +58,57 @@ class Server:
                 pipe.close()
         self.process.wait()
 
-    def run(self, code: str, **knobs: str) -> str:
-        """Run a program and return its output; an exit status other than 0 fails the test with that output."""
+    def ask(self, code: str, module: str = "", **knobs: str) -> subprocess.CompletedProcess[str]:
+        """Run a program.  The server imports `module` before, and keeps it for the programs that follow."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            request = {"code": code, "variables": self.environment(**knobs), "limit": LIMIT}
+            request = {"code": code, "module": module, "variables": self.environment(**knobs), "limit": LIMIT}
             print(json.dumps(request), file=self.process.stdin, flush=True)
-            answer = json.loads(self.process.stdout.readline())
+            return subprocess.CompletedProcess(code, **json.loads(self.process.stdout.readline()))
         except BaseException:  # its answer may still come: no other test may read that
             self.process.kill()
-            server.cache_clear()
+            _server.cache_clear()
             raise
-        assert answer["returncode"] == 0, f"exit status {answer['returncode']}\n{answer['stderr']}"
-        return str(answer["stdout"])
+
+    def run(self, code: str, module: str = "", **knobs: str) -> str:
+        """Run a program and return its output; an exit status other than 0 fails the test with that output."""
+        done = self.ask(code, module, **knobs)
+        assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
+        return done.stdout
+
+
+#: They import PyTorch, which kvbm asks of the current stream wherever it is imported: each has a server of its own.
+_WITH_TORCH = {"torch", "programs.tensor_lists"}
+
+
+def server(module: str = "", library: Path | None = None) -> Server:
+    """A server for programs with a module; `library`: libcuda.so.1 is the file in this folder."""
+    return _server(module if module in _WITH_TORCH else "", library)
 
 
 @cache
-def server(library: Path, *modules: str) -> Server:
-    """The server in which libcuda.so.1 is the file in the folder `library`."""
-    return Server(modules, LD_LIBRARY_PATH=str(library))
+def _server(_of: str, library: Path | None) -> Server:
+    return Server(**({"LD_LIBRARY_PATH": str(library)} if library else {}))
+
+
+def cli(how: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvbm`` by a function of programs/commands.py."""
+    code = f"from programs import commands\ncommands.{how}(*{arguments!r})"
+    return server().ask(code, "programs.commands")
+
+
+def script(text: str, folder: Path, *arguments: str, module: str = "", **knobs: str) -> subprocess.CompletedProcess[str]:
+    """Run a text as ``python example.py`` in a folder; `module`: what it imports that takes long."""
+    path = folder / "example.py"
+    path.write_text(text, encoding="utf-8")
+    code = f"""
+import os, runpy, sys
+os.chdir({str(folder)!r})
+sys.path.insert(0, {str(folder)!r})
+sys.argv = {[path.name, *arguments]!r}
+runpy.run_path("example.py", run_name="__main__")
+"""
+    return server(module).ask(code, module, **knobs)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -117,6 +149,16 @@ def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_drive
     return folder
 
 
+#: The end of a program: what is registered for it, and no more.  To take an interpreter apart takes longer than most programs, and
+#: `make full` and the sanitizers have it.  What the end of a process does has tests of its own, in new processes (test_driver.py).
+_END = """
+import atexit, os, sys
+atexit._run_exitfuncs()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 class FakeDriver:
     """Runs functions of programs/, each in a separate process whose libcuda.so.1 is the one in `folder`."""
 
@@ -128,6 +170,8 @@ class FakeDriver:
 
         The module is imported once for all of its programs.  `knobs` are environment variables.
         """
-        module, _, function = program.partition(".")
-        code = f"from programs.{module} import {function}\n{function}(*{arguments!r})"
-        return server(self.folder, f"programs.{module}").run(code, **knobs)
+        module, _, function = f"programs.{program}".rpartition(".")
+        code = f"from {module} import {function}\n{function}(*{arguments!r})"
+        if "KVBM_SANITIZE" not in os.environ and os.environ.get("KVBM_HYPOTHESIS") != "full":
+            code += _END
+        return server(module, self.folder).run(code, module, **knobs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -286,6 +286,12 @@ class Scene:
                     count[place + k] += 1
 
 
+@lru_cache(maxsize=64)
+def _scene(case: Case) -> Scene:
+    """Nobody writes into the memory of a scene."""
+    return Scene(case)
+
+
 def held_in_table(engine: Engine, rank: int, told: Told, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As `held`, up to the end of the table."""
     positions = np.arange(told.origins[rank], stop)
@@ -501,7 +507,7 @@ class Run:
         import kvbm
         from kvbm import reshard
 
-        self.case, self.scene = case, Scene(case)
+        self.case, self.scene = case, _scene(case)
         model = kvbm.BlockShape(case.nl, case.no, case.nh, 4, case.hd, case.dtype)
         self.places = [engine.placement(model, name) for engine, name in zip(case.engines, ("src", "dst"), strict=True)]
         self.buffers = [[fill(memory.before) for memory in side] for side in self.scene.sides]
@@ -526,8 +532,15 @@ class Run:
             self.plans = list(reshard.gather(*self.places, **options))
         else:
             self.plans = [reshard.plan(*self.places, stripe=case.stripe, **options)]
+
+    @cached_property
+    def steps(self) -> list[Any]:
+        """One copy after the other, which the ranks of links do not make."""
+        import kvbm
+        from kvbm import reshard
+
         try:
-            self.steps = [
+            return [
                 reshard.Local(made, self.pools[0] if number == 0 else self.pools[1], self.pools[1])
                 for number, made in enumerate(self.plans)
             ]

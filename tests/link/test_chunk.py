@@ -8,8 +8,6 @@ import os
 import random
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from test_packer import memory
 
 import chunking
 import digest_oracle
+import processes
 import reshard_oracle
 from chunking import Told, case, engine
 from kvbm import BindError, BlockShape, DigestError, Placement, Pool, Span, load, reshard
@@ -224,10 +223,7 @@ def test_the_table_of_the_page() -> None:
 
 
 def test_the_python_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(
-        "\n".join(re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
-    )
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.script("\n".join(re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)), tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import gc
+import itertools
 import json
 import random
 import struct
@@ -1524,7 +1525,7 @@ def test_closed_while_threads_send() -> None:
                 link: Any = found.links[0][SENDER], span: Any = span, handles: list[Any] = handles, stop: Any = stop
             ) -> None:
                 with contextlib.suppress(BindError):
-                    while not stop.is_set():
+                    for _ in itertools.takewhile(lambda _: not stop.is_set(), range(300)):
                         handles.append(link.send(str(len(handles)), span, timeout=60))
 
             threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]

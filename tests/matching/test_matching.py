@@ -548,6 +548,13 @@ def failing_as(what: str) -> Iterator[None]:
         raise
 
 
+@pytest.fixture
+def no_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No words about other shapes: half of the time, and no code."""
+    monkeypatch.setattr("kvbm.matching.match.near_shapes", lambda *_: [])
+
+
+@pytest.mark.usefixtures("no_other_shapes")
 def test_what_is_printed_binds_and_reads_right() -> None:
     """A spread of the shipped layouts; all of them are in the slow form."""
     names = [name for name in kvbm.layouts() if judged_somewhere(name)]
@@ -589,9 +596,9 @@ def test_what_is_printed_for_tensors_of_torch_binds_the_same() -> None:
 
 @pytest.mark.slow  # 4 s
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_printed_binds_and_reads_right_for_every_layout(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_other_shapes")
+def test_what_is_printed_binds_and_reads_right_for_every_layout(form: str) -> None:
     """Each layout in one of the seven forms; `-m full` has all of them, at each shape."""
-    monkeypatch.setattr("kvbm.matching.match.near_shapes", lambda *_: [])  # words about other shapes: half of the time, and no code
     first, count = list(FORMS).index(form), 0
     for number, name in enumerate(kvbm.layouts()):
         if (first - number) % len(FORMS) == 3:
@@ -670,6 +677,7 @@ def hold_padded(draws: int) -> int:
     return count
 
 
+@pytest.mark.usefixtures("no_other_shapes")
 def test_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert hold_padded(6) > 10
@@ -678,6 +686,7 @@ def test_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     "draws", [pytest.param(15, marks=pytest.mark.slow), pytest.param(120, marks=[pytest.mark.full, pytest.mark.slow])]
 )
+@pytest.mark.usefixtures("no_other_shapes")
 def test_many_padded_rows_are_bound_without_their_padding(tmp_path: Path, monkeypatch: Any, draws: int) -> None:
     monkeypatch.chdir(tmp_path)
     assert hold_padded(draws) > draws

@@ -28,10 +28,8 @@ def clock(device: int) -> Iterator[SimpleNamespace]:
     yield SimpleNamespace(time=seconds)
 
 
-autotune._clock = clock
-
-
 def measure_and_auto() -> None:
+    autotune._clock = clock
     steps: list[tuple[int, int]] = []
     made = autotune.measure(0, lambda done, of: steps.append((done, of)), directions=("d2h", "d2d"))
     assert count("registered") == 0 and count("launches") and count("batches")
@@ -74,6 +72,7 @@ def measure_and_auto() -> None:
 
 
 def no_memory_to_measure_with() -> None:
+    autotune._clock = clock
     ways = {"direct": cost_model.Way(4096), "staged": cost_model.Way(5 << 20)}
     autotune.ensure("d2h", 0)
     found, why = tables.limits("d2h", 0, ways, 5 << 20, 32 << 20)

@@ -11,7 +11,7 @@ import processes
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[processes.Server]:
-    server = processes.Server(("numpy",), A_VARIABLE="of the server")
+    server = processes.Server(A_VARIABLE="of the server")
     yield server
     server.close()
 
@@ -40,6 +40,12 @@ def test_no_program_sees_another_one(server: processes.Server, monkeypatch: pyte
     )
 
 
+def test_a_module_stays_for_the_programs_that_follow(server: processes.Server) -> None:
+    code = "import sys; print('colorsys' in sys.modules)"
+    assert [server.run(code), server.run(code, "colorsys"), server.run(code)] == ["False\n", "True\n", "True\n"]
+    assert server.run("print(1)", "no_such_module") == "1\n", "the program's own import of it fails"
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -65,7 +71,7 @@ def test_a_program_that_does_not_end(server: processes.Server, monkeypatch: pyte
 
 def test_a_server_that_is_gone() -> None:
     """The test fails, and the next one gets a new server."""
-    server = processes.Server(())
+    server = processes.Server()
     server.process.kill()
     server.process.wait()
     with pytest.raises((OSError, ValueError)):

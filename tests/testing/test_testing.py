@@ -28,6 +28,7 @@ import pytest
 from click.testing import CliRunner
 
 import kvbm.testing
+import processes
 from kvbm.cli.app import main
 from kvbm.errors import SpecError
 from kvbm.testing import (
@@ -681,8 +682,7 @@ def blocks(fence: str) -> list[str]:
 def test_what_the_document_says_runs(tmp_path: Path) -> None:
     """All Python blocks as one script; their output is that of the comments."""
     script = "\n".join(blocks("python"))
-    (tmp_path / "example.py").write_text(SMALL + script, encoding="utf-8")
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = processes.script(SMALL + script, tmp_path, module="torch")
     assert done.returncode == 0, done.stderr
     said = re.findall(r"^# ((?:wrong|nhd|pair|vllm/\S+) .*)$", script, re.MULTILINE)
     assert len(said) == 4

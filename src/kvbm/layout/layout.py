@@ -56,7 +56,7 @@ class Layout(Shown):
     def __repr__(self) -> str:
         return f"Layout({f'{self.name}: ' if self.name else ''}{self.order_text})"
 
-    @property
+    @cached_property
     def order_text(self) -> str:
         """The declared order, e.g. ``[b l o] t h d``, ``k: … v: …``, or ``[l] b t <data scale>`` with its planes."""
         if self.planes:

@@ -479,7 +479,7 @@ class Resolved:
         piece = next(piece for piece in self.planes[0].orders[0] if piece.term.axes == ("b",))
         return (piece.table, piece.stride)
 
-    @property
+    @cached_property
     def table_size(self) -> int:
         """Number of allocations."""
         picked = math.prod(piece.extent for piece in self.planes[0].orders[0] if piece.table)

@@ -648,7 +648,7 @@ def _fit_layout(
     same: Sequence[Layout], shape: BlockShape, resolve: _Resolve, reading: _Reading, num_blocks: int | None
 ) -> _Found | None:
     layout, names = same[0], tuple(one.name for one in same)
-    for blocks in _blocks(layout, resolve, reading.arrays) if num_blocks is None else [num_blocks]:
+    for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
         resolved = resolve(blocks)
         if resolved is None or resolved.table_size != _count(reading.arrays) or not _is_in_order(reading.arrays, resolved):
             continue
@@ -721,19 +721,28 @@ def _wanted(resolved: Resolved) -> str:
     return f"; kvbm.Pool takes {count} of shape {kind.shape} ({' '.join(kind.axes)})"
 
 
-def _blocks(layout: Layout, resolve: _Resolve, arrays: Sequence[Array]) -> list[int]:
+def _blocks(layout: Layout, shape: BlockShape, arrays: Sequence[Array]) -> list[int]:
     """The possible numbers of blocks in arrays of these sizes."""
-    one = resolve(1)
+    one = _block(layout, shape)
     if one is None:
         return []
+    count, sizes = one
     if layout.b_in_table:
-        blocks, rest = divmod(_count(arrays), one.table_size)
+        blocks, rest = divmod(_count(arrays), count)
         return [blocks] if blocks and not rest else []
-    if _count(arrays) != one.table_size:
+    if _count(arrays) != count:
         return []
     held = math.prod(arrays[0].shape) * _itemsize(arrays[0].dtype)
-    sizes = {math.prod(one.first.shape) * one.first.itemsize, one.first.nbytes}
     return sorted({held // size for size in sizes if size and held >= size and held % size == 0}, reverse=True)
+
+
+@functools.lru_cache(maxsize=8192)
+def _block(layout: Layout, shape: BlockShape) -> tuple[int, frozenset[int]] | None:
+    """Allocations of one block, and the possible bytes of the first; None if the layout is not one-to-one at this shape."""
+    one = legal(layout, shape, 1)
+    if one is None:
+        return None
+    return one.table_size, frozenset({math.prod(one.first.shape) * one.first.itemsize, one.first.nbytes})
 
 
 def _itemsize(dtype: str) -> int:
@@ -849,7 +858,7 @@ def _with_pitches(
         layout, resolve, array = same[0], resolvers[id(same)], reading.arrays[0]
         if layout.planes or layout.pitch or len(layout.orders) > 1:
             continue
-        for blocks in _blocks(layout, resolve, reading.arrays) if num_blocks is None else [num_blocks]:
+        for blocks in _blocks(layout, shape, reading.arrays) if num_blocks is None else [num_blocks]:
             resolved = resolve(blocks)
             if resolved is None or not (steps := pitches(array, resolved.first)):
                 continue

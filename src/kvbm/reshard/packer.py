@@ -21,6 +21,7 @@ from ..layout.region import Section
 from ..layout.shapes import ITEMSIZE
 from ..memory.array_info import Array, describe
 from ..memory.streams import require_no_stream
+from ..planner.cast import Scale
 from ..planner.lowering import Steps
 from ..planner.plan import Plan, between
 from ..pool.pool import Pool
@@ -88,6 +89,32 @@ class _Ids(NamedTuple):
         return np.maximum(found, -1), False
 
 
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    ends: tuple[Section, Section],
+    keys: Keys,
+    title: str,
+    alignments: tuple[int, int],
+    steps: tuple[Steps, Steps],
+    slot: int,
+    cast: Scale | None,
+    is_limited: bool,
+    device: int,
+    *_scales: str,
+) -> tuple[tuple[_core.Copy, ...], bool, tuple[_core.Copy, ...]]:
+    """The launches of a lane that copy, whether they also digest, and those that only digest the slot, which is one of both ends.
+
+    Cached, as links to several engines with the same placement have the same ones.  Equal layouts may differ in their scales.
+    """
+    made = fused(*ends, keys, alignments, title, sm_limited=is_limited) if cast is None else ""
+    copies = fused_copies(made, keys.lanes, *steps, sm_limited=is_limited)
+    is_fused = not isinstance(copies, str)
+    if isinstance(copies, str):
+        plan, (here, there) = between(*ends, title, cast=cast), steps
+        copies = prepare(plan, *alignments, sm_limited=is_limited, device=device, src_steps=here, dst_steps=there)
+    return tuple(copies), is_fused, tuple(digest_copies(alone(ends[slot], keys, _ALIGNMENT, title), keys.lanes))
+
+
 class Packer:
     """The launches that pack what a rank sends into slots, or unpack what it receives; `Cut` makes them.
 
@@ -151,7 +178,7 @@ class Packer:
             )
             for m in mine
         }
-        self._addressed = (pool.alignment, pool.steps), (_ALIGNMENT, Steps())
+        self._alignments, self._steps = self.in_order(pool.alignment, _ALIGNMENT), self.in_order(pool.steps, Steps())
         self._title = f"{pool.layout.name} {'→' if self.sends else '←'} slot"
         self._fitting = {0: mine}
         for message in mine:
@@ -259,11 +286,6 @@ class Packer:
         mine, far = self.in_order(*self._ranks[message.src, message.dst])
         return mine, far
 
-    def _prepared(self, made: Plan) -> list[_core.Copy]:
-        (src, src_steps), (dst, dst_steps) = self.in_order(*self._addressed)
-        sm_limited = self.max_sms > 0
-        return prepare(made, src, dst, sm_limited=sm_limited, device=self.device, src_steps=src_steps, dst_steps=dst_steps)
-
     def part(self, message: Message, single: bool) -> PoolSection:
         """A message's section of the pool's units or tokens."""
         tokens, chosen = message.part(0 if self.sends else 1, single=single)
@@ -315,15 +337,13 @@ class Packer:
         first, keys = self.keys(message, single, 1 - self.side if self.casts else self.side)
         nbytes = slot.accesses[0].block[0]
         slot = replace(slot, accesses=tuple(replace(access, block=(_ALIGNMENT, 0)) for access in slot.accesses))
-        ends, (alignments, steps) = self.in_order(part, slot), zip(*self.in_order(*self._addressed), strict=True)
-        limited = self.max_sms > 0
-        made = None if self.casts else fused(*ends, keys, alignments, self._title, sm_limited=limited)
-        sums = None if made is None else fused_copies(made, keys.lanes, *steps, sm_limited=limited)
-        is_fused = isinstance(sums, list)
-        copies = sums if isinstance(sums, list) else self._prepared(self._between((part, slot), message))
-        digests = digest_copies(alone(slot, keys, _ALIGNMENT, self._title), keys.lanes)
+        cast = self.made.cast_of(message) if self.casts else None
+        copies, is_fused, digests = _launches(
+            self.in_order(part, slot), keys, self._title, self._alignments, self._steps, int(self.sends), cast, self.max_sms > 0,
+            self.device, repr(part.layout.scales), repr(slot.layout.scales),
+        )  # fmt: skip
         warm([*copies, *digests], self.device)
-        return Lane(tuple(copies), is_fused, tuple(digests), part.num_ids, nbytes, first)
+        return Lane(copies, is_fused, digests, part.num_ids, nbytes, first)
 
     def keys(self, message: Message, single: bool, side: int | None = None) -> tuple[int, Keys]:
         """The keys of a unit's cells, at the model's coordinates, and the position in a unit from which they count.
