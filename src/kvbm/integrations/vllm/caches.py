@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -92,14 +91,6 @@ class Caches:
                 )
             found[name] = Span(table, range(min(max(start, first), last), last))
         return found
-
-    def queued(self) -> Any:
-        """An event after the GPU's queued work on the blocks; None if there is none."""
-        if all(pool.device == "cpu" for _, pool in self.groups.values()):
-            return None
-        event = sys.modules["torch"].cuda.Event()
-        event.record()
-        return None if event.query() else event  # what waits for nothing begins earlier
 
 
 def _require_no_states(kv_cache_config: Any) -> None:

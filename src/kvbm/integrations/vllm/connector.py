@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import threading
 import time
 from collections import Counter
@@ -225,8 +226,8 @@ class _Worker:
             each = count  # a layer is computed in several parts
         self.holds = Holds(
             self._caches.spans, whole=self._caches.whole, layers=self._caches.layers, count=count,
-            each=0 if each >= count else each, seconds=self._seconds, wait_seconds=self._hold_seconds,
-            queued=self._caches.queued, tell=self._tell,
+            each=0 if each >= count else each, seconds=self._seconds, wait_seconds=self._hold_seconds, queued=self._queued,
+            tell=self._tell,
         )  # fmt: skip
         host, port = host_of(self._transfer), port_of(self._config, self._transfer.kv_port) + rank
         self._door = Door(self._links, host, port, self.holds.asked, is_insecure=self._is_insecure)
@@ -255,7 +256,7 @@ class _Worker:
         self.holds.take_step(metadata.start, metadata.holds, metadata.unheld, metadata.lost)
         if not metadata.loads:
             return
-        wait = self._caches.queued()
+        wait = self._queued()
         with self._lock:
             self._requesting.update(dict.fromkeys(metadata.loads, False))
         end = time.monotonic() + self._seconds
@@ -266,6 +267,15 @@ class _Worker:
                     visit.submit(self._load, request, load, visit, wait, end)
                 except KvbmError as error:
                     self._failed(request, load, _Arriving(load.source, []), error)
+
+    def _queued(self) -> Any:
+        """An event after the GPU's queued work on the blocks; None if there is none."""
+        assert self._endpoint is not None
+        if self._endpoint.ring.device == "cpu":
+            return None
+        event = sys.modules["torch"].cuda.Event()
+        event.record()
+        return None if event.query() else event  # what waits for nothing begins earlier
 
     # ---- decode ----------------------------------------------------------------------------------------------------
 

@@ -447,8 +447,13 @@ class _Worker:
         self._checks.update(metadata.checks)
 
     def _queued(self) -> Any:
+        """An event after the GPU's queued work on the blocks; None on the CPU."""
         assert self._caches is not None
-        return self._caches.queued()
+        if all(pool.device == "cpu" for _, pool in self._caches.groups.values()):
+            return None
+        event = sys.modules["torch"].cuda.Event()
+        event.record()
+        return event
 
     def _take(self, take: Take, queued: Any) -> None:
         assert self._keeper is not None
