@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,15 @@ import kvbm
 from kvbm import reshard, wire
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-if "page_size" not in getattr(getattr(transformers, "ContinuousBatchingConfig", None), "__dataclass_fields__", ()):
-    pytest.skip("transformers without this continuous batching", allow_module_level=True)
+if find_spec("transformers") is None:
+    pytest.skip("could not import 'transformers'", allow_module_level=True)
 
-from transformers.generation.continuous_batching.cache import PagedAttentionCache  # noqa: E402
-from transformers.generation.continuous_batching.distributed import DistributedHelper  # noqa: E402
-from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
-
-from kvbm.integrations.transformers import batching as batching  # noqa: E402
+#: What `_imported` imports: three seconds of each process that collects the tests, and few run them.
+transformers: Any
+batching: Any
+PagedAttentionCache: Any
+DistributedHelper: Any
+RequestState: Any
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODELS = ["llama", "hybrid"]
@@ -60,7 +61,20 @@ def config_of(kind: str) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
+def _imported() -> None:
+    global transformers, batching, PagedAttentionCache, DistributedHelper, RequestState
+    transformers = importlib.import_module("transformers")
+    if "page_size" not in getattr(getattr(transformers, "ContinuousBatchingConfig", None), "__dataclass_fields__", ()):
+        pytest.skip("transformers without this continuous batching")
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.distributed import DistributedHelper
+    from transformers.generation.continuous_batching.requests import RequestState
+
+    from kvbm.integrations.transformers import batching
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick(_imported: None) -> Iterator[None]:
     """One thread, as more only wait for so small matrices; old objects are frozen, as an ending manager collects garbage twice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

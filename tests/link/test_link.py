@@ -1231,27 +1231,20 @@ def torchrun(processes: int, *words: Any) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def forked(processes: int, folder: Path, *words: Any) -> subprocess.CompletedProcess[str]:
-    """As `torchrun`, without its agent and without imports, which take three seconds a rank."""
+def forked(processes: int, folder: Path, *words: Any, modules: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """As `torchrun`, without its agent and without imports, which take three seconds a rank.  `modules` are imported once."""
     output = folder / "output"
     output.touch()
     at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
-    started = [
-        context().Process(
-            target=ranks.run,
-            args=({**at, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(output), [*map(str, words)]),
-        )
-        for rank in range(processes)
+    each = [
+        ({**at, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(output), [*map(str, words)]) for rank in range(processes)
     ]
-    for one in started:
-        one.start()
-    end = time.monotonic() + 120
-    while any(one.exitcode is None for one in started) and not any(one.exitcode for one in started) and time.monotonic() < end:
-        time.sleep(0.02)
-    for one in started:  # the others of one that failed
-        one.kill()
-        one.join()
-    return subprocess.CompletedProcess(words, max(abs(one.exitcode or 0) for one in started), output.read_text(), "")
+    parent = context().Process(target=ranks.side_by_side, args=(modules, each, 120.0))
+    parent.start()
+    parent.join(150)
+    parent.kill()
+    parent.join()
+    return subprocess.CompletedProcess(words, abs(parent.exitcode or 0), output.read_text(), "")
 
 
 @pytest.mark.slow
@@ -1314,10 +1307,11 @@ def test_a_model_goes_on_in_another_process(torch: Any, tmp_path: Path, devices:
     pytest.importorskip("transformers")
     words = [EXAMPLES / "generation.py", "--new", "8", *(two_gpus() if devices == "GPUs" else ())]
     (tmp_path / "right").mkdir()
-    done = forked(3, tmp_path / "right", *words)
+    llama = ("transformers", "transformers.models.llama.modeling_llama")
+    done = forked(3, tmp_path / "right", *words, modules=llama)
     assert done.returncode == 0 and "8 of 8 logits have the same bits" in done.stdout, done.stdout
     assert done.stdout.count("4 layers one by one") == 2
-    done = forked(3, tmp_path, *words, "--spoil")
+    done = forked(3, tmp_path, *words, "--spoil", modules=llama)
     assert done.returncode and " of 8 logits differ" in done.stdout, done.stdout
 
 

@@ -1,11 +1,32 @@
-"""A rank of a program that `torchrun` starts, in a process that was forked: it costs no imports."""
+"""The ranks of a program that `torchrun` starts, in processes that were forked: they cost no imports."""
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import runpy
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
+
+
+def side_by_side(modules: Iterable[str], each: Iterable[tuple[dict[str, str], str, list[str]]], seconds: float) -> None:
+    """Import modules, and `run` each rank in a process of its own.  If one fails, the others are killed."""
+    for module in modules:
+        importlib.import_module(module)
+    fork = multiprocessing.get_context("fork")
+    started = [fork.Process(target=run, args=one) for one in each]
+    for one in started:
+        one.start()
+    end = time.monotonic() + seconds
+    while any(one.exitcode is None for one in started) and not any(one.exitcode for one in started) and time.monotonic() < end:
+        time.sleep(0.02)
+    for one in started:
+        one.kill()
+        one.join()
+    sys.exit(max(abs(one.exitcode or 0) for one in started))
 
 
 def run(variables: dict[str, str], output: str, words: list[str]) -> None:

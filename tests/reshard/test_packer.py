@@ -141,6 +141,20 @@ def test_a_slot_depends_on_no_layout() -> None:
     assert seen[0] == seen[1] == values.tobytes()
 
 
+def test_launches_are_shared_by_pools_that_lie_alike() -> None:
+    """As by links to several engines; of another number of blocks, side or layout they are others."""
+    place = Placement("tp4", shard={"h": "tp"}, model=MODEL, nt=16, name="prefill")
+    made = reshard.plan(place, place)
+    lanes = []
+    for name, blocks, side in (
+        ("universal", 4, "src"), ("universal", 4, "src"), ("universal", 5, "src"), ("universal", 4, "dst"), ("nhd", 4, "src"),
+    ):  # fmt: skip
+        packer = Packer(made, 0, Pool.allocate(kvbm.load(name), place.shape(0), blocks), side=side)
+        lanes.append(packer.lane(made.messages[0], single=False))
+    assert lanes[0].copies is lanes[1].copies and lanes[0].digests is lanes[1].digests
+    assert len({id(lane.copies) for lane in lanes}) == 4
+
+
 @pytest.mark.sanitize
 def test_slots_and_pools_that_do_not_fit() -> None:
     src = Placement("tp2", shard={"h": "tp"}, model=MODEL, nt=4, name="prefill")

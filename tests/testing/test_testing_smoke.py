@@ -53,7 +53,8 @@ def test_smoke() -> None:
 
 @pytest.mark.slow
 def test_python_m_and_json() -> None:
-    command = [sys.executable, "-W", "error", "-m", "kvbm.testing.smoke", "--cpu", "--iters", "2", "--json"]
+    code = f"{SMALL}import runpy; runpy.run_module('kvbm.testing.smoke', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-W", "error", "-c", code, "--cpu", "--iters", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     said = json.loads(done.stdout)
