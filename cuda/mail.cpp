@@ -91,6 +91,8 @@ int64_t kvbm_mail_take(kvbm_mail* mail, void* note) {
 
 void kvbm_flag_set(uint32_t* flag, uint32_t value) { word(flag).store(value, std::memory_order_release); }
 
+uint32_t kvbm_own_process(void) { return own_process.load(std::memory_order_relaxed); }
+
 int kvbm_try_lock(uint32_t* lock) {
   const uint32_t own = own_process.load(std::memory_order_relaxed);
   uint32_t holder = 0;

@@ -15,6 +15,7 @@ enum { KVBM_MAIL_NOTE = 16384, KVBM_MAIL_SLOTS = 32, KVBM_MAIL_NONE = -1, KVBM_M
 void kvbm_lock(uint32_t* lock);
 int kvbm_try_lock(uint32_t* lock); /* 0: another thread holds it */
 void kvbm_unlock(uint32_t* lock);
+uint32_t kvbm_own_process(void); /* a number of this process, which its children do not have */
 /* One side's end of a connection.  `own` and `far` are boxes of kvbm_mail_bytes() bytes in shared memory, zero at first: this
  * side writes `own`, the peer writes `far`.  One thread at a time uses it. */
 typedef struct kvbm_mail {

@@ -966,6 +966,9 @@ class TestRest:
     def test_closed_pools_beside_copies(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("transfers.closed_pools_beside_copies")
 
+    def test_closed_in_a_child(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("transfers.closed_in_a_child")
+
     @pytest.mark.slow
     def test_explain_and_auto(self, fake_gpu: FakeDriver) -> None:
         """The strategy in the text is the one that runs."""

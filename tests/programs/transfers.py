@@ -6,8 +6,10 @@ import ctypes
 import itertools
 import mmap
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -871,6 +873,46 @@ def closed_pools_beside_copies() -> None:
             with refused(kvbm.BindError, "closed"):
                 move.copy([1], [1], stream=5, wait=wait, **more)
             assert move.stats()["copies"] == 0
+
+
+def closed_in_a_child() -> None:
+    """A child that is forked during a copy of another thread does not wait for that when it closes the pools."""
+    shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=64, dtype="uint16")
+    ids = np.arange(1000)
+    pools = [kvbm.Pool.allocate(name, shape, ids.size) for name in ("nhd", "universal")]
+    pools[0].arrays[0][...] = 7
+    move, ended = kvbm.Transfer(*pools), threading.Event()
+
+    def copy() -> None:
+        while not ended.is_set():
+            move.copy(ids, ids)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(copy)
+        while not pools[1].arrays[0].any():
+            pass
+        try:
+            for _ in range(5):
+                child = os.fork()
+                if not child:
+                    for pool in pools:
+                        pool.close()
+                    os._exit(0)
+                assert wait_for(child) == 0
+        finally:
+            ended.set()
+
+
+def wait_for(child: int) -> int:
+    """The exit status of a child that ends at once."""
+    for _ in range(1000):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 1
 
 
 def calls_of(call: Callable[[], object]) -> tuple[int, int]:

@@ -255,6 +255,7 @@ cdef extern from "mail.h" nogil:
     void kvbm_lock(uint32_t *lock) noexcept
     int kvbm_try_lock(uint32_t *lock) noexcept
     void kvbm_unlock(uint32_t *lock) noexcept
+    uint32_t kvbm_own_process() noexcept
     ctypedef struct kvbm_loans:
         void *count
         const void *dropped

@@ -1,5 +1,5 @@
-# watch.pxi: Before each copy, checks that the arrays of a pool still have the memory that they were bound with.  Keeps that
-# memory until the call has ended.
+# watch.pxi: Before each copy, checks that the arrays of a pool still have the memory that they were bound with.  Keeps
+# that memory until the call has ended.
 
 cdef extern from "<unistd.h>" nogil:
     int usleep(unsigned int microseconds)
@@ -106,6 +106,7 @@ cdef class Watch:
     cdef readonly bint closed
     cdef bint has_numpy
     cdef int users        # calls without Python's lock that read or write the memory, or enqueue copies that do
+    cdef uint32_t process  # in which they are: a child has not the threads of its parent
     cdef uint32_t lock    # held by a thread that begins a copy without a lock of Python's, and by `close`
 
     def __cinit__(self):
@@ -220,10 +221,15 @@ cdef class Watch:
         self.closed = True
         self.count = self.num_versions = 0
         kvbm_unlock(&self.lock)
-        while self.users:
+        while self.users and self.process == kvbm_own_process():
             with nogil:
                 usleep(50)
         self.arrays, self.versioned = [], []
+
+    cdef void enter(self) noexcept:
+        if self.process != kvbm_own_process():
+            self.process, self.users = kvbm_own_process(), 0
+        self.users += 1
 
     cdef int require(self, bint writes) except -1:
         if self.closed or self._changed(0) >= 0:
@@ -247,9 +253,9 @@ cdef int use_memory(Watch src, Watch dst, bint writes) except -1:
         if not (src is not None and src.closed or dst is not None and dst.closed):
             break
     if src is not None:
-        src.users += 1
+        src.enter()
     if dst is not None:
-        dst.users += 1
+        dst.enter()
     return 0
 
 
