@@ -39,7 +39,7 @@ MUTANTS = (
         "if False:",
         "link/test_secret.py",
     ),
-    Mutant("link/chunk.py", "if found != self.digest:", "if False:", "link/test_chunk.py link/test_chunks.py"),
+    Mutant("link/chunk.py", "if found != sent:", "if False:", "link/test_chunk.py link/test_chunks.py"),
     Mutant("link/ring.py", "len(free) <= max(without, 1)", "len(free) <= 0", "link/test_link.py"),
     Mutant("layout/overlap.py", "first = max(-behind, ", "first = max(0, ", "layout/test_overlap.py"),
     Mutant("memory/array_checks.py", "if kind.whole or _steps_alike(at):", "if True:", "memory pool"),
