@@ -12,7 +12,7 @@ import click
 from kvbm.bench import backends, copies
 from kvbm.bench.table import Record
 from kvbm.cli.values import numbers
-from kvbm.copy.cost_model import STRATEGIES
+from kvbm.copy.strategies import STRATEGIES
 from kvbm.layout.shapes import BlockShape, load_shape
 
 from .section import Note, Row, common_options, figures, note, require_gpu, stamp, write_rows

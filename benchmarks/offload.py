@@ -24,7 +24,7 @@ import numpy as np
 
 from kvbm.bench.check import WrongCopyError
 from kvbm.bench.measure import Ids, Memory, Yardstick, device_of, held_blocks, is_out_of_memory, make_clock, random_pool
-from kvbm.copy.cost_model import STRATEGIES
+from kvbm.copy.strategies import STRATEGIES
 from kvbm.errors import KvbmError
 from kvbm.layout import spec
 from kvbm.layout.shapes import BlockShape, load_shape

@@ -1,7 +1,8 @@
 // cast.cuh: Cast copies values and changes their format: it quantises groups of elements with a scale each, or the reverse.
 //
 // Part 0 is the loop nest of the elements, part 1 that of the scales.  Both have the same modes.  The first kGroup inner modes
-// go through a group, in items; the others go from group to group, and only these have strides in the scales.
+// go through a group, in items; the others go from group to group, and only these have strides in the scales.  A value is rounded in
+// formats.cuh, and on the host in cast_host.cuh.
 #pragma once
 
 #include "address.cuh"

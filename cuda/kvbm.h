@@ -369,7 +369,7 @@ int kvbm_take_ids(const void* given, uint32_t bytes, uint32_t count, int64_t blo
 int kvbm_check_ids(const int32_t* src, const int32_t* dst, uint32_t num_pairs, int64_t dst_blocks, int same_pool,
                    uint32_t* kept, int64_t* index);
 
-/* ---- transfers (transfer.cpp, engine.cpp, staging.cpp, faults.cpp) ----------------------------------------------- */
+/* ---- transfers (transfer.cpp, copy_engine.cpp, staging.cpp, faults.cpp) ------------------------------------------ */
 
 enum { KVBM_NO_COPY = -1, KVBM_DIRECT = 0, KVBM_STAGED = 1, KVBM_ENGINE = 2 };
 

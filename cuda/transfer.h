@@ -1,11 +1,11 @@
-// transfer.h: functions that the files of transfers share: engine.cpp, staging.cpp and faults.cpp for transfer.cpp.
+// transfer.h: functions that the files of transfers share: copy_engine.cpp, staging.cpp and faults.cpp for transfer.cpp.
 #pragma once
 
 #include "driver.h"
 
 namespace kvbm_driver {
 
-// engine.cpp: copies a batch with ids on the host by loop nests of bytes, in the order of `stream`.  The tables of the batch
+// copy_engine.cpp: copies a batch with ids on the host by loop nests of bytes, in the order of `stream`.  The tables of the batch
 // are those of the nests.  Adds the number of driver calls to *submissions.
 int copy_nests(const kvbm_route& route, const kvbm_args* const* nests, uint32_t count, const kvbm_batch& batch, Device* device,
                Stream stream, uint64_t* submissions);

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from kvbm import BindError, SpecError
 from kvbm.cli.app import main
-from kvbm.copy import cost_model
+from kvbm.copy import cost_model, strategies
 from kvbm.integrations.vllm import models, serving
 from processes import FakeDriver
 
@@ -162,7 +162,7 @@ def test_measured_speeds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from the table: 64 blocks at 50 GB/s are 50 GB/s."""
     rows = [
         cost_model.Row(direction, name, run, block, total, total / 50e9)
-        for direction in ("d2h", "h2d") for name in cost_model.STRATEGIES for run in (1 << 14, 1 << 20)
+        for direction in ("d2h", "h2d") for name in strategies.STRATEGIES for run in (1 << 14, 1 << 20)
         for block in (1 << 20,) for total in (1 << 20, 16 << 20, 256 << 20)
     ]  # fmt: skip
     table = cost_model.Table("a GPU", "1", "2026-01-01", "0", tuple(rows))
@@ -443,7 +443,7 @@ SCHEMA = {
             "properties": {"copies": {"items": {
                 "required": ["way", "stage", "groups", "blocks", "bytes", "kernels", "strategy", "launches", "descriptors",
                              "vllm_descriptors", "gbps", "measured"],
-                "properties": {"gbps": {"type": ["number", "null"]}, "strategy": {"enum": list(cost_model.STRATEGIES)}},
+                "properties": {"gbps": {"type": ["number", "null"]}, "strategy": {"enum": list(strategies.STRATEGIES)}},
             }}},
         },
         "disaggregation": {

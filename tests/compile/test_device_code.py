@@ -34,7 +34,8 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "torture.py"
 def emulated(fake_gpu: processes.FakeDriver, tmp_path_factory: pytest.TempPathFactory) -> partial[str]:
     """Runs programs on the fake driver, with the kernels' own code."""
     folder = processes.made_once(tmp_path_factory, "kernels", partial(emulation.compile_kernels, names=KERNELS))
-    return partial(fake_gpu, FAKE_KERNELS=":".join(map(str, sorted(folder.glob("*.so")))))
+    knobs = {"FAKE_KERNELS": ":".join(map(str, sorted(folder.glob("*.so"))))}
+    return partial(fake_gpu, **knobs, **({"FAKE_KERNELS_ARE_SOME": "1"} if SANITIZED else {}))
 
 
 PROGRAMS: list[tuple[str, tuple[object, ...]]] = [

@@ -20,7 +20,7 @@ from test_cost_model import DRIVER, GPU, KIB, MIB, PLAIN
 
 import kvbm
 from kvbm.cli import app, doctor
-from kvbm.copy import autotune, cost_model, tables
+from kvbm.copy import autotune, cost_model, strategies, tables
 from kvbm.copy.cost_model import Row, Way
 from kvbm.planner import plan
 from processes import FakeDriver
@@ -236,7 +236,7 @@ def test_measure_on_a_gpu(tmp_path: Path) -> None:
     for direction in ("d2h", "h2d"):
         for run in autotune.RUNS:
             names = {row.strategy for row in made.rows if (row.direction, row.run_bytes) == (direction, run)}
-            assert names == set(cost_model.STRATEGIES)
+            assert names == set(strategies.STRATEGIES)
     assert "d2d" in made.directions and ("p2p" in made.directions) == (torch.cuda.device_count() > 1)
     assert all(1e-7 < row.seconds < 1 for row in made.rows)
     cost_model.save(made)
@@ -299,7 +299,7 @@ def test_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "measured on this machine" in limits("d2h")[1], "this process takes it too"
     assert str(cost_model.path(GPU, DRIVER)) in result.output and "2026-01-31" in result.output
     (row,) = [line.split() for line in result.output.splitlines() if " 4 KiB" in line]
-    (end, _), _ = PLAIN.choose("d2h", dict.fromkeys(cost_model.STRATEGIES, Way(4 * KIB)), MIB).limits
+    (end, _), _ = PLAIN.choose("d2h", dict.fromkeys(strategies.STRATEGIES, Way(4 * KIB)), MIB).limits
     text = f"direct up to {plan.size_text(end * MIB)}, then staged"
     assert " ".join(row) == f"d2h 4 KiB {text} 49.8 54.6 11.1"
     shown = call("--show")

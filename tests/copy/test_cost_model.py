@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.copy import autotune, cost_model
+from kvbm.copy import autotune, cost_model, strategies
 from kvbm.copy.cost_model import BUILT_IN, Cost, Row, Way
 
 GPU, DRIVER = "Test GPU 80GB (PCIe)", "580.1"
@@ -44,9 +44,9 @@ PLAIN = cost_model.Table(
 def test_strategies_have_the_numbers_of_the_compiled_half() -> None:
     header = (ROOT / "cuda" / "kvbm.h").read_text("utf-8")
     numbers = {name: int(number) for name, number in re.findall(r"\bKVBM_(DIRECT|STAGED|ENGINE) = (\d)", header)}
-    assert numbers == {name.upper(): number for number, name in enumerate(cost_model.STRATEGIES)}
+    assert numbers == {name.upper(): number for number, name in enumerate(strategies.STRATEGIES)}
     text = (ROOT / "src" / "kvbm" / "core" / "routes.pxi").read_text("utf-8")
-    assert f"STRATEGIES = {cost_model.STRATEGIES!r}".replace("'", '"') in text
+    assert f"STRATEGIES = {strategies.STRATEGIES!r}".replace("'", '"') in text
 
 
 
@@ -70,7 +70,7 @@ def machines(draw: Any) -> tuple[str, dict[str, Cost]]:
     """A direction, and the costs of the strategies in it."""
     direction = draw(st.sampled_from(("d2h", "h2d", "p2p")))
     found = {}
-    for name in cost_model.STRATEGIES:
+    for name in strategies.STRATEGIES:
         staged = name == "staged"
         slopes = tuple((run, float(us) / 1e6 / MIB) for run, us in zip(autotune.RUNS, draw(rising), strict=True))
         fixed, group, exposed = (draw(st.floats(0, most)) for most in (4e-5, 1e-5 * staged, 3e-12 * staged))
@@ -93,7 +93,7 @@ def measured(direction: str, costs: dict[str, Cost], noise: float = 0.0, seed: i
 
 #: Blocks and pieces that are not in the grid: Llama 3.1 8B, 70B, 70B on four GPUs, DeepSeek; whole, an array a layer, …
 UNTUNED = [
-    (block, dict(zip(cost_model.STRATEGIES, map(Way, runs), strict=True)))
+    (block, dict(zip(strategies.STRATEGIES, map(Way, runs), strict=True)))
     for block, pieces in ((2 * MIB, 32), (5 * MIB, 80), (1310720, 80), (4497408, 61))
     for runs in (
         (256, block, 256),
@@ -232,11 +232,11 @@ def test_on_one_gpu_the_engine_must_be_ahead() -> None:
             Row("d2d", strategy, MIB, MIB, total, total * 1e-12 * factor)
             for strategy, factor in (("direct", ahead), ("engine", 1.0)) for total in (MIB, 4 * MIB)
         ))  # fmt: skip
-        assert made.choose("d2d", dict.fromkeys(cost_model.STRATEGIES, Way(MIB)), MIB).limits == ((0, name),)
+        assert made.choose("d2d", dict.fromkeys(strategies.STRATEGIES, Way(MIB)), MIB).limits == ((0, name),)
 
 
 def test_what_was_not_measured_is_not_taken() -> None:
-    ways = dict.fromkeys(cost_model.STRATEGIES, Way(MIB))
+    ways = dict.fromkeys(strategies.STRATEGIES, Way(MIB))
     assert PLAIN.choose("h2d", ways, MIB) is None
     assert PLAIN.choose("d2h", {"engine": Way(MIB)}, MIB).limits == ((0, "engine"),)
     assert PLAIN.directions == ("d2h",)

@@ -119,7 +119,7 @@ def shallowest_and_deepest(names: Sequence[str]) -> list[str]:
     """Of kernels that differ in their numbers of loops alone, the first and the last."""
     alike: dict[str, list[str]] = {}
     for name in sorted(names):
-        alike.setdefault(re.sub(r"_[oir]\d+", "", name), []).append(name)
+        alike.setdefault(re.sub(r"_o\d+(_[ir]\d+)?", "", name), []).append(name)
     return sorted({name for some in alike.values() for name in (some[0], some[-1])})
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import kvbm
 from kvbm.copy import cost_model, tables
+from kvbm.copy.strategies import STRATEGIES
 from kvbm.integrations.host_values import HostValues
 from kvbm.integrations.vllm import models, serving
 
@@ -26,7 +27,7 @@ def table() -> cost_model.Table:
 
     rows = [
         cost_model.Row(direction, name, run, 4 << 20, total, seconds(direction, name, run, total))
-        for direction in ("d2h", "h2d") for name in cost_model.STRATEGIES for run in (16 << 10, 256 << 10, 4 << 20)
+        for direction in ("d2h", "h2d") for name in STRATEGIES for run in (16 << 10, 256 << 10, 4 << 20)
         for total in (4 << 20, 32 << 20, 256 << 20)
     ]  # fmt: skip
     return cost_model.Table("a GPU", "1", "2026-01-01", "0", tuple(rows))

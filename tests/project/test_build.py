@@ -84,7 +84,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
     pytest.importorskip("Cython")
     pytest.importorskip("setuptools")
     tree = Tree(tmp_path_factory.mktemp("tree"))
-    assert {"_core.cpp", "engine.cpp", "runtime.cpp", "kernels_host.cpp", "kvbm_images.cpp"} <= tree.build()
+    assert {"_core.cpp", "copy_engine.cpp", "runtime.cpp", "kernels_host.cpp", "kvbm_images.cpp"} <= tree.build()
     return tree
 
 

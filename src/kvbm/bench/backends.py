@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _core, kernels
-from ..copy import cost_model
+from ..copy import strategies
 from ..copy.transfer import Strategy, Transfer
 from ..errors import KvbmError
 from ..planner.loopnest import Part
@@ -20,7 +20,7 @@ from ..pool.pool import Pool
 from . import measure, peers
 from .peers import NotApplicable
 
-STRATEGIES = ("auto", *cost_model.STRATEGIES)
+STRATEGIES = ("auto", *strategies.STRATEGIES)
 #: Raw copies of each run → how the driver is called (None: by a kernel), and the name of what runs.
 RAW: dict[str, tuple[kernels.MemcpyBatchMode | None, str]] = {
     "vectorized": (None, "copy_pairs"),

@@ -522,17 +522,17 @@ def tune(device: int, show: bool, as_json: bool) -> None:
 
 def _choices(measured: cost_model.Table) -> list[dict[str, Any]]:
     """A table by direction and piece size: the strategy per range of bytes, and GB/s of each for 64 blocks of 1 MiB."""
-    from ..copy import autotune, cost_model
+    from ..copy import autotune, cost_model, strategies
 
     found, block = [], 1 << 20
     for direction in measured.directions:
         for run in autotune.RUNS:
             way = cost_model.Way(run)
-            choice = measured.choose(direction, dict.fromkeys(cost_model.STRATEGIES, way), block)
+            choice = measured.choose(direction, dict.fromkeys(strategies.STRATEGIES, way), block)
             assert choice is not None
             *few, (_, last) = choice.limits
             speeds = {}
-            for name in cost_model.STRATEGIES:
+            for name in strategies.STRATEGIES:
                 cost = measured.costs.get((direction, name))
                 speeds[name] = 64 * block / float(cost.seconds(64, block, way)) / 1e9 if cost else None
             limits = [{"strategy": name, "up_to_bytes": pairs * block} for pairs, name in few]
@@ -543,10 +543,10 @@ def _choices(measured: cost_model.Table) -> list[dict[str, Any]]:
 def _print_choices(rows: Sequence[dict[str, Any]]) -> None:
     from rich.text import Text
 
-    from ..copy import cost_model
+    from ..copy import strategies
     from ..planner.plan import size_text
 
-    names = cost_model.STRATEGIES
+    names = strategies.STRATEGIES
     table = new_table("direction", "pieces of", "fastest", *names, right=names, wrapped=("fastest",))
     for row in rows:
         ranges = [f"{one['strategy']} up to {size_text(one['up_to_bytes'])}" for one in row["limits"]]

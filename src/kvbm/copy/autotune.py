@@ -18,8 +18,9 @@ from ..errors import escaping
 from ..pool.pool import Pool, part_of
 from ..system import machine
 from . import cost_model, tables
-from .cost_model import DIRECTIONS, STRATEGIES, Row, Table, reason
+from .cost_model import DIRECTIONS, Row, Table, reason
 from .executor import Executor
+from .strategies import STRATEGIES
 
 _log = escaping(logging.getLogger(__name__))
 

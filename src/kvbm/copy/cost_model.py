@@ -18,23 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from ..errors import escaping
 from ..planner.plan import size_text
 from ..system import cache
+from .strategies import STRATEGIES
 
 _log = escaping(logging.getLogger(__name__))
 
 #: Version of the file.  Files of other versions are ignored.
 VERSION = 2
-
-#: How a transfer may copy; `kvbm.Transfer` documents them.
-Strategy = Literal["auto", "aside", "direct", "staged", "engine"]
-
-#: Strategies that choose per batch, by the measured table; and what they choose from, by their numbers in ``cuda/kvbm.h``.
-CHOICES: tuple[str, ...] = get_args(Strategy)[:2]
-STRATEGIES: tuple[str, ...] = get_args(Strategy)[2:]
 
 DIRECTIONS = ("d2h", "h2d", "d2d", "p2p")
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .. import _core
 from .._arguments import number, quoted
 from ..compile.prepare import copies_of, digest_copies, engine_copies, kernel_notes, launches_of, prepare, warm
-from ..digest.cells import Choice, Model, alike, alone, fused, keys_of
+from ..digest.cells import Model, Selection, alike, alone, fused, keys_of
 from ..digest.run import CopyDigests, Proof, fused_copies
 from ..errors import BindError, DigestError, DTypeError, LayoutError, MissingKernelError, PlanError
 from ..layout.region import Section
@@ -29,8 +29,9 @@ from ..pool.section import PoolSection
 from ..system.locks import Lock
 from ..system.machine import device_of
 from . import cost_model, tables
-from .cost_model import CHOICES, CHUNK_BYTES, STRATEGIES, Way
+from .cost_model import CHUNK_BYTES, Way
 from .diff import where_different
+from .strategies import CHOICES, STRATEGIES
 
 #: Default multiprocessors of a kernel that works on host memory: more do not make PCIe faster.
 HOST_SMS = 16
@@ -72,7 +73,7 @@ class _End:
     steps: Steps
     framework: str
     whole: Section
-    choices: tuple[Choice, ...]
+    choices: tuple[Selection, ...]
     watch: _core.Watch
 
     @classmethod

@@ -15,7 +15,8 @@ from ..errors import escaping
 from ..system import machine
 from ..system.locks import Lock
 from . import cost_model
-from .cost_model import BUILT_IN, STRATEGIES, Choice, Table, Way, reason
+from .cost_model import BUILT_IN, Choice, Table, Way, reason
+from .strategies import STRATEGIES
 
 _log = escaping(logging.getLogger(__name__))
 

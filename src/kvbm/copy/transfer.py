@@ -13,9 +13,9 @@ from ..planner.cast import Cast, Scale, as_cast
 from ..pool.pool import Pool, part_of
 from ..pool.section import PoolSection
 from . import autotune
-from .cost_model import CHOICES
-from .cost_model import Strategy as Strategy
 from .executor import Executor, Layers, require_usable
+from .strategies import CHOICES
+from .strategies import Strategy as Strategy
 
 
 class Transfer:

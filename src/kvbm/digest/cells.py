@@ -133,10 +133,10 @@ def require_model(given: Any) -> None:
 
 
 #: An axis and its coordinates, or an empty text and names of planes.
-Choice = tuple[str, Any]
+Selection = tuple[str, Any]
 
 
-def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Choice] = ()) -> Keys:
+def keys_of(whole: Section, model: Model | None = None, choices: Iterable[Selection] = ()) -> Keys:
     """The keys of a pool's cells, or of a part of them: `choices` are the selections, axis and coordinates, in their order.
 
     Raises `PlanError` if elements share a byte along an axis that is not the last of their plane, or the model does not fit the
@@ -549,7 +549,10 @@ def _cells_of_cast(part: CastPart, keys: Keys) -> int:
 
 
 def _shared(work: Sequence[tuple[Part, Form, CellParams]]) -> Iterator[tuple[Launch, list[CellParams]]]:
-    """Launches of parts with digests: rows share launches of records, tiles of K and V share one launch."""
+    """Launches of parts with digests: rows share launches of records, tiles of K and V share one launch.
+
+    Without digests: `planner.lowering._of_records`.
+    """
     tiles, rows = ([one for one in work if (one[1].kind == "tile") == is_tile] for is_tile in (True, False))
     tiles.sort(key=lambda one: -one[1].element)
     for first in range(0, len(tiles), 2):

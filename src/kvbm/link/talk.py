@@ -1,7 +1,8 @@
 """Conversations between processes beside a wire: JSON messages over TCP.
 
-The other side is not trusted, and no call here waits longer than its caller allows.  A message is data and never code.  Its size
-and its number of values are limited, and a malformed message ends the conversation.
+The other side is not trusted, and no call here waits longer than its caller allows.  The other
+waits of a link are listed in ``link/__init__.py``.  A message is data and never code.  Its size and its number of values are
+limited, and a malformed message ends the conversation.
 
 With a secret, both sides first prove that they know it (`Talk.shake`).  Then each message has a code behind it, which is compared
 before the message is parsed.

@@ -1,6 +1,6 @@
-"""Parts of a plan are joined into one: K and V, contiguous planes, pieces of an axis at equal distances.
+"""Fewer parts of a plan: K and V, contiguous planes, and pieces of an axis at equal distances become one part.
 
-Loops inside a part are merged by `layout.loops.coalesce`.
+Loops inside a part are merged by `layout.loops.coalesce`.  Which parts share a launch: `lowering.launches`.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ class Launch(NamedTuple):
 
     kernel: Kernel
     work: tuple[tuple[Part, Form], ...]  # each part with its form; for planes, each form has its own word
-    #: The kernel that fits these parts exactly.  `kernel` may be another one with surplus modes.  Empty: any kernel
-    #: fits.
+    #: The kernel that fits these parts exactly; `kernel` may be another one with surplus modes.  Empty: no other fits better.
     wanted: Kernel
     staged: tuple[Staged, ...] = ()  # how parts are staged in shared memory, if they are
 
@@ -143,6 +142,10 @@ def _page(parts: Sequence[Part], alignments: tuple[int, int]) -> Launch | None:
 
 
 def _of_records(work: Sequence[tuple[Part, Form]]) -> list[Launch]:
+    """The launches of planes: up to `MAX_PARTS` share one, and large tiles have one of their own.
+
+    With digests: `digest.cells._shared`.
+    """
     made, rows = [], []
     total = sum(part.nbytes for part, _ in work)
     for part, form in work:

@@ -1,4 +1,4 @@
-// engine.cpp: runs a loop nest with the copy engine: walks it on the host, and submits its runs and rows.
+// copy_engine.cpp: runs a loop nest with the copy engine: walks it on the host, and submits its runs and rows.
 #include <algorithm>
 #include <vector>
 
