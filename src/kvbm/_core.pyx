@@ -6,6 +6,7 @@ nogil``, and every status that they return passes through `check`.
 """
 
 import sys
+import weakref
 
 cimport cython
 from cpython.exc cimport PyErr_Clear

@@ -28,7 +28,7 @@ from kvbm.compile import prepare
 from kvbm.digest import run
 from kvbm.layout import spec
 from memory import Bound, aligned, numpy_views, placed
-from processes import FakeDriver
+from processes import FakeDriver, server
 
 #: Of a warm `Transfer.copy` of six ids: (direction, strategy) → calls of the driver, submissions, calls in Python and in C.
 WARM = {
@@ -968,6 +968,12 @@ class TestRest:
 
     def test_closed_in_a_child(self, fake_gpu: FakeDriver) -> None:
         fake_gpu("transfers.closed_in_a_child")
+
+    def test_closed_by_two_threads(self, fake_gpu: FakeDriver) -> None:
+        fake_gpu("transfers.closed_by_two_threads")
+
+    def test_closed_at_exit(self) -> None:
+        server().run("from programs import closed_at_exit\nclosed_at_exit.beside_a_copy()", "programs.closed_at_exit")
 
     @pytest.mark.slow
     def test_explain_and_auto(self, fake_gpu: FakeDriver) -> None:

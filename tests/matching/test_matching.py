@@ -828,6 +828,17 @@ def test_the_list_of_views_is_that_of_the_arrays(layout: kvbm.Layout) -> None:
         assert eval(_ways(resolved, views)) == list(resolved.kind_of_entry)
 
 
+def test_a_corrected_declaration_of_scales_is_matched(tmp_path: Path) -> None:
+    """Layouts that differ only in their scales are equal: what is known of one does not hold for the other."""
+    text = 'order: "b l o <data scale>"\naxes: {g: 3}\nplanes: {data: {order: t h d, dtype: int8}, scale: {order: t h g, %s}}\n'
+    file, shape = tmp_path / "mine.yaml", kvbm.load_shape("nl=2,no=2,nh=2,nt=16,hd=8,dtype=bfloat16")
+    file.write_text(text % "dtype: float32, scales: data")  # three scales for eight elements
+    arrays = np.zeros((5, 2, 2, 640), "uint8")
+    assert not kvbm.match(arrays, shape, layouts=[file])
+    file.write_text(text % "dtype: float32")
+    assert [one.num_blocks for one in kvbm.match(arrays, shape, layouts=[file])] == [5]
+
+
 def test_parts_whose_axes_are_not_those_of_the_list() -> None:
     """Parts of an array [2, layers] are no list of two planes for each layer, and the other way round."""
     first, last = ('order: "[<x y> l] b t h"\nplanes: {x: {order: d}, y: {order: d}}', '[l <x y>]')

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import math
 import mmap
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import shared_memory
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +178,73 @@ def test_memory_of_kvbm_that_was_freed_is_found() -> None:
     """A second pool over the arrays of `Pool.allocate(device="cuda")`, after the first one was closed."""
     gone = SimpleNamespace(is_deleted=lambda: True)
     assert not liveness.has_memory(gone, 0, 0) and liveness.has_memory(object(), 0, 0)
+
+
+class Asked:
+    """An array that is asked in Python whether it has its memory, and calls something then."""
+
+    called: Callable[[], object]
+
+    def __init__(self) -> None:
+        self.memory, self.called = np.zeros(ROW, "float32"), dict
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.memory.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.memory.__dlpack_device__()
+
+    def is_deleted(self) -> bool:
+        called, self.called = self.called, dict
+        called()
+        return False
+
+
+@pytest.mark.parametrize("is_src", [True, False])
+def test_memory_that_goes_while_an_array_is_asked_is_found(is_src: bool) -> None:
+    for what in ("its pool", "the other pool", "the other memory"):
+        asked, [other] = Asked(), tensors(1)
+        pools = [kvbm.Pool(LAYOUT, shape(1), one) for one in ((asked, other) if is_src else (other, asked))]
+        move = kvbm.Transfer(pools[0], pools[1])
+        asked.called = {
+            "its pool": pools[not is_src].close, "the other pool": pools[is_src].close,
+            "the other memory": functools.partial(other.untyped_storage().resize_, 0),
+        }[what]  # fmt: skip
+        with pytest.raises(kvbm.BindError, match="other memory than when" if what == "the other memory" else "is closed"):
+            move.copy([0], [0])
+
+
+def test_pools_of_arrays_that_refer_to_them_are_freed() -> None:
+    """What `convert` keeps of two pools ends with either of them."""
+
+    class Cache(Asked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = kvbm.Pool(LAYOUT, shape(1), self)
+
+    engine = Cache()
+    for is_src in (True, False):
+        cache = Cache()
+        kvbm.convert(*((cache.pool, engine.pool) if is_src else (engine.pool, cache.pool)))
+        gone = weakref.ref(cache)
+        del cache
+        gc.collect()
+        assert gone() is None, is_src
+
+
+def test_autograd_is_told_of_a_pool_that_is_closed_during_the_copy(way: str) -> None:
+    count = 16
+    sizes, ids = kvbm.BlockShape(count, 1, 1, 2, 4, "float32"), np.arange(1 << 15)
+    src, dst = ([torch.full((ids.size, 2, 4), value) for _ in range(count)] for value in (7.0, 0.0))
+    pools, told = [kvbm.Pool(LAYOUT, sizes, arrays) for arrays in (src, dst)], [one._version + 1 for one in dst]
+    move = kvbm.Transfer(pools[0], pools[1])
+    with ThreadPoolExecutor(1) as threads:
+        copied = threads.submit(move.copy, ids, ids)
+        while not dst[0][0, 0, 0] and not copied.done():
+            pass
+        pools[1].close()
+        copied.result()
+    assert [one._version for one in dst] == told
 
 
 def test_autograd_is_told_of_all_tensors(way: str) -> None:

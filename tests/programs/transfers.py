@@ -903,6 +903,28 @@ def closed_in_a_child() -> None:
             ended.set()
 
 
+def closed_by_two_threads() -> None:
+    """Each of two threads that close a pool waits for the copies."""
+    shape = kvbm.BlockShape(nl=4, no=2, nh=8, nt=16, hd=64, dtype="uint16")
+    ids = np.arange(1000)
+    for _ in range(3):
+        pools = [kvbm.Pool.allocate(name, shape, ids.size) for name in ("nhd", "universal")]
+        for array in pools[0].arrays:
+            array[...] = 7
+        move, seen = kvbm.Transfer(*pools), pools[1].arrays[0]
+        with ThreadPoolExecutor(2) as threads:
+            copied = threads.submit(move.copy, ids, ids)
+            while not seen.any():
+                pass
+            closed = threads.submit(pools[1].close)
+            while not pools[1].closed:
+                pass
+            pools[1].close()
+            assert (seen == 7).all()
+            copied.result()
+            closed.result()
+
+
 def wait_for(child: int) -> int:
     """The exit status of a child that ends at once."""
     for _ in range(1000):

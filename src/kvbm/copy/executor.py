@@ -74,14 +74,13 @@ class _End:
     framework: str
     whole: Section
     choices: tuple[Selection, ...]
-    watch: _core.Watch
 
     @classmethod
     def of(cls, part: PoolSection) -> _End:
         pool = part.pool
         return cls(
             part.of, pool.device, pool.alignment, pool.addresses, pool.steps, framework_of(pool.arrays[0]),
-            pool.resolved.section, part.choices, pool.watch,
+            pool.resolved.section, part.choices,
         )  # fmt: skip
 
     @property
@@ -151,9 +150,9 @@ class Executor:
         self.unreached = "" if self.on_host else self._unreached(src, dst)
         self.cuts = np.zeros(0, np.uint64) if self.on_host else np.union1d(src.cuts, dst.cuts)
         # Both tables are on the device that runs the kernels.
-        ends = (self.src, self.dst)
+        ends = ((self.src, src), (self.dst, dst))
         self.tables: Sequence[_core.Table] = like.tables if like else [
-            _core.Table(end.table, self.device, watch=end.watch) for end in ends
+            _core.Table(end.table, self.device, watch=pool.watch) for end, pool in ends
         ]
         self.src_table, self.dst_table = self.tables
 

@@ -133,6 +133,7 @@ cdef class Table:
         True: upload the table to the device now.  False: every launch uploads it.
     watch : Watch, optional
         Of the pool whose memory it is.  A `Route` checks it before each copy, and closing the pool waits for the call.
+        It is not kept alive: with it a cache of routes would keep the arrays.
 
     Notes
     -----
@@ -145,7 +146,7 @@ cdef class Table:
     cdef uint64_t device_address
     cdef uint32_t count
     cdef readonly int device
-    cdef Watch watch
+    cdef object watch  # a weakref to it, or None
 
     def __cinit__(self):
         self.addresses = NULL
@@ -157,7 +158,7 @@ cdef class Table:
         cdef int status
         if self.addresses != NULL:
             raise TypeError("a Table is initialised once")
-        self.watch = watch
+        self.watch = None if watch is None else weakref.ref(watch)
         cdef Py_ssize_t count = addresses.shape[0]
         if count > INDEX_LIMIT // 8:
             raise BindError(f"{count} allocations in a table: expected at most {INDEX_LIMIT // 8}")
@@ -185,6 +186,15 @@ cdef class Table:
         self.addresses = NULL
         if address:
             kvbm_retire_device(device, address, self.count * sizeof(uint64_t))
+
+    cdef Watch watched(self):
+        """The Watch of the pool, or None if the table is not one of a pool."""
+        if self.watch is None:
+            return None
+        found = self.watch()
+        if found is None:
+            raise BindError("a copy needs its pools, and one of them is gone")
+        return <Watch> found
 
     def __len__(self):
         return self.count

@@ -439,9 +439,9 @@ cdef class Route:
         cdef uint64_t waits[16]
         cdef uint32_t num_waits = 0
         cdef int status = KVBM_OK, home = self.route.device
-        cdef list taken = None
+        cdef list taken = None, versioned = None
         cdef Done done = Done.__new__(Done)
-        cdef Watch src = self.src.watch, dst = self.dst.watch
+        cdef Watch src = self.src.watched(), dst = self.dst.watched()
         memset(&outcome, 0, sizeof(kvbm_outcome))
         if self.route.crosses:
             with nogil:
@@ -465,6 +465,8 @@ cdef class Route:
                     num_waits += waits[num_waits] != 0
             # After the code of ids, streams and events, which may change the memory.
             use_memory(src, dst, strategy != KVBM_NO_COPY)
+            if dst is not None:
+                versioned = dst.versioned  # the pool may be closed when the copy has ended
             with nogil:
                 if home >= 0:
                     status = kvbm_event_take(home, &done.event)
@@ -474,7 +476,7 @@ cdef class Route:
                         batch.fault = <uint64_t> &done.fault.pair
                 if status == KVBM_OK:
                     status = kvbm_transfer(&self.route, batch, strategy, stream, waits, num_waits, done.event, &outcome)
-            leave_memory(src, dst)
+                leave_memory(src, dst)
             done.captured = outcome.captured != 0
         finally:
             if taken:
@@ -494,7 +496,7 @@ cdef class Route:
         self.submissions += outcome.submissions
         done.strategy = STRATEGIES[strategy]
         if dst is not None:
-            dst._written()
+            dst._written(versioned)
         if home >= 0:
             done.keep = (self, pairs) if pairs.on_device() else self
         return done

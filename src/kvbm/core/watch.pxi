@@ -4,6 +4,14 @@
 cdef extern from "<unistd.h>" nogil:
     int usleep(unsigned int microseconds)
 
+cdef extern from *:
+    """
+    static inline void kvbm_users_add(int *users, int more) { __atomic_fetch_add(users, more, __ATOMIC_ACQ_REL); }
+    static inline int kvbm_users(const int *users) { return __atomic_load_n(users, __ATOMIC_ACQUIRE); }
+    """
+    void kvbm_users_add(int *users, int more) noexcept nogil
+    int kvbm_users(const int *users) noexcept nogil
+
 
 cdef enum WatchedKind:
     BY_NOTHING = 0  # not checked here: there is no cheap way (`Pool.check` checks it)
@@ -94,10 +102,10 @@ cdef class Watch:
         Whether an array may not be written.
     """
 
+    cdef object __weakref__
     cdef readonly object pool
     cdef list arrays, versioned
     cdef void **versions  # the tensors of `versioned`, as arguments of `bump`
-    cdef Py_ssize_t num_versions
     cdef Watched *each    # up to the last one that is checked
     cdef Py_ssize_t count
     cdef TorchFields fields
@@ -105,14 +113,14 @@ cdef class Watch:
     cdef bint readonly
     cdef readonly bint closed
     cdef bint has_numpy
-    cdef int users        # calls without Python's lock that read or write the memory, or enqueue copies that do
+    cdef int users        # calls that read or write the memory, or enqueue copies that do: see `kvbm_users_add`
     cdef uint32_t process  # in which they are: a child has not the threads of its parent
     cdef uint32_t lock    # held by a thread that begins a copy without a lock of Python's, and by `close`
 
     def __cinit__(self):
         self.each = NULL
         self.versions = NULL
-        self.count = self.num_versions = 0
+        self.count = 0
 
     def __init__(self, pool, list arrays not None, const unsigned char[::1] kinds not None, fields,
                  list versioned not None, uint64_t bump, bint readonly):
@@ -129,7 +137,6 @@ cdef class Watch:
         self.versions = <void **> calloc(len(versioned) + 1, sizeof(void *))
         if self.each == NULL or self.versions == NULL:
             raise MemoryError(f"{len(arrays)} arrays")
-        self.num_versions = len(versioned)
         for i in range(len(versioned)):
             self.versions[i] = <char *> <PyObject *> versioned[i] + self.fields.tensor
         for i in range(len(arrays)):
@@ -149,11 +156,9 @@ cdef class Watch:
         self.versions = NULL
 
     def note(self, Py_ssize_t index):
-        """Record the present state of an array as the expected one."""
-        if not 0 <= index < self.count:
-            raise IndexError(index)
+        """Record the present state of an array as the expected one; of a closed pool nothing."""
         lock_in_python(&self.lock)
-        if index < self.count:  # else it was closed meanwhile
+        if 0 <= index < self.count:
             self._note(&self.each[index])
         kvbm_unlock(&self.lock)
 
@@ -199,29 +204,31 @@ cdef class Watch:
 
     def written(self):
         """Increase the version counters of the tensors, so that autograd refuses graphs that have saved one of them."""
-        self._written()
+        self._written(self.versioned)
 
-    cdef int _written(self) except -1:
+    cdef int _written(self, list tensors) except -1:
+        """`tensors` are those of `versioned`, also if the pool was closed since the caller has looked."""
         cdef Py_ssize_t i
-        if self.num_versions == 0:
+        if not tensors:
             return 0
         if self.bump == NULL:
-            sys.modules["torch"].autograd.graph.increment_version(self.versioned)
+            sys.modules["torch"].autograd.graph.increment_version(tensors)
             return 0
-        for i in range(self.num_versions):
+        for i in range(len(tensors)):
             self.bump(self.versions[i])
         return 0
 
     def close(self):
         """Release the arrays, after the calls that use their memory: on the CPU these last as long as their copies.
 
-        Later checks raise the error of a closed pool, and no copy begins (see `Foreseen`).
+        Later checks raise the error of a closed pool, and no copy begins (see `Foreseen`).  No thread needs Python's
+        lock to end such a call: when Python exits, threads do not get it any more.
         """
         lock_in_python(&self.lock)
         self.closed = True
-        self.count = self.num_versions = 0
+        self.count = 0
         kvbm_unlock(&self.lock)
-        while self.users and self.process == kvbm_own_process():
+        while self.process == kvbm_own_process() and kvbm_users(&self.users):
             with nogil:
                 usleep(50)
         self.arrays, self.versioned = [], []
@@ -229,14 +236,26 @@ cdef class Watch:
     cdef void enter(self) noexcept:
         if self.process != kvbm_own_process():
             self.process, self.users = kvbm_own_process(), 0
-        self.users += 1
+        kvbm_users_add(&self.users, 1)
 
-    cdef int require(self, bint writes) except -1:
-        if self.closed or self._changed(0) >= 0:
+    cdef bint require(self, bint writes) except -1:
+        """Whether code of Python ran: it may have changed the memory of another pool that was checked before."""
+        cdef bint is_asked = self.closed or self._changed(0) >= 0
+        if is_asked:
             self.pool().require_open()
         if writes and self._locked():
             self.pool().require_writable()
-        return 0
+        return is_asked
+
+    cdef bint has_changed(self) noexcept:
+        """Whether the pool was closed, or the memory of an array has changed that is compared here."""
+        cdef Py_ssize_t i
+        if self.closed:
+            return True
+        for i in range(self.count):
+            if self.each[i].kind != BY_OWNER and not _is_same(&self.each[i], &self.fields):
+                return True
+        return False
 
 
 cdef int use_memory(Watch src, Watch dst, bint writes) except -1:
@@ -244,14 +263,13 @@ cdef int use_memory(Watch src, Watch dst, bint writes) except -1:
 
     Raises `BindError` if a pool is closed, or the memory of an array has changed, or one of `dst` is read-only.
     """
-    while True:
-        if src is not None:
-            src.require(False)
+    cdef bint is_asked = True
+    while is_asked:
+        is_asked = src is not None and src.require(False)
         if dst is not None:
-            dst.require(writes)
-        # Checking an array in Python lets other threads run: they may have closed the pool that was checked first.
-        if not (src is not None and src.closed or dst is not None and dst.closed):
-            break
+            is_asked |= dst.require(writes)
+        # Code of Python, and of other threads meanwhile, may have changed what was checked before.
+        is_asked = is_asked and (src is not None and src.has_changed() or dst is not None and dst.has_changed())
     if src is not None:
         src.enter()
     if dst is not None:
@@ -259,8 +277,8 @@ cdef int use_memory(Watch src, Watch dst, bint writes) except -1:
     return 0
 
 
-cdef inline void leave_memory(Watch src, Watch dst) noexcept:
+cdef inline void leave_memory(Watch src, Watch dst) noexcept nogil:
     if src is not None:
-        src.users -= 1
+        kvbm_users_add(&src.users, -1)
     if dst is not None:
-        dst.users -= 1
+        kvbm_users_add(&dst.users, -1)

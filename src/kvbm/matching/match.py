@@ -723,7 +723,7 @@ def _wanted(resolved: Resolved) -> str:
 
 def _blocks(layout: Layout, shape: BlockShape, arrays: Sequence[Array]) -> list[int]:
     """The possible numbers of blocks in arrays of these sizes."""
-    one = _block(layout, shape)
+    one = _block(layout, shape, *layout.scales.items())
     if one is None:
         return []
     count, sizes = one
@@ -737,8 +737,11 @@ def _blocks(layout: Layout, shape: BlockShape, arrays: Sequence[Array]) -> list[
 
 
 @functools.lru_cache(maxsize=8192)
-def _block(layout: Layout, shape: BlockShape) -> tuple[int, frozenset[int]] | None:
-    """Allocations of one block, and the possible bytes of the first; None if the layout is not one-to-one at this shape."""
+def _block(layout: Layout, shape: BlockShape, *_scales: tuple[str, str]) -> tuple[int, frozenset[int]] | None:
+    """Allocations of one block, and the possible bytes of the first; None if the layout is not legal at this shape.
+
+    Equal layouts may differ in their scales, and only one of them may be legal.
+    """
     one = legal(layout, shape, 1)
     if one is None:
         return None

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from .array_info import TOLD, Array, span
 
-#: As `arrays.TOLD`, if torch can be told without Python.
+#: As `array_info.TOLD`, if torch can be told without Python.
 _TOLD_IN_C = 4096
 
 _UNWATCHED, _NUMPY, _TORCH, _ASKED = range(4)  # as in core/watch.pxi
@@ -61,10 +61,10 @@ class Borrowed:
 
     def moved(self) -> int:
         """Index of an array that has other memory than when it was bound, or -1."""
-        watch = self.watch
+        watch, arrays, found = self.watch, self._arrays, self._found  # as they were before another thread closes the pool
         index = watch.changed()
         while index >= 0:
-            if not has_memory(self._arrays[index], self._found[index].address, self._extent(index)):
+            if not has_memory(arrays[index], found[index].address, self._extent(index)):
                 return index
             watch.note(index)
             index = watch.changed(index + 1)

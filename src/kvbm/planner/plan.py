@@ -94,7 +94,7 @@ class Plan(Shown):
         return tuple(part.form(src_alignment, dst_alignment) for part in self.parts)
 
     def launches(self, src_alignment: int = WIDEST, dst_alignment: int = WIDEST, *, pages: bool = True) -> list[Launch]:
-        """The launches if every kernel is built (`lower.launches`).  The alignments of the base addresses are in bytes."""
+        """The launches if every kernel is built (`lowering.launches`).  The alignments of the base addresses are in bytes."""
         return launches(self.parts, (src_alignment, dst_alignment), planes=bool(self.src.layout.planes), pages=pages)
 
     def kernels(self, alignment: int = WIDEST) -> list[str]:

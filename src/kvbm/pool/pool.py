@@ -159,7 +159,7 @@ class Pool(FromEngines, Shown):
         self._readonly = any(self._readonly_arrays)
         title, fitting = f"{layout.name} ({layout.order_text})", lambda: names_of_strides(found, shape, layout.name)
         who = Caller(title, "array", mark="", label=self.resolved.label, fitting=fitting)
-        #: Plane → the dtype of its arrays, where the shape or the plane says no more than bytes (`contract.formats_of`).
+        #: Plane → the dtype of its arrays, where the shape or the plane says no more than bytes (`array_checks.formats_of`).
         self.formats: dict[str, str] = {}
         if addresses is None:
             require_each(who, found, kinds_of(self.resolved), self.resolved.kind_of_entry, shape, gates)
@@ -476,18 +476,16 @@ class Pool(FromEngines, Shown):
 
         Host memory must stay registered while a GPU copies it, so wait for your copies first (``done.synchronize()``).  Drivers
         wait before they unregister it (seen with 580 on an H200), but CUDA does not promise that.  A `Transfer` keeps its pools
-        alive, but you can still close them.  A second call does nothing.
+        alive, but you can still close them.  A second call only waits in the same way.
         """
-        if self._closed:
-            return
         self._closed = True
+        self._borrowed.close()  # copies still ask: it raises, as the pool is closed
         self._ranges = None
         self.digesters.clear()
         owned, self._owned = self._owned, ()
         pins, self._pins = self._pins, None
         if owned:
             self.arrays = ()
-        self._borrowed.close()  # copies still ask: it raises, as the pool is closed
         with contextlib.ExitStack() as stack:  # releases all of them, even if one fails
             for one in (*owned, *([pins] if pins else [])):
                 stack.callback(one.close)
