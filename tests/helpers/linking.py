@@ -9,20 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 import reshard_oracle
 from kvbm import BindError, KvbmError, Span, wire
 from kvbm.layout.shapes import ITEMSIZE
-from kvbm.link import endpoint as endpoints
 from kvbm.link import link as links
 from kvbm.link import loans
-from kvbm.reshard import Endpoint, plan
+from kvbm.reshard import Endpoint
 from memory import aligned, views
 
 #: Seconds that anything may take; a sanitizer takes several times as long.
@@ -49,14 +47,6 @@ def digested_first(monkeypatch: Any) -> None:
     """No block is known to be complete before it is digested: a direct copy begins after that."""
     for module in (links, loans):
         monkeypatch.setattr(module, "are_complete", lambda *_: False)
-
-
-#: What ranks plan when they meet: of one case all the same, and here only once.
-_planned = lru_cache(maxsize=64)(plan)
-
-
-def _plan(*ends: Any, **options: Any) -> Any:
-    return (_planned if options["cast"] is None else plan)(*ends, **options)
 
 
 class Linked:
@@ -100,11 +90,10 @@ class Linked:
             if case.gather:
                 for end in self.ends[1]:
                     end.join(cards[1])
-            with mock.patch.object(endpoints, "plan", _plan):
-                self.links = [
-                    [end.meet(cards[1 - side], stripe=case.stripe, gather=case.gather) for end in self.ends[side]]
-                    for side in (0, 1)
-                ]
+            self.links = [
+                [end.meet(cards[1 - side], stripe=case.stripe, gather=case.gather) for end in self.ends[side]]
+                for side in (0, 1)
+            ]
             failing.pop_all()
 
     def __enter__(self) -> Linked:
@@ -304,12 +293,12 @@ def right_cases(
 ) -> Iterator[Linked]:
     """Send random cases and yield them before they are closed: no error, every byte is the oracle's, no slot is lost.
 
-    Cases that cannot be sent are omitted: the endpoints refuse them, or the source has no block for a token.
+    Cases that cannot be sent are omitted: the oracle or the endpoints refuse them, or the source has no block for a token.
     """
     for seed in seeds:
         try:
             found = Linked(reshard_oracle.random_case(seed), wires(seed), **options)
-        except BindError:
+        except (reshard_oracle.RefusedError, BindError):
             continue
         with found:
             try:

@@ -149,16 +149,6 @@ def compile_fake_driver(folder: Path, source: Path = HERE / "data" / "fake_drive
     return folder
 
 
-#: The end of a program: what is registered for it, and no more.  To take an interpreter apart takes longer than most programs, and
-#: `make full` and the sanitizers have it.  What the end of a process does has tests of its own, in new processes (test_driver.py).
-_END = """
-import atexit, os, sys
-atexit._run_exitfuncs()
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
 class FakeDriver:
     """Runs functions of programs/, each in a separate process whose libcuda.so.1 is the one in `folder`."""
 
@@ -172,6 +162,4 @@ class FakeDriver:
         """
         module, _, function = f"programs.{program}".rpartition(".")
         code = f"from {module} import {function}\n{function}(*{arguments!r})"
-        if "KVBM_SANITIZE" not in os.environ and os.environ.get("KVBM_HYPOTHESIS") != "full":
-            code += _END
         return server(module, self.folder).run(code, module, **knobs)

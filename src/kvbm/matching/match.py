@@ -887,8 +887,8 @@ def _with_pitches(
 def _checks(found: Sequence[_Found], arrays: Sequence[Array], shape: BlockShape) -> Iterator[Check]:
     """Experiments.  Each one distinguishes candidates that the ones before it do not."""
     blocks = min(one.candidate.num_blocks for one in found)
-    sizes = {axis: {"b": blocks, **shape.sizes}[axis] for axis in "htolbd"}  # the order in which they are tried
-    axes = [axis for axis, size in sizes.items() if size > 1]
+    sizes = {"b": blocks, **shape.sizes}
+    axes = [axis for axis in "htolbd" if sizes[axis] > 1]  # in the order in which they are tried
     groups: list[list[_Found]] = [list(found)]
     for chosen in [*((axis,) for axis in axes), *itertools.combinations(axes, 2)]:
         at = dict.fromkeys(chosen, 1)
